@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.cases import BenchCase, Effort
-from benchmarks.measure import Prepared, compete
+from benchmarks.measure import Prepared, compete, nothing
 from benchmarks.runs import SCHEMA, BenchResult, Entry, Run
 from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
@@ -24,6 +24,9 @@ HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gi
 
 # What one call of the command measures, in its order: what a deadline may cut off comes last.
 Plan = list[tuple[Any, Effort]]
+
+
+EFFORT = Effort(rounds=10, seconds=5.0)  # of cases that are made of a shape
 
 
 def planned(cases: Iterable[BenchCase], rounds: int, seconds: float) -> Plan:
@@ -55,12 +58,12 @@ class Benchmark:
     case_type: type[Any]
     sizes: str  # the fields of a case that its shape is made of
     presets: Mapping[str, Callable[[], Plan]]  # cases and effort by name, those first that matter most
-    effort: Effort  # with which the cases are measured that are made of a shape
     contenders: Callable[[Any], Sequence[Any]]  # who is measured on a case, as far as they apply to it
     prepare: Callable[[Any, torch.device], Prepared]  # the operands of a case, the same for every contender
-    case_tables: Callable[[Entry], list[Table]]  # what is shown of a case as soon as it is measured
+    table: Callable[[Entry], Table]  # of a case, shown as soon as it is measured
     tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
-    figure: Callable[[Run], Figure]
+    begin: Callable[[torch.device], object] = nothing  # before anything else is asked of the device
+    figure: Callable[[Run], Figure] | None = None
     targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
@@ -73,11 +76,16 @@ class Benchmark:
         self.contenders(case)
 
     def measure(
-        self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
+        self,
+        case: Any,
+        device: torch.device,
+        effort: Effort,
+        contenders: Sequence[Any] | None = None,
+        say: Callable[[str], object] = nothing,
     ) -> Entry:
         """The figures of all contenders, or of these."""
         chosen = self.contenders(case) if contenders is None else contenders
-        return compete(case, chosen, self.prepare(case, device), effort)
+        return compete(case, chosen, self.prepare(case, device), effort, say)
 
     def load(self, path: Path) -> Run:
         document = read(path)

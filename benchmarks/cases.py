@@ -59,6 +59,10 @@ class Effort:
     def expired(self) -> bool:
         return time.monotonic() > self.until
 
+    def enough(self, spent: float) -> bool:
+        """Whether a contender has had its seconds."""
+        return spent >= self.seconds
+
 
 # --- contenders ---
 

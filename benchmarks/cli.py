@@ -1,34 +1,42 @@
-"""The command line: `python -m benchmarks quick | operator | model | rows | logprobs | grpo | table | pages | plot`."""
+"""The command line: `python -m benchmarks quick | table | pages | plot`, and a command for each of `MEASURED`."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch.distributed as dist
 import typer
 
-from benchmarks.benchmark import Benchmark, Plan, read, save
+from benchmarks import processes
+from benchmarks.benchmark import EFFORT, Benchmark, Plan, read, save
+from benchmarks.cases import Effort
 from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import filled
 from benchmarks.quick import quick
-from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, described_run
-from benchmarks.tables import absences
+from benchmarks.small_card import SMALL_CARD
+from benchmarks.split_head import SPLIT_HEAD
+from benchmarks.tables import absences, markdown, shortfalls
+from benchmarks.wrapped import WRAPPED
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
 from flce.tools.cli.output import given
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO)}
+MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
+BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
 
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -47,6 +55,10 @@ def measure(
     context: typer.Context,
     preset: Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")] = None,
     shape: Annotated[list[str] | None, option(help="Sizes with commas; several times for several.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        option("--set", metavar="NAME=VALUES", help="A field of every case, with commas; a wrong name lists them."),
+    ] = None,
     device: Annotated[str | None, option(help="cpu or cuda; cuda where there is one.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
@@ -59,69 +71,43 @@ def measure(
     out: Annotated[
         Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
     ] = None,
-    # Only these cases: several times for several, and a wrong name lists all.
-    dtype: Annotated[list[str] | None, option(help="float32, say.")] = None,
-    mode: Annotated[list[str] | None, option(help="operator: what a call does.")] = None,
-    model: Annotated[list[str] | None, option(help="model, grpo: whose training step.")] = None,
-    feature: Annotated[list[str] | None, option(help="operator: what a call has beside head and labels.")] = None,
-    operation: Annotated[list[str] | None, option(help="rows: a loss or a softmax.")] = None,
-    # What is changed of the cases.
-    contender: Annotated[list[str] | None, option(help="operator, model: only these; a wrong name lists all.")] = None,
-    ignored: Annotated[float | None, option(min=0, max=1, help="operator: share of the labels ignored.")] = None,
-    logits_std: Annotated[
-        float | None, option(callback=finite, help="operator: standard deviation of the logits.")
-    ] = None,
-    errors: Annotated[bool, option("--errors", help="operator: compare with a float64 oracle.")] = False,
-    calls: Annotated[bool, option("--calls", help="operator: also time of the host, and in a CUDA graph.")] = False,
-    own_products: Annotated[
-        bool | None, option("--own-products/--no-own-products", help="operator: flce with or without its own products.")
-    ] = None,
-    no_time: Annotated[bool, option("--no-time", help="operator: do not measure time.")] = False,
-    optimizer: Annotated[str | None, option(help="model: what ends a step: none, sgd, sgd-momentum or adamw.")] = None,
-    budget_mib: Annotated[list[int] | None, option(min=1, help="model: budgets, each a contender.")] = None,
-    compiled: Annotated[bool | None, option("--compile/--no-compile", help="rows: torch.compile, everywhere.")] = None,
 ) -> None:
     """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
-    started, where = time.monotonic(), given("--device", find_device, device, ("cuda", "cpu"))
+    started, several = time.monotonic(), dist.is_torchelastic_launched()
+    where = processes.begin() if several else given("--device", find_device, device, ("cuda", "cpu"))
+    first = not several or dist.get_rank() == 0
     benchmark = BENCHMARKS[str(context.info_name)]
-    only = {"dtype": dtype, "mode": mode, "model": model, "feature": feature, "operation": operation}
-    changes = {
-        "contenders": tuple(contender or ()),
-        "ignored": ignored,
-        "logits_std": logits_std,
-        "time": False if no_time else None,
-        "calls": calls or None,
-        "own_products": own_products,
-        "optimizer": optimizer,
-        "budgets_mib": tuple(budget_mib or ()),
-        "compiled": compiled,
-    }
-    # The cases of the operator say where there are errors to be had; the others have none.
-    if errors != (benchmark is OPERATOR):
-        changes["errors"] = errors
-    cases = chosen(benchmark, asked_for(only), asked_for(changes), preset, shape)
-    until = None if deadline is None else started + deadline
+    cases = chosen(benchmark, preset, shape, changes or ())
+    until = math.inf if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
-    run = Run(benchmark.kind, described_run(where, "python -m benchmarks", sys.argv[1:]))
+    launcher = f"torch.distributed.run --nproc-per-node {dist.get_world_size()} -m " if several else ""
+    benchmark.begin(where)
+    run = Run(benchmark.kind, described_run(where, f"python -m {launcher}benchmarks", sys.argv[1:]))
+
+    def show(*texts: str) -> None:
+        if first:
+            typer.echo("\n".join(texts), err=True)
 
     def say(text: str) -> None:
-        typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
+        show(f"[{time.monotonic() - started:.0f} s] {text}")
 
     for index, (case, effort) in enumerate(cases):
-        effort = replace(effort, **asked_for({"rounds": rounds, "seconds": seconds, "until": until}))
+        each = effort.seconds if seconds is None else seconds
+        effort = (processes.Agreed if several else Effort)(rounds or effort.rounds, each, until)
         if effort.expired():
             names = "; ".join(left.title for left, _ in cases[index:])
             say(f"The deadline of {deadline:g} s has passed; not measured: {names}")
             break
         say(f"case {index + 1} of {len(cases)}: {case.title}")
         run.cases.append(benchmark.measure(case, where, effort))
-        save(run, out)
-        for table in benchmark.case_tables(run.cases[-1]):
-            typer.echo(table.markdown(), err=True)
+        if first:
+            save(run, out)
+        show(benchmark.table(run.cases[-1]).markdown())
     closing = benchmark.tables(run, True)
-    for text in [*absences(run), *(table.markdown() for table in closing)]:
-        typer.echo(text, err=True)
+    show(*absences(run), *(table.markdown() for table in closing))
     say(f"results in {out}")
+    if several:
+        dist.destroy_process_group()
     missing = sorted({result.contender for result in shortfalls(run)})
     if missing:
         say(f"No figures for {', '.join(missing)}: see the notes above.")
@@ -133,48 +119,49 @@ for each in BENCHMARKS.values():
     app.command(each.kind, help=each.about)(measure)
 
 
-def asked_for(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value not in (None, [], ())}
+def parsed(text: str) -> Any:
+    """A number, true, false or null, or else the text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
-def chosen(
-    benchmark: Benchmark,
-    only: dict[str, list[str]],
-    changes: dict[str, Any],
-    preset: str | None,
-    shapes: Sequence[str] | None,
-) -> Plan:
-    """The cases that are wanted of the preset, or of the shapes; with these fields changed."""
-    foreign = {*only, *changes} - {field.name for field in fields(benchmark.case_type)}
-    if foreign:
-        raise typer.BadParameter(f"{benchmark.noun}: no such thing as {', '.join(sorted(foreign))}")
+def changed(benchmark: Benchmark, changes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Fields of a case with one of the values that are given for each. A tuple has all of its values."""
+    kinds, found = {field.name: str(field.type) for field in fields(benchmark.case_type)}, {}
+    for text in changes:
+        name, _, listed = text.partition("=")
+        if name not in kinds:
+            raise typer.BadParameter(f"{benchmark.noun}: no such thing as {name!r}, but {', '.join(kinds)}")
+        values = [parsed(value) for value in listed.split(",")]
+        found[name] = [tuple(values)] if kinds[name].startswith("tuple") else values
+    return (dict(zip(found, values, strict=True)) for values in itertools.product(*found.values()))
+
+
+def chosen(benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | None, changes: Sequence[str]) -> Plan:
+    """The cases of the preset, or of the shapes, with these fields changed."""
     if (preset is None) == (not shapes):
         raise typer.BadParameter("give --preset or --shape" + (", not both" if shapes else ""))
-    names = benchmark.sizes.split(",")
     if preset is None:
-        parsed = [given("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
-        which = [dict(zip(only, values, strict=True)) for values in itertools.product(*only.values())]
-        made = [
-            benchmark.case_type(**dict(zip(names, sizes, strict=True)), **{**more, **values})
-            for sizes in parsed
-            for values in which
-            for more in benchmark.defaults
-        ]
-        plan = [(case, benchmark.effort) for case in dict.fromkeys(made)]
+        names = benchmark.sizes.split(",")
+        sizes = [given("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
+        made = [{**dict(zip(names, size, strict=True)), **more} for size in sizes for more in benchmark.defaults]
+        plan = [(benchmark.case_type(**case), EFFORT) for case in made]
     elif preset in benchmark.presets:
         plan = benchmark.presets[preset]()
     else:
         raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
-    wanted = [pair for pair in plan if all(getattr(pair[0], name) in values for name, values in only.items())]
-    found = [(case, effort) for before, effort in wanted if (case := replace(before, **changes)).asked]
-    if not found:
+    every = list(changed(benchmark, changes))
+    found = {replace(case, **values): effort for case, effort in plan for values in every}
+    plan = [(case, effort) for case, effort in found.items() if case.asked]
+    if not plan:
         raise typer.BadParameter("nothing to measure: these options leave no case")
-    for case, _ in found:
+    for case, _ in plan:
         try:
             benchmark.check(case)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-    return found
+    return plan
 
 
 def load(path: Path) -> tuple[Benchmark, Run]:
@@ -226,8 +213,10 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
+    """A picture of time against workspace; of rows, of bandwidth over their length."""
     benchmark, run = load(file)
+    if benchmark.figure is None:
+        raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmark.figure(run).savefig(path, dpi=110)

@@ -161,23 +161,18 @@ def ours_full(problem: OperatorProblem) -> Step:
     return elsewhere(problem, our_loss(**problem.more), target=problem.full_target)
 
 
-BUDGET = re.compile(r"ours(?:-(?P<kind>bf16|vocab))?-(?P<mib>[1-9]\d*)MiB")
-# What is said of a kind, where it is measured, and its options.
-KINDS: dict[str | None, tuple[str, str, dict[str, Any]]] = {
-    None: ("", "", {}),
-    "bf16": (", bfloat16 sums", "bfloat16", {"accum_dtype": torch.bfloat16}),
-    "vocab": (", strategy vocab", "", {"strategy": "vocab"}),
-}
+BUDGET = re.compile(r"ours(?P<bf16>-bf16)?-(?P<mib>[1-9]\d*)MiB")
 
 
 def in_budget(name: str) -> OperatorContender | None:
-    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums), ours-vocab-64MiB."""
+    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums)."""
     match = BUDGET.fullmatch(name)
     if match is None:
         return None
-    suffix, only, options = KINDS[match["kind"]]
-    title, budget = f"flce, {match['mib']} MiB budget{suffix}", int(match["mib"]) * MIB
-    return ours(name, title, only, max_workspace_bytes=budget, **options)
+    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
+    if match["bf16"] is None:
+        return ours(name, title, max_workspace_bytes=budget)
+    return ours(name, f"{title}, bfloat16 sums", "bfloat16", max_workspace_bytes=budget, accum_dtype=torch.bfloat16)
 
 
 def budget_name(mib: int, kind: str = "") -> str:
@@ -187,7 +182,7 @@ def budget_name(mib: int, kind: str = "") -> str:
 
 def sums_in_bfloat16(contender: str) -> bool:
     match = BUDGET.fullmatch(contender)
-    return match is not None and match["kind"] == "bf16"
+    return match is not None and match["bf16"] is not None
 
 
 # --- PyTorch ---

@@ -13,29 +13,23 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
-from benchmarks.models import ARCHITECTURES, MODELS, ModelCase, build, figure, held_bytes, make_batch, take_memory
-from benchmarks.reports import overview
-from benchmarks.runs import BenchResult, Entry
-from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, ratio, table_of
+from benchmarks.benchmark import Plan, planned
+from benchmarks.cases import Contender, known, needs_package
+from benchmarks.measure import Prepared, release
+from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, in_turn, make_batch
 from flce.huggingface import NotFusedWarning
-
-if TYPE_CHECKING:
-    pass
 
 OLD, TRAINING = PARTS = "old policy", "training step"
 TEMPERATURE = 0.9
@@ -44,32 +38,15 @@ DRIFT = 0.1  # standard deviation of the old policy's log-probabilities from tho
 
 
 @dataclass(frozen=True)
-class GrpoCase(BenchCase):
+class GrpoCase(ModelCase):
     """One pass of one model at one batch shape."""
 
-    model: str
-    batch: int
-    sequence: int  # of it the first `prompt` tokens have no loss
-    prompt: int
-    part: str
-    dtype: str = "bfloat16"
-    contenders: tuple[str, ...] = ()  # only these; all, if empty
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
+    prompt: int = 0  # tokens of each sequence that have no loss
+    part: str = TRAINING
 
     @property
     def title(self) -> str:
-        shape = f"{self.batch} x {self.sequence} tokens, {self.prompt} of each sequence are its prompt"
-        return f"{self.model}, {self.part}: {shape}, {self.dtype}"
-
-    @property
-    def of_model(self) -> ModelCase:
-        return ModelCase(self.model, self.batch, self.sequence, self.dtype)
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"config": ARCHITECTURES[self.model]}
+        return f"{self.model}, {self.part}: {self.setting}, {self.prompt} of each sequence are its prompt"
 
 
 @dataclass(frozen=True)
@@ -91,7 +68,7 @@ class Completions:
 
 
 def make_completions(case: GrpoCase, model: Any, device: torch.device) -> Completions:
-    ids, count = make_batch(case.of_model, device), case.sequence - case.prompt
+    ids, count = make_batch(case, device), case.sequence - case.prompt
     advantages = torch.linspace(-1.0, 1.0, case.batch, device=device)
     made = Completions(ids, count, advantages, torch.empty(0))
     with torch.no_grad():
@@ -126,6 +103,9 @@ class GrpoContender(Contender):
     logprobs: OfModel  # (B, T), of the completions
     loss: OfModel | None = field(default=None, kw_only=True)  # None: of the log-probabilities
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
+
+    def loss_of(self, model: Any, batch: Completions) -> Tensor:
+        return dapo(self.logprobs(model, batch), batch) if self.loss is None else self.loss(model, batch)
 
 
 # What TRL's trainers import and a GPU machine may lack. Nothing here uses it.
@@ -250,58 +230,30 @@ class GrpoStep:
     batch: Completions
     part: str
     contender: GrpoContender
-    value: Tensor | None = None
+    loss: Tensor | None = None
 
     def __call__(self) -> None:
         if self.part == OLD:
             with torch.no_grad():
-                self.value = self.contender.logprobs(self.model, self.batch).mean()
+                self.loss = self.contender.logprobs(self.model, self.batch).mean()
             return
         try:
-            loss_of = self.contender.loss
-            if loss_of is None:
-                loss = dapo(self.contender.logprobs(self.model, self.batch), self.batch)
-            else:
-                loss = loss_of(self.model, self.batch)
+            loss = self.contender.loss_of(self.model, self.batch)
             loss.backward()
-            self.value = loss.detach()
+            self.loss = loss.detach()
         finally:
             self.model.zero_grad(set_to_none=True)
 
 
-def take(step: GrpoStep, result: BenchResult, sample: Sample) -> None:
-    if step.value is not None:
-        result.loss = float(step.value)
-    take_memory(held_bytes(step.model, None), result, sample)
-
-
 def prepare(case: GrpoCase, device: torch.device) -> Prepared:
     release()
-    model = build(case.of_model, device)
-    batch, meter = make_completions(case, model, device), BenchMeter(device)
-
-    def enter(contender: GrpoContender, result: BenchResult) -> Entrant:
-        step = GrpoStep(model, batch, case.part, contender)
-        keep = functools.partial(take, step, result)
-
-        @contextlib.contextmanager
-        def turn() -> Iterator[None]:
-            with contender.applied(model):
-                yield
-
-        with turn():
-            _, sample = meter.warm_up(step)
-        keep(sample)
-        return Entrant(step, turn, keep)
-
-    return meter, enter
-
-
-# --- presets, tables and the picture ---
+    model = build(case, device)
+    batch = make_completions(case, model, device)
+    return in_turn(model, device, lambda contender: GrpoStep(model, batch, case.part, contender), None)
 
 
 def both(model: str, batch: int, sequence: int, prompt: int, dtype: str = "bfloat16") -> list[GrpoCase]:
-    return [GrpoCase(model, batch, sequence, prompt, part, dtype) for part in PARTS]
+    return [GrpoCase(model, batch, sequence, dtype, prompt=prompt, part=part) for part in PARTS]
 
 
 PRESETS: dict[str, Callable[[], Plan]] = {
@@ -310,45 +262,16 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200": lambda: planned(both(MODELS[0], 8, 4096, 2048), rounds=5, seconds=8.0),
 }
 
-
-def contenders(case: GrpoCase) -> Sequence[GrpoContender]:
-    return known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
-
-
-def table(entry: Entry) -> Table:
-    of_trl, stock = (entry.by_name(name) for name in ("trl", "stock"))
-    columns: Columns = {
-        "": lambda r: r.title,
-        "median ms": lambda r: milliseconds(r.median_ms),
-        "speed x TRL": lambda r: ratio(of_trl.median_ms, r.median_ms),
-        "speed x stock": lambda r: ratio(stock.median_ms, r.median_ms),
-        "peak GiB": lambda r: gibibytes(r.peak_bytes),
-        "step GiB": lambda r: gibibytes(r.workspace_bytes),
-        "steps": lambda r: str(len(r.samples_ms)),
-        "mean logprob" if entry.case.part == OLD else "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
-    }
-    return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
-
-
-def cell(entry: Entry, result: BenchResult) -> str:
-    if not result.samples_ms:
-        return "out of memory" if result.status == "oom" else NONE
-    return f"{milliseconds(result.median_ms)}, {gibibytes(result.peak_bytes)}"
-
-
-GRPO = Benchmark(
+GRPO = replace(
+    MODEL,
     kind="grpo",
     about="Time and peak memory of a step of GRPO of whole models, with random weights.",
     noun="GRPO",
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,
-    effort=Effort(5, 8.0),
-    contenders=contenders,
+    contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
-    case_tables=lambda entry: [table(entry)],
-    tables=overview("Median ms, peak GiB", "model, pass, batch x sequence", cell, table),
-    figure=functools.partial(figure, what="A step of GRPO"),
     choices={"model": ARCHITECTURES, "part": PARTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),
 )

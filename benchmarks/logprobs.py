@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import comparison, tables
+from benchmarks import operator, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import Effort, Step, known, needs_package
+from benchmarks.cases import Step, known, needs_package
 from benchmarks.contenders import (
     BOUNDED,
     ONLY,
@@ -37,9 +37,8 @@ from benchmarks.contenders import (
 )
 from benchmarks.measure import Entrant, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
-from benchmarks.reports import overview
-from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import Columns, Table
+from benchmarks.runs import BenchResult, Run
+from benchmarks.tables import Table
 from benchmarks.targets import (
     MAIN,
     NARROW,
@@ -49,6 +48,7 @@ from benchmarks.targets import (
     check_targets,
     duel_table,
     duels,
+    entries_of,
     figures,
     plan_tables,
     verdict_table,
@@ -196,7 +196,7 @@ CONTENDERS = [
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    meter, enter = comparison.prepare(case, device)
+    meter, enter = operator.prepare(case, device)
 
     def enter_noting(contender: OperatorContender, result: BenchResult) -> Entrant:
         """The plans of a call are those that it asks for: one of forward, and one of the gradients."""
@@ -220,7 +220,8 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
 
 def promised(shape: Shape, logprob: float, usual: float, all_of_it: float, forward: float) -> list[Target]:
     """Forward and backward over four products, forward alone over its one; of workspace, too, 2% are tolerated."""
-    of = Target("logprob, entropy", shape, usual, mode=MODE, workspace_mib=512, workspace_tolerance=TOLERANCE)
+    case = OperatorCase(*shape, mode=MODE)
+    of = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
     of_budgets = [
         replace(of, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
         for mib in BUDGETS_MIB
@@ -241,9 +242,9 @@ RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "
 
 
 def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    spread = tables.spread_note([entry for run in runs for entry in run.cases])
-    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, [spread])
-    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, spread), *plan_tables(runs)]
+    entries = entries_of(runs)
+    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, entries)
+    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, entries), *plan_tables(runs)]
 
 
 # --- presets and tables ---
@@ -256,25 +257,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def time_table(entry: Entry) -> Table:
-    """Beside the products that a call cannot do without."""
-
-    def times(result: BenchResult) -> str:
-        floor = "floor-forward" if result.contender in ("ours-forward", "floor-forward") else "floor"
-        return tables.ratio(result.median_ms, entry.by_name(floor).median_ms, digits=3)
-
-    columns: Columns = {
-        "": lambda r: r.title,
-        "median ms": lambda r: tables.milliseconds(r.median_ms),
-        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
-        "calls": lambda r: str(len(r.samples_ms)),
-        "x products": times,
-        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-    }
-    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-
 LOGPROBS = Benchmark(
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
@@ -282,23 +264,14 @@ LOGPROBS = Benchmark(
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,
-    effort=Effort(10, 10.0),
     contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
-    case_tables=lambda entry: [time_table(entry)],
-    tables=overview(
-        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda entry, result: figures(result), time_table
+    table=operator.table,
+    tables=tables.overview(
+        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda _, result: figures(result), operator.table
     ),
-    figure=comparison.figure,
+    figure=operator.figure,
     targets=target_tables,
-    # What else a case of the operator can be does not concern these calls.
-    choices={
-        "mode": (MODE,),
-        "feature": ("",),
-        "ignored": (0.0,),
-        "errors": (False,),
-        "calls": (False,),
-        "own_products": (True,),
-    },
+    choices={"mode": (MODE,)},
     defaults=({"mode": MODE},),
 )

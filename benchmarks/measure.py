@@ -35,7 +35,6 @@ class Sample:
 
     milliseconds: float
     workspace_bytes: int | None
-    cpu_milliseconds: float | None = None  # processor time of all threads; less upset by other programs
     host_milliseconds: float | None = None  # until the call returned
     alone_milliseconds: float | None = None  # of the device by itself
     held_bytes: int | None = None  # allocated before the call, where that can be read
@@ -59,7 +58,7 @@ def first_line(error: Exception) -> str:
 
 @dataclass
 class BenchMeter:
-    """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
+    """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter and the profiler.
 
     The device first does unmeasured work for `head_start` seconds, while the host launches the call: the time of the
     host is then not measured. How long that work takes depends on the clock of a GPU, so several GPUs would not start
@@ -83,10 +82,9 @@ class BenchMeter:
         if self.device.type == "cuda":
             return self.on_cuda(step)[1]
         self.before()
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         step()
-        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
-        return Sample(1e3 * wall, None, 1e3 * cpu)
+        return Sample(1e3 * (time.perf_counter() - start), None)
 
     def on_cuda(self, step: Step) -> tuple[object, Sample]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -181,7 +179,7 @@ def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, e
         for result, entrant in entrants:
             if effort.expired():
                 return
-            if not result.samples_ms or entrant.spent < effort.seconds:
+            if not result.samples_ms or not effort.enough(entrant.spent):
                 take_sample(result, entrant, meter)
         entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
         order.shuffle(entrants)
@@ -207,7 +205,6 @@ def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> Non
     entrant.spent += time.perf_counter() - start
     for samples, milliseconds in (
         (result.samples_ms, sample.milliseconds),
-        (result.cpu_samples_ms, sample.cpu_milliseconds),
         (result.host_samples_ms, sample.host_milliseconds),
         (result.alone_samples_ms, sample.alone_milliseconds),
     ):

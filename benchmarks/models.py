@@ -15,25 +15,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
+from benchmarks.cases import BenchCase, Contender, Step, known, needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
-from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.reports import overview
-from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import NONE, Columns, Table, gibibytes, ratio, table_of
-from flce.core.sizes import GIB, MIB
+from benchmarks.runs import BenchResult, Entry
+from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
+from flce.core.sizes import MIB
 from flce.tools.machine import DTYPES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # --- models, with random weights: nothing is downloaded ---
 
@@ -77,7 +71,7 @@ class ModelCase(BenchCase):
     dtype: str = "bfloat16"
     optimizer: str = "none"
     budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
-    contenders: tuple[str, ...] | None = None  # only these; None: all
+    contenders: tuple[str, ...] | None = None  # only these; None or (): all
     checkpointing: bool = True  # of gradients
     lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
     processes: str = ""  # which have these tokens, and how the model is divided over them
@@ -110,7 +104,7 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     config = AutoConfig.for_model(**ARCHITECTURES[case.model])
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
-    if needs_peft(device) is None:
+    if case.lora_rank and needs_peft(device) is None:
         add_lora(model, case.lora_rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -212,7 +206,7 @@ def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case in the order of the table, with one for each budget."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
+    chosen = known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
         if contender.name != "ours-budget":
@@ -259,14 +253,11 @@ class TrainingStep:
     batch: torch.Tensor
     call: dict[str, Any] = field(default_factory=dict)
     loss: torch.Tensor | None = None
-    forward_peak_bytes: int | None = None
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
     def __call__(self) -> None:
         try:
             loss = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call).loss
-            if self.batch.is_cuda:  # the allocator keeps its books on the host: nothing is waited for
-                self.forward_peak_bytes = torch.cuda.max_memory_allocated(self.batch.device)
             self.backward(loss)
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -275,63 +266,28 @@ class TrainingStep:
             self.model.zero_grad()
 
 
-def take_memory(held: int, result: BenchResult, sample: Sample) -> None:
-    """What a step took beside what it found, which is `held` where that cannot be read."""
-    if sample.workspace_bytes is not None:
-        found = held if sample.held_bytes is None else sample.held_bytes
-        result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-        result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
-
-
-def take(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
-    """Loss and memory of a step."""
+def take(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
+    """Loss and memory of a step: what it took beside what it found, or beside what is held if that cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
-    take_memory(held_bytes(step.model, step.optimizer), result, sample)
     if sample.workspace_bytes is None:
         return
-    if step.forward_peak_bytes is not None:
-        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, step.forward_peak_bytes)
+    found = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
+    result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
     if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 
 
-# --- tables and the picture ---
-
-
-def speed(result: BenchResult, case: ModelCase) -> float | None:
-    """Tokens a second."""
-    return None if result.median_ms is None else 1e3 * case.tokens / result.median_ms
-
-
-def rate(result: BenchResult, case: ModelCase) -> str:
-    """Tokens a second, or why there is no such figure."""
-    value = speed(result, case)
-    if value is None:
-        return "out of memory" if result.status == "oom" else NONE
-    return f"{value:.0f}"
-
-
-def panel(entry: Entry) -> Panel:
-    """Tokens a second against peak memory."""
-    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed(r, entry.case) or 0.0]) for r in points(entry)]
-    exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
-    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
-
-
-def prepare(case: ModelCase, device: torch.device) -> Prepared:
-    release()
-    model, batch = build(case, device), make_batch(case, device)
-    # With a learning rate of 0 it works as always, and every contender finds the same weights.
-    kind: Any = OPTIMIZERS[case.optimizer]
-    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
-    if optimizer is not None:
-        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
+def in_turn(
+    model: nn.Module, device: torch.device, step_of: Callable[[Any], Step], optimizer: torch.optim.Optimizer | None
+) -> Prepared:
+    """One model, which each contender changes for its turns."""
     meter = BenchMeter(device)
 
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
-        step = TrainingStep(model, optimizer, batch, contender.call)
-        keep = functools.partial(take, step, result)
+    def enter(contender: Any, result: BenchResult) -> Entrant:
+        step = step_of(contender)
+        keep = functools.partial(take, step, optimizer, result)
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
@@ -348,19 +304,47 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     return meter, enter
 
 
+def prepare(case: ModelCase, device: torch.device) -> Prepared:
+    release()
+    model, batch = build(case, device), make_batch(case, device)
+    # With a learning rate of 0 it works as always, and every contender finds the same weights.
+    kind: Any = OPTIMIZERS[case.optimizer]
+    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
+    if optimizer is not None:
+        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
+    return in_turn(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer)
+
+
+# --- tables ---
+
+
+def speed(result: BenchResult, case: ModelCase) -> float | None:
+    """Tokens a second."""
+    return None if result.median_ms is None else 1e3 * case.tokens / result.median_ms
+
+
+def rate(result: BenchResult, case: ModelCase) -> str:
+    """Tokens a second, or why there is no such figure."""
+    value = speed(result, case)
+    if value is None:
+        return "out of memory" if result.status == "oom" else NONE
+    return f"{value:.0f}"
+
+
 def table(entry: Entry) -> Table:
     """Speed and memory of every contender on the training step of a model."""
-    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
+    stock, other, trl = (entry.by_name(name) for name in ("stock", "liger-loss", "trl"))
     columns: Columns = {
         "": lambda r: r.title,
         "tokens/s": lambda r: rate(r, entry.case),
+        "median ms": lambda r: milliseconds(r.median_ms),
         "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
         "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
+        "x TRL": lambda r: ratio(trl.median_ms, r.median_ms),
         "peak GiB": lambda r: gibibytes(r.peak_bytes),
         "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
         "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
         "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
-        "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
         "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",
@@ -374,11 +358,6 @@ def cell(entry: Entry, result: BenchResult) -> str:
     return rate(result, entry.case) + memory
 
 
-def figure(run: Run, what: str = "Training steps") -> Figure:
-    title, panels = f"{what}, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
-    return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
-
-
 MODEL = Benchmark(
     kind="model",
     about="Peak memory and tokens a second of the training step of whole models, with random weights.",
@@ -386,12 +365,10 @@ MODEL = Benchmark(
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,
-    effort=Effort(5, 10.0),
     contenders=entrants,
     prepare=prepare,
-    case_tables=lambda entry: [table(entry)],
+    table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
-    figure=figure,
     choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},
     defaults=({"model": MODELS[0]},),
 )

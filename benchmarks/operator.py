@@ -1,28 +1,27 @@
 """The fused linear cross entropy: time, workspace, and exactness of forward and backward.
 
-`benchmarks.comparison` measures a case. A case is a line of a preset, a contender one of
-`contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
+A case is a line of a preset, a contender one of `contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
-from benchmarks import comparison, reports, tables
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.call_meter import CallMeter
-from benchmarks.cases import Effort
-from benchmarks.comparison import HEAD_START, error_columns, figure, products_ms
-from benchmarks.contenders import OperatorContender, budget_name, select
-from benchmarks.measure import BenchMeter, Entrant, Prepared
-from benchmarks.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
-from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
+from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
+from benchmarks.plots import Panel, Series, draw
+from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
+from benchmarks.row_calls import CallMeter
+from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import (
     CURVE_SHAPES,
@@ -40,8 +39,19 @@ from benchmarks.targets import (
     target_cases,
     target_tables,
 )
+from flce.core.sizes import MIB
 from flce.ops import linear_call
 from flce.planning import device_kinds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Seconds for which the device is kept busy while the host launches a timed call. In training it is ahead of the device
+# as well: what is measured is the time of the device.
+HEAD_START = 3e-3
+FLOORS = ("floor-aligned", "floor")  # the first that applies is what times are multiples of
+OURS = "ours"
+
 
 # --- cases ---
 
@@ -71,8 +81,7 @@ def call_case(shape: Shape) -> OperatorCase:
 
 def tiny() -> Plan:
     """Seconds on a CPU; for the tests."""
-    modes: list[tuple[str, Mode]] = [*(("float32", mode) for mode in CALLS), ("bfloat16", "reduction-none")]
-    whole = [OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True) for dtype, mode in modes]
+    whole = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
@@ -91,7 +100,7 @@ BESIDE_PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": tiny,
     "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
-    "targets": lambda: PROMISED + EXACTLY,
+    "targets": lambda: PROMISED,
     "peers": lambda: EXACTLY + BESIDE_PEERS,
     "h200": lambda: PROMISED + EXACTLY + BESIDE_PEERS,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
@@ -113,18 +122,73 @@ def products(ours: bool) -> Iterator[None]:
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
+    """The operands of the case, and its right answer if errors are asked for."""
+    release()  # what other cases left in the cache
+    problem = OperatorProblem(case, device)
+    oracle = make_oracle(problem) if case.errors else None
     meter = (CallMeter if case.calls else BenchMeter)(device, head_start=HEAD_START)
-    _, enter = comparison.prepare(case, device, meter)
     turn = functools.partial(products, case.own_products)
 
-    def enter_turn(contender: OperatorContender, result: BenchResult) -> Entrant:
+    def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
         with turn():
-            entrant = enter(contender, result)
+            try:
+                result.planned_bytes = contender.planned_bytes(case, device)
+            except ValueError as error:
+                raise UnplannedError(str(error)) from None
+            step = contender.prepare(problem)
+            outcome, sample = meter.warm_up(step)
+            if contender.family != "floor":  # whose buffers are an artefact of how it is measured
+                result.workspace_bytes = sample.workspace_bytes
+            if oracle is not None:
+                result.errors = exactness(outcome, oracle)
             if isinstance(meter, CallMeter):
-                result.note = meter.capture(entrant.step)
-        return replace(entrant, turn=turn)
+                result.note = meter.capture(step)
+        return Entrant(step, turn)
 
-    return meter, enter_turn
+    return meter, enter
+
+
+# --- tables ---
+
+WORKSPACE = "MiB: the peak of memory above the inputs and the returned gradients"
+ERRORS = "loss, dX, dW: relative error against float64 (of tensors: norm of the difference over norm)"
+NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
+
+
+def products_ms(entry: Entry) -> float | None:
+    """What the bare products take of the device."""
+    floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
+    return floor.alone_ms or floor.median_ms
+
+
+def error_columns() -> Columns:
+    def show(name: str) -> Callable[[BenchResult], str]:
+        return lambda result: tables.relative((result.errors or {}).get(name))
+
+    return {title: show(name) for name, title in NAMES.items()}
+
+
+def table(entry: Entry, shown: Collection[str] = ()) -> Table:
+    """Time, workspace and errors of every contender; if any columns are named, only these."""
+    floor_ms, stock = products_ms(entry), entry.by_name("stock")
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: tables.milliseconds(r.median_ms),
+        "least ms": lambda r: tables.milliseconds(min(r.samples_ms, default=None)),
+        "calls": lambda r: str(len(r.samples_ms)) if r.samples_ms else tables.NONE,
+        "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
+        "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+        "alone ms": lambda r: tables.milliseconds(r.alone_ms),
+        "alone x products": lambda r: tables.ratio(r.alone_ms, floor_ms),
+        "host ms": lambda r: tables.milliseconds(r.host_ms),
+        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
+        **error_columns(),
+    }
+    results = [result for result in entry.results if result.samples_ms or result.errors]
+    made = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
+    return replace(made, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *made.notes])
 
 
 def three_times(entry: Entry, result: BenchResult) -> str:
@@ -136,43 +200,9 @@ def three_times(entry: Entry, result: BenchResult) -> str:
 
 def call_table(entries: Sequence[Entry]) -> Table:
     title = "As called and alone, of the bare products alone; host ms"
-    table = reports.summary(title, "tokens x hidden x vocabulary", entries, three_times)
+    made = tables.summary(title, "tokens x hidden x vocabulary", entries, three_times)
     notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
-    return replace(table, notes=[*notes, *table.notes])
-
-
-def time_table(entry: Entry) -> Table:
-    """Time and workspace of every contender."""
-    floor_ms, stock = products_ms(entry), entry.by_name("stock")
-    columns: Columns = {
-        "": lambda r: r.title,
-        "median ms": lambda r: tables.milliseconds(r.median_ms),
-        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
-        "calls": lambda r: str(len(r.samples_ms)),
-        "x floor": lambda r: tables.ratio(r.median_ms, floor_ms),
-        "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
-        "alone ms": lambda r: tables.milliseconds(r.alone_ms),
-        "alone x floor": lambda r: tables.ratio(r.alone_ms, floor_ms),
-        "host ms": lambda r: tables.milliseconds(r.host_ms),
-        "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
-        "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
-        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
-    }
-    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-
-def error_table(entry: Entry) -> Table:
-    """Distance of every contender from the float64 oracle."""
-    columns: Columns = {"": lambda r: r.title, **error_columns()}
-    compared = [result for result in entry.results if result.errors is not None]
-    notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
-    return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
-
-
-def case_tables(entry: Entry) -> list[Table]:
-    return [time_table(entry)] * entry.case.time + [error_table(entry)] * entry.case.errors
+    return replace(made, notes=[*notes, *made.notes])
 
 
 def promised(runs: Sequence[Run]) -> list[Table]:
@@ -191,25 +221,70 @@ def whole(run: Run, brief: bool) -> list[Table]:
         entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
             title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
-            found.append(reports.summary(title, first, entries, lambda entry, result: figures(result)))
-    found += [] if brief else [time_table(entry) for entry in timed]
-    return found + [error_table(entry) for entry in run.cases if entry.case.errors]
+            found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
+    return found + [table(entry) for entry in run.cases if entry.case.errors or not brief]
+
+
+# --- the picture ---
+
+LEAST_MIB = 0.1  # the workspace as which less is drawn
+
+
+def figure(run: Run) -> Figure:
+    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
+    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
+    found = [entry for entry in run.cases if points(entry)]
+    if not found:
+        raise ValueError("the results hold no case with both time and memory")
+    # Where flce stands beside its floor alone there is little to see.
+    entries = [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
+    multiples = all(map(products_ms, entries))
+    panels = [panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
+    y = "time, of the bare products" if multiples else "median ms"
+    return draw(panels, title, "workspace, MiB", y, scales, columns=1)
+
+
+def points(entry: Entry) -> list[Any]:
+    """The results that have both time and memory."""
+    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
+
+
+def in_curve(contender: str) -> bool:
+    """Whether it is flce in a budget with the numerics of the default: a point of the curve."""
+    return in_budget(contender) is not None and not sums_in_bfloat16(contender)
+
+
+def panel(entry: Entry, unit_ms: float) -> Panel:
+    place = {r.contender: (max(r.workspace_bytes / MIB, LEAST_MIB), r.median_ms / unit_ms) for r in points(entry)}
+    curve = sorted(spot for name, spot in place.items() if name == OURS or in_curve(name))
+    found = []
+    if len(curve) > 1:
+        found.append(Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-"))
+    for result in entry.results:
+        name, _, _ = result.title.partition(" (")
+        if result.family == "repeat":  # a measure of the spread, on top of the first
+            continue
+        if result.contender in place and not in_curve(result.contender):
+            x, y = place[result.contender]
+            found.append(Series(name, result.family, [x], [y]))
+        elif result.family == "floor" and result.median_ms is not None:
+            line = "--" if result.contender in FLOORS else ":"
+            found.append(Series(name, result.family, [], [result.median_ms / unit_ms], line))
+    return Panel(entry.case.title, found)
 
 
 OPERATOR = Benchmark(
-    kind=comparison.KIND,
-    about="Time, workspace and, with --errors, exactness of forward and backward.",
+    kind="operator",
+    about="Time, workspace and exactness of forward and backward.",
     noun="the operator",
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,
-    effort=Effort(10, 10.0),
     contenders=lambda case: select(case.contenders),
     prepare=prepare,
-    case_tables=case_tables,
+    table=table,
     tables=whole,
     figure=figure,
     targets=lambda runs, brief: promised(runs) or target_tables(runs)[:1],
     choices={"mode": CALLS, "feature": FEATURES},
-    defaults=({"errors": True},),
 )

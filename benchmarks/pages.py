@@ -14,10 +14,9 @@ from pathlib import Path
 
 from benchmarks import device_plans
 from benchmarks.benchmark import Benchmark
-from benchmarks.comparison import error_columns, products_ms
 from benchmarks.contenders import budget_name, in_budget
 from benchmarks.models import MODEL, speed
-from benchmarks.operator import OPERATOR
+from benchmarks.operator import OPERATOR, error_columns, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import (
     Columns,

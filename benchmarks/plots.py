@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.runs import Entry
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -32,20 +30,6 @@ class Series:
 class Panel:
     title: str
     series: list[Series]
-    remark: str = ""
-
-
-def points(entry: Entry) -> list[Any]:
-    """The results that have both time and memory."""
-    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
-
-
-def compared(entries: Sequence[Entry]) -> list[Entry]:
-    """What to draw: where flce stands beside its floor alone there is little to see."""
-    found = [entry for entry in entries if points(entry)]
-    if not found:
-        raise ValueError("the results hold no case with both time and memory")
-    return [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
 
 
 WIDE = 5.4  # inches of a panel
@@ -87,7 +71,6 @@ def draw(
                 axis.plot(one.x, one.y, marker=marker, markersize=7, linewidth=1.5, **look)
         axis.set(xlabel=x, ylabel=y, **scales)
         axis.set_title(panel.title, fontsize=9)
-        axis.text(0.98, 0.02, panel.remark, ha="right", transform=axis.transAxes, fontsize=8)
         axis.grid(True, alpha=0.2)
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))

@@ -81,6 +81,11 @@ class OperatorCase(BenchCase):
         return self.time
 
     @property
+    def problem(self) -> OperatorCase:
+        """The same, whoever takes part, and whatever is compared."""
+        return replace(self, contenders=None, errors=False)
+
+    @property
     def call(self) -> BenchCall:
         return CALLS[self.mode]
 
@@ -97,8 +102,7 @@ class OperatorCase(BenchCase):
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
         parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
-        parts += ["" if self.own_products else "own products off"]
-        parts += ["as called" if self.calls else "", self.label]
+        parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
     def aligned(self, multiple: int = 64) -> OperatorCase:

@@ -14,15 +14,13 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import comparison, tables
+from benchmarks import tables
 from benchmarks.benchmark import save
 from benchmarks.cases import Effort
-from benchmarks.comparison import FLOORS, NAMES, OTHERS, OURS, error_columns, products_ms
-from benchmarks.contenders import budget_name, select
-from benchmarks.measure import compete
+from benchmarks.contenders import budget_name
+from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, figure, table
 from benchmarks.problem import OperatorCase, Shape
 from benchmarks.runs import Entry, Run, described_run
-from benchmarks.tables import Columns, Table
 from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
 from flce.testing.tolerances import Bound
@@ -30,6 +28,11 @@ from flce.tools.cli.output import given, wrong
 from flce.tools.machine import DTYPES
 
 EFFORT = Effort(rounds=50, seconds=1.0)
+OTHERS = (
+    *("stock", "torch-compile", "torch-chunked"),
+    *("liger", "liger-float32-8x", "cce", "cce-exact", "trl", "fla", "quack"),
+)
+COLUMNS = ("", "median ms", "x products", "x stock", "MiB", *NAMES.values())
 option = typer.Option
 
 
@@ -64,17 +67,17 @@ def quick(
     def say(what: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {what}", err=True)
 
-    run = Run(comparison.KIND, described_run(where, "python -m benchmarks", sys.argv[1:]))
+    run = Run(OPERATOR.kind, described_run(where, "python -m benchmarks", sys.argv[1:]))
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), current:  # libraries print
-        run.cases.append(compete(case, select(case.contenders), comparison.prepare(case, where), EFFORT, say))
+        run.cases.append(OPERATOR.measure(case, where, EFFORT, say=say))
     save(run, out)
-    typer.echo(f"{tables.measured_on(run)}\n\n{comparison_table(run.cases[0]).markdown(aligned=True)}")
+    typer.echo(f"{tables.measured_on(run)}\n\n{table(run.cases[0], COLUMNS).markdown(aligned=True)}")
     typer.echo("\n".join(tables.absences(run)))
     found = faults(run.cases[0])
     typer.echo("".join(f"WRONG: {line}\n" for line in found), nl=False)
     picture = out.with_suffix(".png")
-    comparison.figure(run).savefig(picture, dpi=110)
+    figure(run).savefig(picture, dpi=110)
     say(f"wrote {out} and {picture}")
     if found:
         raise typer.Exit(1)
@@ -117,24 +120,7 @@ def float64_is_cheap(case: OperatorCase, device: torch.device) -> bool:
     return flops <= CHEAP_FLOPS[device.type] and 16 * entries <= CHEAP_SHARE * memory_of(device)
 
 
-# --- what is shown ---
-
-
-def comparison_table(entry: Entry) -> Table:
-    """Time, workspace and exactness of all contenders that have figures, one line each."""
-    floor_ms, stock_ms = products_ms(entry), entry.by_name("stock").median_ms
-    columns: Columns = {
-        "": lambda r: r.title,
-        "ms": lambda r: tables.milliseconds(r.median_ms),
-        "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
-        "x stock": lambda r: tables.ratio(r.median_ms, stock_ms),
-        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        **error_columns(),
-    }
-    table = tables.table_of(entry, [r for r in entry.results if r.samples_ms and r.family != "repeat"], columns)
-    workspace = "MiB: the peak of memory above the inputs and the returned gradients"
-    errors = "loss, dX, dW: relative error against float64 (of tensors: norm of the difference over norm)"
-    return replace(table, notes=[*table.notes, workspace, errors if entry.case.errors else "not compared with float64"])
+# --- what is wrong ---
 
 
 def faults(entry: Entry) -> list[str]:

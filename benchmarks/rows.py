@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks import reports, tables
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
+from benchmarks.cases import BenchCase, Contender, needs_cuda, needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, nothing, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.row_calls import Calls, make_region
@@ -86,12 +86,8 @@ class RowCase(BenchCase):
     def title(self) -> str:
         return f"{self.group}, {self.rows} x {self.columns}"
 
-    @property
-    def row_bytes(self) -> int:
-        return self.columns * DTYPES[self.dtype].itemsize
-
     def bytes(self, entries: int) -> int:
-        return self.rows * self.row_bytes * entries
+        return self.rows * self.columns * DTYPES[self.dtype].itemsize * entries
 
     def calls_for(self, cache_bytes: int, region_bytes: int = 0) -> int:
         """The calls of one timed region, each on an input of its own: beyond the cache, and long enough."""
@@ -264,7 +260,7 @@ TILES = [
 BOTH = ("bfloat16", "float32")
 PRESETS: dict[str, Callable[[], Plan]] = {
     # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU, and half a one.
-    "tiny": lambda: planned(every_task(8, (64, 2049), BOTH, calls=3), rounds=2, seconds=1.0),
+    "tiny": lambda: planned(every_task(8, (64, 2049), BOTH[1:], calls=3), rounds=2, seconds=1.0),
     "cpu": lambda: planned(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
     "h200-rows": lambda: planned(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
     "h200-logits": lambda: planned([RowCase(*tile, "bfloat16", *task) for tile in TILES for task in LOSSES], 20, 0.2),
@@ -283,10 +279,6 @@ def grouped(run: Run) -> dict[str, list[Entry]]:
     for entry in sorted(run.cases, key=lambda entry: entry.case.columns):
         found[entry.case.group].append(entry)
     return {group: entries for group, entries in found.items() if entries}
-
-
-def with_rows(group: str, entries: Sequence[Entry]) -> str:
-    return f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows"
 
 
 def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
@@ -315,7 +307,7 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
             if result.status != "ok":
                 notes.setdefault(f"{who.title} {result.status}: {result.reason}", []).append(columns)
     lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
-    table = reports.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
+    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
     return replace(table, notes=[*lines, *table.notes])
 
 
@@ -354,7 +346,10 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
 
 
 def whole(run: Run, brief: bool) -> list[Table]:
-    return [speed_table(with_rows(*group), group[1]) for group in grouped(run).items()]
+    return [
+        speed_table(f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows", entries)
+        for group, entries in grouped(run).items()
+    ]
 
 
 def figure(run: Run) -> Figure:
@@ -373,10 +368,9 @@ ROWS = Benchmark(
     case_type=RowCase,
     sizes="rows,columns",
     presets=PRESETS,
-    effort=Effort(10, 1.0),
     contenders=lambda case: CONTENDERS,
     prepare=prepare,
-    case_tables=lambda entry: [speed_table(entry.case.title, [entry])],
+    table=lambda entry: speed_table(entry.case.title, [entry]),
     tables=whole,
     figure=figure,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),

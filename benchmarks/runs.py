@@ -42,7 +42,6 @@ class BenchResult:
     status: str = "ok"
     reason: str | None = None  # unless it is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
-    cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
     note: str | None = None  # why it could not be captured in a CUDA graph
     # Calls from an idle device, beside the time until it has finished.
@@ -51,13 +50,15 @@ class BenchResult:
     # The operator's.
     planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
     errors: dict[str, float] | None = None  # relative, against float64
-    # A model's: all that was allocated, until the loss was there, and what the allocator took from the device.
+    # A model's: all that was allocated, and what the allocator took from the device.
     peak_bytes: int | None = None
-    forward_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
     forwards: int | None = None  # of a patched model in training
     fused: int | None = None  # losses of these that flce has computed: of the others stock code has
+    # The longest sequence that trains, and the one that is predicted.
+    tokens: int | None = None
+    predicted_tokens: int | None = None
     # Those of passes over memory.
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample
@@ -70,10 +71,6 @@ class BenchResult:
     @property
     def median_ms(self) -> float | None:
         return median(self.samples_ms)
-
-    @property
-    def median_cpu_ms(self) -> float | None:
-        return median(self.cpu_samples_ms)
 
     @property
     def host_ms(self) -> float | None:
@@ -154,13 +151,16 @@ def described_run(device: torch.device, program: str, arguments: Iterable[str]) 
     """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
     load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    facts = device_facts(device)
+    if facts.get("profile"):
+        facts["profile"] = Path(facts["profile"]).name
     here = {"python": platform.python_version(), "flce": flce.__version__, "cuda": torch.version.cuda}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": " ".join([program, *shown]),
         "commit": source_version(),
         "versions": {name: found for name, found in here.items() if found} | versions(),
-        "device": {"cpu": cpu_name(), **device_facts(device), **load},
+        "device": {"cpu": cpu_name(), **facts, **load},
     }
 
 

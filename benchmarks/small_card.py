@@ -1,9 +1,8 @@
 """The longest sequence that trains on a card of 24 GB, simulated on a larger GPU: stock, Liger's loss and flce.
 
-    python -m benchmarks.small_card --out results/small-card.json
-
 PyTorch may take `MEMORY` of the GPU. A profile (docs/devices.md) gives it the record of a `KIND`: plans and launches
 are those of such a card, without products of our own. Beside what trained stands what `flce plan` predicts for it.
+On a CPU it is a tiny model, whose peak of a step is bounded.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 import flce
-from benchmarks.measure import release
+from benchmarks.benchmark import Plan, planned
+from benchmarks.measure import BenchMeter, Entrant, Prepared, release
 from benchmarks.models import (
     ARCHITECTURES,
+    MODEL,
     OPTIMIZERS,
     ModelCase,
     ModelContender,
@@ -35,22 +35,17 @@ from benchmarks.models import (
     held_bytes,
     make_batch,
 )
-from benchmarks.runs import SCHEMA, described_run
-from benchmarks.tables import NONE, Table
+from benchmarks.runs import BenchResult, Entry
+from benchmarks.tables import Columns, Table, failure_notes, ratio, tabulate, written
 from flce.core.device_record import KNOWN
-from flce.core.devices import device_record, find_device
-from flce.core.sizes import GIB, MIB, size_text
+from flce.core.devices import device_record
+from flce.core.sizes import GIB, MIB
 from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
 from flce.planning.device_kinds import described
 from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB
 TINY_MEMORY = 4 * MIB  # of a tiny model's step on a CPU
-NAMES = ("stock", "liger-loss", "ours")
-FULL = ModelCase("Llama-3.2-1B", 1, 0, optimizer="sgd-momentum", contenders=NAMES, checkpointing=False)
-# What a deadline cuts off comes last.
-CASES = (FULL, replace(FULL, checkpointing=True, lora_rank=16), replace(FULL, checkpointing=True))
-TINY = tuple(replace(case, model="tiny-llama", dtype="float32") for case in CASES[:2])
 # The length is known when one longer by this share does not train. The next after the first is longer or shorter by it.
 CLOSE = 0.02
 # Tokens that lengths are multiples of.
@@ -60,41 +55,35 @@ QUICK = 3.0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found of one contender."""
+class CardCase(ModelCase):
+    @property
+    def timed(self) -> bool:
+        return False
 
-    contender: str
-    title: str
-    predicted: int | None
-    """Tokens of a sequence, by `flce plan`; None: it plans no such step."""
-    trained: int = 0
-    """The longest that was tried and trains."""
-    failed: int | None = None
-    """The shortest that was tried and does not; None: there was no time for it."""
-    status: str = "ok"
+    @property
+    def title(self) -> str:
+        return super().title.replace("1 x 0 tokens, ", "")
 
 
-def longest(trains: Callable[[int], bool], guess: int, until: float) -> tuple[int, int | None]:
-    """The longest that trains and the shortest that does not, of lengths tried from a guess on until some time."""
-    trained, failed, factor, tokens = 0, None, 1 + CLOSE, _multiple(guess)
-    while time.monotonic() < until:
+def longest(trains: Callable[[int], bool], guess: int) -> int:
+    """The longest that trains, of lengths tried from a guess on."""
+    trained, failed, factor, tokens = 0, None, 1 + CLOSE, multiple(guess)
+    while failed is None or failed - trained > max(MULTIPLE, CLOSE * trained):
         if trains(tokens):
             trained = tokens
         else:
             failed = tokens
-        if failed is not None and failed - trained <= max(MULTIPLE, CLOSE * trained):
-            break
         if failed is None or not trained:  # further and further in one direction
-            tokens = _multiple(tokens * factor if failed is None else tokens / factor)
+            tokens = multiple(tokens * factor if failed is None else tokens / factor)
             factor *= factor
         else:
-            tokens = _multiple((trained + failed) / 2)
+            tokens = multiple((trained + failed) / 2)
         if tokens in (trained, failed):
             tokens = trained + MULTIPLE
-    return trained, failed
+    return trained
 
 
-def _multiple(tokens: float) -> int:
+def multiple(tokens: float) -> int:
     return max(1, int(tokens) // MULTIPLE) * MULTIPLE
 
 
@@ -110,66 +99,52 @@ def predicted(case: ModelCase, patched: bool) -> int:
     return planned.longest(Variant(patched, case.checkpointing), MEMORY).tokens
 
 
-def search(case: ModelCase, contender: ModelContender, device: torch.device, until: float) -> Found:
-    """The longest sequence of one contender, with a model of its own."""
-    found, of_tiny = Found(contender.name, contender.title, None), device.type != "cuda"
-    if (missing := contender.unavailable(device)) is not None:
-        return replace(found, status=missing)
-    guess = 64 if of_tiny else predicted(case, contender.family != "stock")
-    if not of_tiny and contender.family != "peer":
-        found = replace(found, predicted=guess)
-    release()
-    model = build(case, device)
-    kind: Any = OPTIMIZERS[case.optimizer]
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
+def prepare(case: CardCase, device: torch.device) -> Prepared:
+    cuda = device.type == "cuda"
 
-    def steps(tokens: int) -> None:
-        step = TrainingStep(model, optimizer, make_batch(replace(case, sequence=tokens), device), contender.call)
-        begin = time.monotonic()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if time.monotonic() - begin < QUICK:
+    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+        guess = predicted(case, contender.family != "stock") if cuda else 64
+        result.predicted_tokens = guess if cuda and contender.family != "peer" else None
+        release()
+        model = build(case, device)
+        kind: Any = OPTIMIZERS[case.optimizer]
+        optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+        def steps(tokens: int) -> None:
+            step = TrainingStep(model, optimizer, make_batch(replace(case, sequence=tokens), device), contender.call)
+            begin = time.monotonic()
             step()
+            if cuda:
+                torch.cuda.synchronize(device)
+            if time.monotonic() - begin < QUICK:
+                step()
 
-    def trains(tokens: int) -> bool:
-        if of_tiny:
-            return held_bytes(model, optimizer) + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
-        enough = True
-        try:
-            steps(tokens)
-        except torch.OutOfMemoryError:
-            enough = False
-        release()  # where no exception holds the step any more
-        return enough
+        def trains(tokens: int) -> bool:
+            if not cuda:
+                return held_bytes(model, optimizer) + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
+            enough = True
+            try:
+                steps(tokens)
+            except torch.OutOfMemoryError:
+                enough = False
+            release()  # where no exception holds the step any more
+            return enough
 
-    with contender.applied(model):
-        steps(MULTIPLE)  # makes the optimizer's states
-        trained, failed = longest(trains, guess, until)
-    return replace(found, trained=trained, failed=failed)
+        with contender.applied(model):
+            steps(MULTIPLE)  # makes the optimizer's states
+            result.tokens = longest(trains, guess)
+        return Entrant(lambda: None)
 
-
-def table(document: dict[str, Any]) -> Table:
-    """Tokens of the longest sequences, for each setting."""
-    rows = []
-    for each in document["cases"]:
-        for result in each["results"]:
-            tokens = f"{result['trained']:,}" if result["status"] == "ok" else result["status"]
-            more = result["failed"] is None and result["status"] == "ok"
-            ratio = result["predicted"] and result["trained"] and result["predicted"] / result["trained"]
-            plan = f"{result['predicted']:,}" if result["predicted"] else NONE
-            figures = ("at least " * more + tokens, plan, f"{ratio:.2f}" if ratio else NONE)
-            rows.append([each["setting"], result["title"], *figures])
-    memory = size_text(document["card"]["memory"])
-    columns = ["", "", "longest sequence, measured", "predicted", "predicted / measured"]
-    return Table(f"{memory} of {document['device'].get('name', 'a CPU')}", columns, rows)
+    return BenchMeter(device), enter
 
 
-def simulate(device: torch.device, folder: str) -> None:
-    """Make this process believe that the device is a card of `KIND`, and have no more memory."""
+def simulate(device: torch.device) -> None:
+    """Make this process believe that a GPU is a card of `KIND`, and have no more memory."""
+    if device.type != "cuda":
+        return
     record = KNOWN[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)
     fields = {name: value for name, value in record._asdict().items() if name != "profile"}
-    profile = Path(folder, "small-card.json")
+    profile = Path(tempfile.mkdtemp(), "small-card.json")
     profile.write_text(json.dumps(fields))
     os.environ["FLCE_PROFILE"] = str(profile)
     assert device_record(device).profile == str(profile), "the profile has to be there before the first plan"
@@ -177,33 +152,36 @@ def simulate(device: torch.device, folder: str) -> None:
     torch.cuda.set_per_process_memory_fraction(MEMORY / total, device)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Result file, written anew after every contender.")] = Path(
-        "results/small-card.json"
-    ),
-    seconds: Annotated[float, typer.Option(help="After which no further length is tried.")] = 300.0,
-) -> None:
-    """The longest sequences that train in 23 GiB of a GPU; of a tiny model in 4 MiB where there is none."""
-    until, device = time.monotonic() + seconds, find_device(None, ("cuda", "cpu"))
-    with tempfile.TemporaryDirectory() as folder:
-        cuda = device.type == "cuda"
-        if cuda:
-            simulate(device, folder)
-        card = {"kind": KIND if cuda else "cpu", "memory": MEMORY if cuda else TINY_MEMORY}
-        head = described_run(device, "python -m benchmarks.small_card", [])
-        head["device"]["profile"] = head["device"].get("profile") and Path(head["device"]["profile"]).name
-        document: dict[str, Any] = {"schema": SCHEMA, "kind": "small-card", **head, "card": card, "cases": []}
-        for case in CASES if cuda else TINY:
-            setting = case.setting.replace("1 x 0 tokens, ", "")
-            results: list[dict[str, Any]] = []
-            document["cases"].append({"setting": setting, "case": case.to_dict(), "results": results})
-            for contender in sorted(entrants(case), key=lambda each: each.family == "peer"):
-                results.append(asdict(search(case, contender, device, until)))
-                typer.echo(f"{setting}: {results[-1]}", err=True)
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(document).markdown())
+tokens = written("{:,}".format)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def table(entry: Entry) -> Table:
+    columns: Columns = {
+        "": lambda r: r.title,
+        "longest sequence, measured": lambda r: tokens(r.tokens),
+        "predicted": lambda r: tokens(r.predicted_tokens),
+        "predicted / measured": lambda r: ratio(r.predicted_tokens, r.tokens),
+    }
+    return tabulate(entry.case.title, [r for r in entry.results if r.tokens], columns, failure_notes(entry))
+
+
+# What a deadline cuts off comes last.
+NAMES = ("ours", "stock", "liger-loss")
+FULL = CardCase("Llama-3.2-1B", 1, 0, optimizer="sgd-momentum", contenders=NAMES, checkpointing=False)
+CASES = (FULL, replace(FULL, checkpointing=True, lora_rank=16), replace(FULL, checkpointing=True))
+TINY = tuple(replace(case, model="tiny-llama", dtype="float32") for case in CASES[:2])
+PRESETS: dict[str, Callable[[], Plan]] = {"tiny": lambda: planned(TINY, 1, 0.0), "h200": lambda: planned(CASES, 1, 0.0)}
+
+SMALL_CARD = replace(
+    MODEL,
+    kind="small-card",
+    about="The longest sequences that train on a card of 24 GB, simulated on a larger GPU.",
+    noun="small cards",
+    case_type=CardCase,
+    presets=PRESETS,
+    contenders=lambda case: sorted(entrants(case), key=lambda each: each.family == "peer"),
+    prepare=prepare,
+    begin=simulate,
+    table=table,
+    tables=lambda run, brief: [table(entry) for entry in run.cases],
+)

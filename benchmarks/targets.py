@@ -6,6 +6,7 @@ median of the runs, within 2% of the limit. Workspace has no tolerance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,39 +20,30 @@ from flce.core.sizes import MIB
 
 # --- what is promised of calls ---
 
-SAME = ("dtype", "mode", "ignored", "calls", "feature", "own_products", "label")  # fields of a target and of its case
-
 
 @dataclass(frozen=True)
 class Target:
     """One promise: of time, of workspace, or of both."""
 
     call: str  # in words, how the operator is called
-    shape: Shape
+    case: OperatorCase  # on which it is measured, whoever takes part in it
     # A bound of the time, in multiples of that of `reference`; or how that follows from the time of `reference`.
     limit: float | Callable[[float], float] | None = None
     contender: str = "ours"
     reference: str = "floor"
-    dtype: str = "bfloat16"
-    mode: Mode = "forward+backward"
-    ignored: float = 0.0
-    feature: str = ""
-    own_products: bool = True
-    label: str = ""
     workspace_mib: int | None = None
     workspace_tolerance: float = 0.0
     beside: tuple[str, ...] = ()  # who is measured with them, for the reader
-    calls: bool = False  # as `call_meter` times them
     figure: str = "median_ms"  # of a result: its time
 
-    @property
-    def case(self) -> OperatorCase:
-        """The problem on which it is measured."""
-        return OperatorCase(*self.shape, **{name: getattr(self, name) for name in SAME})
+    def on(self, shape: Shape, limit: float | None = None, **fields: Any) -> Target:
+        """The same of another shape, with these fields of the case changed; of another limit, if there is one."""
+        tokens, hidden, vocab = shape
+        case = replace(self.case, tokens=tokens, hidden=hidden, vocab=vocab, **fields)
+        return replace(self, case=case, limit=self.limit if limit is None else limit)
 
     def is_of(self, case: OperatorCase) -> bool:
-        """Whether it is measured on this case, whoever takes part in it."""
-        return case.shape == self.shape and all(getattr(case, name) == getattr(self, name) for name in SAME)
+        return case.problem == self.case
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -62,38 +54,35 @@ HEADS: list[Shape] = [(8192, 4096, 128256), (4096, 4096, 128256), (8192, 3584, 1
 # The logits weigh most beside products of few columns: a pass over them costs a larger part of the time.
 NARROW: Shape = (16384, 1024, 151936)
 MAIN = HEADS[0]
+FIRST = OperatorCase(*MAIN)
 
 
-def on_heads(target: Target, narrow: float) -> list[Target]:
+def on_heads(target: Target, narrow: float, **fields: Any) -> list[Target]:
     """The same promise for all wide heads, and another limit for the narrow one."""
-    return [replace(target, shape=shape) for shape in HEADS] + [replace(target, shape=NARROW, limit=narrow)]
+    return [*(target.on(shape, **fields) for shape in HEADS), target.on(NARROW, narrow, **fields)]
 
 
 # Beside a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power
 # and, where that is the limit, less time.
-HALF_IGNORED = Target(
-    "half of the labels ignored", MAIN, 0.54, "ours-skipping", "ours-full", ignored=0.5, beside=("ours-keeping",)
-)
-VOCAB = Target("vocab, 256 MiB budget", MAIN, 1.10, "ours-vocab", "floor-recomputed", workspace_mib=256)
+HALF_IGNORED = Target("half of the labels ignored", FIRST, 0.54, "ours-skipping", "ours-full", beside=("ours-keeping",))
+VOCAB = Target("vocab, 256 MiB budget", FIRST, 1.10, "ours-vocab", "floor-recomputed", workspace_mib=256)
+DEFAULT = Target("default options", FIRST, 1.05)
+UNALIGNED = Target("unaligned vocabulary", FIRST, 1.15, reference="floor-aligned")
 
 # Those first that matter most: a run measures them in this order, until its deadline.
 TARGETS = [
-    Target("default options", MAIN, 1.05),
-    Target("default options", HEADS[1], 1.05),
-    Target("default options", HEADS[2], 1.06),
-    Target("default options", HEADS[3], 1.09),
-    Target("default options", NARROW, 1.15),
+    *(DEFAULT.on(shape, limit) for shape, limit in zip([*HEADS, NARROW], (1.05, 1.05, 1.06, 1.09, 1.15), strict=True)),
     *on_heads(VOCAB, narrow=1.20),
-    Target("64 MiB budget", MAIN, 1.85, budget_name(64), workspace_mib=64),
-    Target("64 MiB budget, bfloat16 sums", MAIN, 1.40, budget_name(64, "bf16"), workspace_mib=64),
-    Target("unaligned vocabulary", (8192, 2048, 49153), 1.15, reference="floor-aligned"),
-    Target("odd number of tokens", (7777, 2048, 128256), 1.15, reference="floor-aligned"),
-    Target("unaligned vocabulary", (16384, 768, 50257), 1.35, reference="floor-aligned"),
-    *on_heads(Target("no gradient", MAIN, 1.08, mode="forward", workspace_mib=128), narrow=1.20),
-    *on_heads(Target("frozen head", MAIN, 1.07, mode="frozen-head"), narrow=1.20),
-    *on_heads(Target('reduction="none"', MAIN, 1.08, mode="reduction-none"), narrow=1.18),
-    *[replace(HALF_IGNORED, shape=shape) for shape in HEADS],
-    Target("workspace as of 16,384 tokens", (131072, 2048, 128256), workspace_mib=4137),
+    Target("64 MiB budget", FIRST, 1.85, budget_name(64), workspace_mib=64),
+    Target("64 MiB budget, bfloat16 sums", FIRST, 1.40, budget_name(64, "bf16"), workspace_mib=64),
+    UNALIGNED.on((8192, 2048, 49153)),
+    replace(UNALIGNED, call="odd number of tokens").on((7777, 2048, 128256)),
+    UNALIGNED.on((16384, 768, 50257), 1.35),
+    *on_heads(Target("no gradient", FIRST, 1.08, workspace_mib=128), narrow=1.20, mode="forward"),
+    *on_heads(Target("frozen head", FIRST, 1.07), narrow=1.20, mode="frozen-head"),
+    *on_heads(Target('reduction="none"', FIRST, 1.08), narrow=1.18, mode="reduction-none"),
+    *[HALF_IGNORED.on(shape, ignored=0.5) for shape in HEADS],
+    Target("workspace as of 16,384 tokens", OperatorCase(131072, 2048, 128256), workspace_mib=4137),
 ]
 
 SMALL: list[Shape] = [
@@ -112,14 +101,17 @@ LONG_PRODUCTS_MS = 3.9  # 4, less what a GPU that runs cooler needs less
 
 def of_calls(shape: Shape) -> list[Target]:
     """The host at most 1.2 ms or 1.2 times torch.compile's; none faster as called; alone beside the bare products."""
-    host = Target("host", shape, lambda ms: max(1.2, LEAST_HOST_MS / ms), reference="torch-compile", figure="host_ms")
-    called = [Target("as called", shape, 1.0, reference=name) for name in ("torch-compile", "stock")]
-    alone = Target("alone", shape, lambda ms: 1.15 if ms >= LONG_PRODUCTS_MS else 1.30, figure="alone_ms")
-    return [replace(target, calls=True) for target in (host, *called, alone)]
+    case = OperatorCase(*shape, calls=True)
+    host = Target("host", case, lambda ms: max(1.2, LEAST_HOST_MS / ms), reference="torch-compile", figure="host_ms")
+    called = [Target("as called", case, 1.0, reference=name) for name in ("torch-compile", "stock")]
+    alone = Target("alone", case, lambda ms: 1.15 if ms >= LONG_PRODUCTS_MS else 1.30, figure="alone_ms")
+    return [host, *called, alone]
 
 
 CALL_TARGETS = [target for shape in SMALL for target in of_calls(shape)]
-CALL_TARGETS.append(Target("alone", MAIN, 1.05, calls=True, figure="alone_ms"))  # where launching was never a matter
+CALL_TARGETS.append(
+    Target("alone", replace(FIRST, calls=True), 1.05, figure="alone_ms")
+)  # where launching was never a matter
 
 # --- logits that are never rounded, beside rounded ones and torch.compile ---
 
@@ -139,24 +131,20 @@ EXACT_SHAPES: list[Shape] = [
 ]
 LONG_PRODUCTS = 5e11  # N H V from which the three products take 4 ms
 MANY_LOGITS = 2**28
-ALONE = Target("alone", MAIN, reference="ours-rounded", calls=True, figure="alone_ms", label="exact", beside=("floor",))
+EXACT = replace(FIRST, calls=True, label="exact")
+ALONE = Target("alone", EXACT, reference="ours-rounded", figure="alone_ms", beside=("floor",))
 
 
 def of_exact(shape: Shape) -> list[Target]:
     tokens, hidden, vocab = shape
     many = 1.02 if tokens * vocab > MANY_LOGITS else 1.05
-    alone = replace(ALONE, shape=shape, limit=many if tokens * hidden * vocab >= LONG_PRODUCTS else 1.15)
+    alone = ALONE.on(shape, many if tokens * hidden * vocab >= LONG_PRODUCTS else 1.15)
     compiled = replace(alone, reference="torch-compile", limit=1.05 if tokens <= 64 else 1.0)
     return [alone, compiled, replace(compiled, call="as called", limit=1.1, figure="median_ms")]
 
 
-def of_feature(shape: Shape, feature: str = "", dtype: str = "bfloat16") -> Target:
-    """Calls that our own products cannot make, or not always. All have products of 4 ms and more."""
-    return replace(ALONE, shape=shape, limit=1.15, feature=feature, dtype=dtype)
-
-
 def without_products(shape: Shape, limits: Mapping[str, float]) -> list[Target]:
-    of = replace(ALONE, shape=shape, reference="floor", own_products=False, beside=("ours-rounded",))
+    of = replace(ALONE, reference="floor", beside=("ours-rounded",)).on(shape, own_products=False)
     return [replace(of, call=name, contender=name, limit=limit) for name, limit in limits.items()]
 
 
@@ -164,17 +152,24 @@ NAMES_OFF = ("ours", budget_name(512), budget_name(64))
 SHORTER: Shape = (8192, *NARROW[1:])
 EXACT_TARGETS = [
     *[target for shape in EXACT_SHAPES for target in of_exact(shape)],
-    replace(ALONE, call="workspace", shape=EXACT_SHAPES[5], limit=None, workspace_mib=300),
-    *[replace(ALONE, shape=EXACT_SHAPES[n], limit=1.05, mode="forward") for n in (0, 5, 9, 10)],
-    of_feature(HEADS[1], "bias"),
-    *[of_feature(shape, what) for what in ("label smoothing", "adapter of rank 16") for shape in (HEADS[1], SHORTER)],
-    *[of_feature(shape, dtype="float16") for shape in (HEADS[1], SHORTER)],
-    of_feature((4096, 4095, 128256)),
+    replace(ALONE, call="workspace", workspace_mib=300).on(EXACT_SHAPES[5]),
+    *[ALONE.on(EXACT_SHAPES[n], 1.05, mode="forward") for n in (0, 5, 9, 10)],
+    # Calls that our own products cannot make, or not always. All have products of 4 ms and more.
+    ALONE.on(HEADS[1], 1.15, feature="bias"),
+    *[
+        ALONE.on(shape, 1.15, feature=what)
+        for what in ("label smoothing", "adapter of rank 16")
+        for shape in (HEADS[1], SHORTER)
+    ],
+    *[ALONE.on(shape, 1.15, dtype="float16") for shape in (HEADS[1], SHORTER)],
+    ALONE.on((4096, 4095, 128256), 1.15),
     *without_products(MAIN, dict(zip(NAMES_OFF, (1.10, 1.55, 1.65), strict=True))),
     *without_products(HEADS[3], dict(zip(NAMES_OFF, (1.15, 1.60, 1.65), strict=True))),
     *without_products(NARROW, dict(zip(NAMES_OFF, (1.34, 1.65, 2.00), strict=True))),
     *[
-        replace(target, mode="frozen-head", reference="floor-training", beside=("ours-rounded", "floor", "ours"))
+        replace(target, reference="floor-training", beside=("ours-rounded", "floor", "ours")).on(
+            MAIN, mode="frozen-head"
+        )
         for target in without_products(MAIN, {budget_name(512): 0.80})
     ],
 ]
@@ -249,14 +244,12 @@ class Finding(NamedTuple):
     value: float | None
     verdict: str
     cells: Mapping[str, str] = {}  # what its line of a table says, by column
-    at_least: bool = False  # whether the limit is the least instead of the most
 
 
-def judge(value: float | None, limit: float | None, at_least: bool = False, tolerance: float = TOLERANCE) -> str:
+def judge(value: float | None, limit: float | None, tolerance: float = TOLERANCE) -> str:
     if value is None or limit is None:
         return UNMEASURED
-    excess = limit - value if at_least else value - limit
-    return MET if excess <= 0 else NEARLY if excess <= tolerance * limit else MISSED
+    return MET if value <= limit else NEARLY if value <= (1 + tolerance) * limit else MISSED
 
 
 def middle(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
@@ -266,27 +259,30 @@ def middle(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
         groups.setdefault(finding.key, []).append(finding)
     found = []
     for group in groups.values():
-        measured = [finding for finding in group if finding.value is not None]
-        measured.sort(key=lambda finding: finding.value or 0.0, reverse=group[0].at_least)
+        measured = sorted((f for f in group if f.value is not None), key=lambda finding: finding.value or 0.0)
         found.append(measured[len(measured) // 2] if measured else group[0])
     return found
 
 
-def tally(findings: Sequence[Finding]) -> str:
-    """How many are kept, and how many of these by the tolerance alone."""
+def verdict_table(
+    title: str, findings: Sequence[Finding], runs: Sequence[Run], entries: Sequence[Entry], notes: Sequence[str] = ()
+) -> Table:
+    """A line for each promise; no line where not one was measured. The title says how many are kept, the last note how
+    far equal calls of these entries differ."""
     verdicts = [finding.verdict for finding in findings]
-    nearly = verdicts.count(NEARLY)
-    kept = f"{verdicts.count(MET) + nearly} of {len(verdicts)}" if verdicts else "-"
-    return kept + (f" ({nearly} within 2%)" if nearly else "")
-
-
-def verdict_table(title: str, findings: Sequence[Finding], runs: Sequence[Run], notes: Sequence[str]) -> Table:
-    """A line for each promise, of cells that all of them have; no line where not one was measured."""
-    if all(finding.verdict == UNMEASURED for finding in findings):
+    if set(verdicts) <= {UNMEASURED}:
         return Table(title, ["Not one of them was measured."], [])
+    nearly = verdicts.count(NEARLY)
+    kept = f"{verdicts.count(MET) + nearly} of {len(verdicts)}" + f" ({nearly} within 2%)" * bool(nearly)
     rows = [[*finding.cells.values(), finding.verdict] for finding in findings]
     several = [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
-    return Table(f"{title}: {tally(findings)}", [*findings[0].cells, "verdict"], rows, [*several, *notes])
+    all_notes = [*several, *notes, tables.spread_note(entries)]
+    return Table(f"{title}: {kept}", [*findings[0].cells, "verdict"], rows, all_notes)
+
+
+def entries_of(runs: Sequence[Run], wanted: Callable[[Any], bool] = lambda case: True) -> list[Entry]:
+    """The measured cases of all runs that are wanted."""
+    return [entry for run in runs for entry in run.cases if wanted(entry.case)]
 
 
 def check(run: Run, target: Target) -> Finding:
@@ -297,10 +293,10 @@ def check(run: Run, target: Target) -> Finding:
     limit = target.limit if not callable(target.limit) else target.limit(base) if base else None
     room = None if target.workspace_mib is None else target.workspace_mib * MIB
     asked = [] if target.limit is None else [judge(times, limit)]
-    asked += [] if room is None else [judge(ours.workspace_bytes, room, tolerance=target.workspace_tolerance)]
+    asked += [] if room is None else [judge(ours.workspace_bytes, room, target.workspace_tolerance)]
     cells = {
         "": target.call,
-        "tokens x hidden x vocabulary": " x ".join(map(str, target.shape)),
+        "tokens x hidden x vocabulary": " x ".join(map(str, target.case.shape)),
         "ms": tables.milliseconds(time),
         "times": tables.ratio(times, digits=3),
         "limit": tables.NONE if limit is None else f"{limit:.2f} x {target.reference}",
@@ -312,11 +308,10 @@ def check(run: Run, target: Target) -> Finding:
 
 def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
     """The contender and the reference of a target, of one case: only then did they take turns."""
-    for entry in run.cases:
-        if target.is_of(entry.case):
-            results = [entry.by_name(name) for name in target.contenders]
-            if all(result.samples_ms for result in results):
-                return results[-1], results[0]
+    for entry in entries_of([run], target.is_of):
+        results = [entry.by_name(name) for name in target.contenders]
+        if all(result.samples_ms for result in results):
+            return results[-1], results[0]
     return NO_RESULT, NO_RESULT
 
 
@@ -327,20 +322,17 @@ def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> l
 
 def target_tables(runs: Sequence[Run]) -> list[Table]:
     """One of the device, one of calls, and one of logits that are not rounded."""
-    found = []
     groups = {"Targets": TARGETS, "Targets of calls": CALL_TARGETS, "Targets of logits not rounded": EXACT_TARGETS}
+    found = []
     for title, targets in groups.items():
-        entries = [entry for run in runs for entry in run.cases]
-        spread = tables.spread_note([e for e in entries if any(target.is_of(e.case) for target in targets)])
-        found.append(verdict_table(f"{title} met", check_targets(runs, targets), runs, [spread]))
+        cases = {target.case for target in targets}
+        entries = entries_of(runs, lambda case, cases=cases: case.problem in cases)  # type: ignore[misc]
+        found.append(verdict_table(f"{title} met", check_targets(runs, targets), runs, entries))
     return found
 
 
 def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES, mode: Mode = "forward+backward") -> list[Finding]:
-    """Every rule on every case of bfloat16, in this mode, on which its peer was measured.
-
-    The value is the time of the peer over ours.
-    """
+    """Every rule on every case of bfloat16, in this mode, on which its peer was measured."""
     return middle(
         [
             duel(entry, rule)
@@ -354,19 +346,19 @@ def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES, mode: Mode = "forw
 
 
 def duel(entry: Entry, rule: Rule) -> Finding:
+    """The value is our time over the peer's: infinite without a setting of ours."""
     peer, ours = entry.by_name(rule.peer), best(entry, rule)
-    # Without a setting of ours the peer is not beaten.
-    times = (peer.median_ms or 0.0) / ours.median_ms if ours.median_ms else 0.0
+    share = (ours.median_ms or math.inf) / (peer.median_ms or 0.0)
     cells = {
         "tokens x hidden x vocabulary": " x ".join(map(str, entry.case.shape)),
         "peer": peer.title,
         "ms, MiB": figures(peer),
         "flce": ours.title or tables.NONE,
         "its ms, MiB": figures(ours),
-        "times": tables.ratio(times or None),
+        "times": tables.ratio(peer.median_ms, ours.median_ms),
         "wanted": f"{rule.factor:.1f}, {rule.least_mib} MiB",
     }
-    return Finding((entry.case, rule), times, judge(times, rule.factor, at_least=True), cells, at_least=True)
+    return Finding((entry.case, rule), share, judge(share, 1 / rule.factor), cells)
 
 
 def best(entry: Entry, rule: Rule) -> BenchResult:
@@ -393,19 +385,18 @@ def figures(result: BenchResult) -> str:
     return tables.milliseconds(result.median_ms) + workspace
 
 
-def duel_table(title: str, findings: Sequence[Finding], runs: Sequence[Run], spread: str) -> Table:
+def duel_table(title: str, findings: Sequence[Finding], runs: Sequence[Run], entries: Sequence[Entry]) -> Table:
     """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
         "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
-        spread,
     ]
-    return verdict_table(f"{title}, met", findings, runs, notes)
+    return verdict_table(f"{title}, met", findings, runs, entries, notes)
 
 
 def dominance_table(runs: Sequence[Run]) -> Table:
-    spread = tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL])
-    return duel_table("No peer dominates", duels(runs), runs, spread)
+    entries = entries_of(runs, lambda case: case.label == PEERS_LABEL)
+    return duel_table("No peer dominates", duels(runs), runs, entries)
 
 
 # --- whether a workspace is as planned ---

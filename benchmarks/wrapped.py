@@ -1,48 +1,32 @@
 """Training steps of a model that is divided over processes: stock, patched and Liger's loss, in one run.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.wrapped --out results/wrapped.json
-    ... --sharding tp --sharding zero3
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200
+    ... --preset tp
 
 It is divided in every way of `WAYS` that these processes can take, one after the other. Each contender has a model of
-its own. The contenders take turns, in the same order in all processes. Memory is the most that one process had
-allocated in a step, above the weights, gradients and states that lie between steps. `python -m benchmarks table` reads
-the result.
+its own. Memory is the most that one process had allocated in a step, above the weights, gradients and states that lie
+between steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 
 import flce
-from benchmarks.benchmark import save
-from benchmarks.cases import Effort, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Sample, compete, release
-from benchmarks.models import MODEL, TINY, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
-from benchmarks.runs import BenchResult, Entry, Run, described_run
-from benchmarks.tables import absences
-
-ROUNDS = 6
-NAMES = ("ours", "liger-loss", "stock")
-Sharding = Enum(
-    "Sharding", {"fsdp2": "fsdp2", "tp": "tp", "fsdp2-tp": "fsdp2-tp", "hsdp": "hsdp", "zero3": "zero3"}
-)  # the names of `WAYS`
-# Four models lie side by side. A step of stock takes some 15 GiB more, predicted.
-WIDE = ModelCase("Llama-3-8B, 2 layers", 2, 4096, contenders=NAMES)
-SMALL = replace(TINY, model="tiny-llama, untied", budgets_mib=(), contenders=NAMES)
-
+from benchmarks import processes
+from benchmarks.benchmark import Plan, planned
+from benchmarks.cases import needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
+from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
+from benchmarks.runs import BenchResult
 
 # --- ways to divide a model; on GPUs its products are of bfloat16 ---
 
@@ -139,26 +123,35 @@ def anywhere(device: torch.device) -> None:
 
 
 needs_accelerate, needs_deepspeed = (needs_package(name, name, cuda=False) for name in ("accelerate", "deepspeed"))
-WAYS = [
-    Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
-    Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
-    Way("fsdp2-tp", "FSDP2 x TP by Transformers", by_both, both_dimensions, 4, 2),
-    Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
-    Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
-]
+WAYS = {
+    way.name: way
+    for way in (
+        Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
+        Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
+        Way("fsdp2-tp", "FSDP2 x TP by Transformers", by_both, both_dimensions, 4, 2),
+        Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
+        Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
+    )
+}
 
 
 # --- measuring ---
 
 
 @dataclass(frozen=True)
-class Agreed(Effort):
-    """All processes take every step: the deadline is by the clock of the first one."""
+class WrappedCase(ModelCase):
+    way: str = "fsdp2"  # to divide the model, one of `WAYS`
 
-    def expired(self) -> bool:
-        late = [super().expired()]
-        dist.broadcast_object_list(late)
-        return late[0]
+
+def divided(case: ModelCase, name: str) -> WrappedCase:
+    """For the processes that there are."""
+    way, world = WAYS[name], processes.count()
+    together = way.together or world
+    which = f"{world} processes together" if together == world else f"each of {world} processes"
+    which = f"every {together} of {world} processes together" if 1 < together < world else which
+    dtype = way.dtype if torch.cuda.is_available() else "float32"
+    values = {**vars(case), "dtype": dtype, "processes": f" on {which}, {way.title}", "optimizer": "adamw"}
+    return WrappedCase(**values, way=name)
 
 
 def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
@@ -171,59 +164,53 @@ def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
         result.forwards, result.fused = report.forwards, report.fused
 
 
-def measure(way: Way, case: ModelCase, device: torch.device, effort: Effort) -> Entry:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    together = way.together or world
-    which = f"{world} processes together" if together == world else f"each of {world} processes"
-    which = f"every {together} of {world} processes together" if 1 < together < world else which
-    case = replace(case, processes=f" on {which}, {way.title}", optimizer="adamw")
-    tokens = make_batch(case, device, seed=rank // together)
-    with contextlib.ExitStack() as changes:
-
-        def enter(contender: ModelContender, result: BenchResult) -> Entrant:
-            model = build(case, device)
-            changes.enter_context(contender.applied(model))
-            step = way.divided(model, tokens)
-            for _ in range(2):  # the first makes the states of the optimizer
-                step()
-            return Entrant(step, keep=functools.partial(keep, step, result))
-
-        chosen = [replace(c, unavailable=way.missing) if way.missing(device) else c for c in entrants(case)]
-        return compete(case, chosen, (BenchMeter(device, dist.barrier), enter), effort)
+def contenders(case: WrappedCase) -> list[ModelContender]:
+    if not dist.is_initialized():
+        raise ValueError("several processes take part: python -m torch.distributed.run -m benchmarks starts them")
+    way, found = WAYS[case.way], entrants(case)
+    return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/wrapped.json"),
-    sharding: Annotated[list[Sharding] | None, typer.Option(help="Only this; several may be given.")] = None,
-    seconds: Annotated[float, typer.Option(help="After these no further step begins.")] = 130.0,
-) -> None:
-    """Tokens a second and memory of a GPU, of a model that is divided over GPUs; a tiny one without GPUs."""
-    until = time.monotonic() + seconds
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+def prepare(case: WrappedCase, device: torch.device) -> Prepared:
+    release()
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that FSDP2 and DeepSpeed call
-    chosen = [way for way in WAYS if sharding is None or Sharding(way.name) in sharding]
-    command = f"python -m torch.distributed.run --nproc-per-node {dist.get_world_size()} -m benchmarks.wrapped"
-    run = Run(MODEL.kind, described_run(device, command, []))
-    left = sum(way.missing(device) is None for way in chosen)
-    for way in chosen:
-        # The first kernels take time to build: each has twice its share of what is left.
-        share = 2 * (until - time.monotonic()) / max(1, left)
-        left -= way.missing(device) is None
-        case = replace(WIDE, dtype=way.dtype) if cuda else SMALL
-        run.cases.append(measure(way, case, device, Agreed(ROUNDS, math.inf, min(until, time.monotonic() + share))))
-        release()
-        if dist.get_rank() == 0:
-            save(run, out)
-            for shown in MODEL.tables(replace(run, cases=run.cases[-1:]), False):
-                print(shown.markdown(), flush=True)
-    if dist.get_rank() == 0:
-        print("\n".join(absences(run)))
-    dist.destroy_process_group()
+    way = WAYS[case.way]
+    tokens = make_batch(case, device, seed=dist.get_rank() // (way.together or dist.get_world_size()))
+    changes = contextlib.ExitStack()  # undone with the models, when nothing refers to them any more
+
+    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+        model = build(case, device)
+        changes.enter_context(contender.applied(model))
+        step = way.divided(model, tokens)
+        for _ in range(2):  # the first makes the states of the optimizer
+            step()
+        return Entrant(step, keep=functools.partial(keep, step, result))
+
+    return BenchMeter(device, dist.barrier), enter
 
 
-if __name__ == "__main__":
-    typer.run(main)
+NAMES = ("ours", "liger-loss", "stock")
+# Four models lie side by side. A step of stock takes some 15 GiB more, predicted.
+WIDE = ModelCase("Llama-3-8B, 2 layers", 2, 4096, contenders=NAMES)
+SMALL = ModelCase("tiny-llama, untied", 2, 64, contenders=NAMES)
+
+
+def plan(case: ModelCase, *names: str) -> Plan:
+    return planned([divided(case, name) for name in names or WAYS], rounds=6, seconds=8.0)
+
+
+WRAPPED = replace(
+    MODEL,
+    kind="wrapped",
+    about="Tokens a second and memory of a GPU, of models that are divided over processes.",
+    noun="divided models",
+    case_type=WrappedCase,
+    presets={
+        "tiny": lambda: plan(SMALL),
+        "h200": lambda: plan(WIDE),
+        **{name: functools.partial(plan, WIDE, name) for name in WAYS},
+    },
+    contenders=contenders,
+    prepare=prepare,
+    choices={"model": ARCHITECTURES, "way": WAYS},
+)

@@ -41,7 +41,7 @@
 #             transformers as well
 #   WORKERS   processes that the tests run in (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
-#   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --optimizer sgd"
+#   ARGS      more arguments for the benchmark of models, such as "--set budgets_mib=512 --set optimizer=sgd"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
 #   SECONDS_ALL  seconds after which all parts are to be done (525)
 #   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
@@ -92,14 +92,15 @@ within() {
 }
 
 # benchmark NAME COMMAND PRESET SECONDS ARGUMENTS...: with a deadline; the result is NAME.json. What has begun then is
-# finished, and libraries take their time to start: hence the distance between the two limits.
+# finished, and libraries take their time to start: hence the distance between the two limits, of $LATE seconds.
+starter=()
 benchmark() {
     local result=$1 command=$2 name=$3 limit
     limit=$(within "$4")
     [ "$preset" = tiny ] && name=tiny
     shift 4
-    part "$result" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
-        --out "$out/$result.json" "$@"
+    part "$result" "$limit" "$python" "${starter[@]}" -m benchmarks "$command" --preset "$name" \
+        --deadline $((limit - ${LATE:-20})) --out "$out/$result.json" "$@"
 }
 
 # report NAME OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In the
@@ -113,31 +114,19 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(logits|calls|exact)$ ]] && return
+    [[ "$command" =~ ^(curve|operator|rows)$ ]] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
 
-# split_head: a rank's share of a head that is divided, on one device.
-split_head() {
-    part split-head "$(within 120)" "$python" -m benchmarks.split_head "${tiny[@]}" --out "$out/split-head.json"
-}
-
-# The next three take a process for each GPU, and do nothing where there is one GPU.
-linked_split_head() {
+# linked NAME SECONDS: a benchmark of a process for each GPU, where there are several.
+linked() {
+    local starter=("${launch[@]:1}")
     [ "$processes" -gt 1 ] || return 0
-    part "split-head-$processes" "$(within 120)" "${launch[@]}" -m benchmarks.split_head "${tiny[@]}" \
-        --out "$out/split-head-$processes.json"
+    LATE=40 benchmark "$1-$processes" "$1" h200 "$2"
 }
 
-wrapped() {
-    local limit
-    [ "$processes" -gt 1 ] || return 0
-    limit=$(within 170)
-    part "wrapped-$processes" "$limit" "${launch[@]}" -m benchmarks.wrapped --seconds $((limit - 40)) \
-        --out "$out/wrapped-$processes.json"
-}
-
+# A process for each GPU, where there are several.
 sharded_recipes() {
     local recipe
     [ "$processes" -gt 1 ] || return 0
@@ -242,11 +231,7 @@ if [ -z "$device" ] && [ "$preset" != tiny ]; then
     exit 2
 fi
 lines+=("device  ${device:-none}")
-tiny=()
-if [ "$preset" = tiny ]; then
-    tiny=(--tiny)
-    processes=2 # also on a CPU
-fi
+[ "$preset" = tiny ] && processes=2 # also on a CPU
 launch=("$python" -m torch.distributed.run --nproc-per-node "$processes" --master-port 29511)
 export NCCL_NVLS_ENABLE=0 # multicast over NVLink
 
@@ -274,13 +259,13 @@ for name in $parts; do
             part older "$(within 520)" "$python" -m pytest -q -rP --tb=short -p no:cacheprovider tests/backends/test_older.py
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
-        operator) benchmark operator operator h200 260 --errors ;;
+        operator) benchmark operator operator h200 260 ;;
         targets) benchmark operator operator targets 240 ;;
-        peers) benchmark operator operator peers 500 --errors ;;
+        peers) benchmark operator operator peers 500 ;;
         calls) benchmark calls operator h200-small 145 ;;
-        curve) benchmark curve operator h200-curve 240 --errors ;;
+        curve) benchmark curve operator h200-curve 240 ;;
         pages)
-            benchmark curve operator h200-curve 215 --errors
+            benchmark curve operator h200-curve 215
             benchmark model model h200-pages 225
             CUDA_LAUNCH_BLOCKING=1 part memory-h200 "$(within 60)" \
                 "$python" -m benchmarks.memory "$out/memory-h200.png"
@@ -294,23 +279,22 @@ for name in $parts; do
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            split_head
-            linked_split_head
-            wrapped
+            benchmark split-head split-head h200 120
+            linked split-head 120
+            linked wrapped 170
             ;;
         split-head)
-            split_head
-            linked_split_head
+            benchmark split-head split-head h200 120
+            linked split-head 120
             ;;
-        wrapped) wrapped ;;
+        wrapped) linked wrapped 170 ;;
         several)
-            linked_split_head
-            wrapped
+            linked split-head 120
+            linked wrapped 170
             sharded_recipes
             ;;
         small-card)
-            PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True part small-card "$(within 345)" \
-                "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"
+            LATE=110 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True benchmark small-card small-card h200 400
             ;;
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;

@@ -13,27 +13,20 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from benchmarks import call_meter
+from benchmarks import row_calls
 from benchmarks.benchmark import save
-from benchmarks.call_meter import CallMeter
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.contenders import OperatorContender, autograd_step, select, stock_loss
 from benchmarks.measure import Sample
 from benchmarks.operator import OPERATOR
 from benchmarks.problem import OperatorCase, OperatorProblem
-from benchmarks.row_calls import Region
+from benchmarks.row_calls import CallMeter, Region
 from benchmarks.runs import BenchResult, Entry, Run
+from tests.benchmarks.made_up import HEAD
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)
-HEAD: dict[str, Any] = {
-    "date": "2026-11-25T00:00:00Z",
-    "command": "python -m benchmarks operator",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
 
 
 class Device:
@@ -62,9 +55,9 @@ class Device:
 
 
 def meter_of(device: Device, monkeypatch: pytest.MonkeyPatch, make_region: Any) -> CallMeter:
-    monkeypatch.setattr(call_meter, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
+    monkeypatch.setattr(row_calls, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(call_meter, "make_region", make_region)
+    monkeypatch.setattr(row_calls, "make_region", make_region)
     meter = CallMeter(CUDA)
     monkeypatch.setattr(meter, "on_cuda", device.on_cuda)
     return meter
@@ -127,7 +120,7 @@ def test_a_step_that_fails_leaves_no_gradient(which):
 
 def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(CallMeter, "capture", lambda meter, step: None)
-    monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, None, 0.75, 4.0))
+    monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, 0.75, 4.0))
     entry = OPERATOR.measure(CASE, CPU, Effort(2, 1.0), select(["ours"]))
     floor = measured("floor", 3.9, 4.0, 0.1, "floor")
     stuck = BenchResult("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")

@@ -22,21 +22,20 @@ from benchmarks.models import (
     ARCHITECTURES,
     CONTENDERS,
     MODEL,
-    OPTIMIZERS,
     ModelCase,
     ModelContender,
     build,
     held_bytes,
     liger,
 )
-from benchmarks.reports import markdown, shortfalls
 from benchmarks.runs import Run
+from benchmarks.tables import markdown, shortfalls
+from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
 
 
 CASE = ModelCase("tiny-llama", 1, 16, dtype="float32")
-HEAD = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
 
 
 def named(name):
@@ -83,11 +82,9 @@ def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
     text = markdown(run, MODEL.tables(run, False))
     assert "| stock | out of memory |" in text
     assert "62.62 GiB" in text
-    assert MODEL.figure is not None
-    MODEL.figure(run).savefig(tmp_path / "run.png")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "adamw"])
 def test_contenders_find_the_same_weights(optimizer):
     """Also after the steps of others with an optimizer, whose states belong to what is held."""
     case = dataclasses.replace(CASE, optimizer=optimizer)
@@ -98,7 +95,7 @@ def test_contenders_find_the_same_weights(optimizer):
     assert stock.peak_bytes is not None
     assert stock.workspace_bytes is not None
     model = build(case, CPU)
-    copies = {"adamw": 3, "sgd-momentum": 2}.get(optimizer, 1)
+    copies = {"adamw": 3, "sgd-momentum": 2}[optimizer]
     held = held_bytes(model, None)
     assert stock.peak_bytes - stock.workspace_bytes == pytest.approx(copies * held, rel=0.01)
 
@@ -179,7 +176,6 @@ def test_every_contender_runs_on_cuda():
         if result.family != "peer":
             assert result.status == "ok", (result.contender, result.reason)
             assert result.peak_bytes is not None
-            assert result.forward_peak_bytes is not None
             assert result.reserved_bytes is not None
-            assert result.forward_peak_bytes <= result.peak_bytes <= 1.1 * result.reserved_bytes
+            assert result.peak_bytes <= 1.1 * result.reserved_bytes
             assert result.loss == pytest.approx(stock.loss, abs=1e-2)

@@ -20,6 +20,7 @@ from benchmarks.pages import BLOCK, KINDS, PLANNED, ROOT, filled
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
+from tests.benchmarks.made_up import HEAD
 
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
@@ -42,8 +43,7 @@ def result(name: str, title: str, family: str, figures: tuple[float, float] | st
 
 
 def run_of(kind: str, *entries: Entry) -> Run:
-    head = {"date": "2026-11-26T01:02:03Z", "command": "c", "commit": None, "versions": {"torch": "2.11.0"}}
-    return Run(kind, head | {"device": {"type": "cuda", "name": "made up"}}, list(entries))
+    return Run(kind, HEAD, list(entries))
 
 
 @pytest.fixture

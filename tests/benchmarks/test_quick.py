@@ -21,11 +21,10 @@ import flce
 from benchmarks import quick
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.comparison import FLOORS, OTHERS, OURS
 from benchmarks.contenders import select
-from benchmarks.operator import OPERATOR
+from benchmarks.operator import FLOORS, OPERATOR, OURS
 from benchmarks.problem import OperatorCase
-from benchmarks.quick import default_shape, faults, float64_is_cheap
+from benchmarks.quick import OTHERS, default_shape, faults, float64_is_cheap
 from benchmarks.runs import BenchResult, Entry
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ def test_a_table_a_file_and_a_picture(run: Any, tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     (head,) = [line for line in lines if "x products" in line]
-    assert head.replace("|", "").split() == ["ms", "x", "products", "x", "stock", "MiB", "loss", "dX", "dW"]
+    assert head.replace("|", "").split() == ["median", "ms", "x", "products", "x", "stock", "MiB", "loss", "dX", "dW"]
     rows = [line for line in lines if line.startswith("| ")]
     assert len({len(line) for line in rows}) == 1  # aligned
     assert "- spread: " in done.stdout

@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.cases import Effort
 from benchmarks.measure import BenchMeter
-from benchmarks.reports import markdown
 from benchmarks.row_calls import Calls, launched, make_region
 from benchmarks.rows import (
     CACHES,
@@ -26,15 +25,10 @@ from benchmarks.rows import (
     make_calls,
 )
 from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import markdown
+from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
-HEAD: dict[str, Any] = {
-    "date": "2026-11-21T00:00:00Z",
-    "command": "python -m benchmarks rows",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
 
 
 every_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: " ".join(task).replace(" ", "-"))
@@ -42,25 +36,6 @@ every_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: " ".join(ta
 
 def taking_part(case: RowCase) -> list[str]:
     return [contender.name for contender in CONTENDERS if contender.applies(case, CPU)]
-
-
-def test_the_fewest_bytes():
-    """A copy moves two entries for each, whatever it is compared with."""
-    sizes = {task: RowCase(100, 1000, "bfloat16", *task) for task in TASKS}
-    contenders = {contender.name: contender for contender in CONTENDERS}
-    entry = 2 * 100 * 1000
-    moved = {" ".join(task): contenders["ours"].bytes(case) // entry for task, case in sizes.items()}
-    assert moved == {
-        "cross_entropy forward": 1,
-        "cross_entropy backward": 2,
-        "cross_entropy in-place forward+backward": 2,
-        "softmax forward": 2,
-        "softmax backward": 3,
-        "log_softmax forward": 2,
-        "log_softmax backward": 3,
-    }
-    assert {contenders["copy"].bytes(case) for case in sizes.values()} == {2 * entry}
-    assert RowCase(100, 1000, "float32").bytes(1) == 4 * 100 * 1000
 
 
 def test_inputs_are_more_than_the_cache_holds():

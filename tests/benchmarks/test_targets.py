@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from benchmarks.benchmark import save
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.contenders import budget_name, select
-from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
+from benchmarks.operator import OPERATOR, PRESETS, call_case, peer_case
 from benchmarks.problem import OperatorCase
-from benchmarks.reports import shortfalls
 from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import shortfalls
 from benchmarks.targets import (
     CALL_TARGETS,
     CURVE_MIB,
@@ -30,26 +31,17 @@ from benchmarks.targets import (
     MET,
     MISSED,
     NEARLY,
-    PEERS,
     TARGETS,
     UNMEASURED,
     Rule,
     Target,
     check_targets,
     duels,
-    judge,
     plan_tables,
     target_cases,
 )
 from flce.core.sizes import MIB
-
-HEAD: dict[str, Any] = {
-    "date": "2026-11-21T00:00:00Z",
-    "command": "python -m benchmarks operator",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
+from tests.benchmarks.made_up import HEAD
 
 
 def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> BenchResult:
@@ -68,9 +60,10 @@ def verdict(target: Target, *runs: Run) -> str:
     return finding.verdict
 
 
-TIME = Target("default", MAIN, 1.05)
-BOTH = Target("vocab", MAIN, 1.1, "ours", workspace_mib=256)
-ROOM = Target("long", MAIN, workspace_mib=100)
+FIRST = OperatorCase(*MAIN)
+TIME = Target("default", FIRST, 1.05)
+BOTH = Target("vocab", FIRST, 1.1, "ours", workspace_mib=256)
+ROOM = Target("long", FIRST, workspace_mib=100)
 SOON = next(target for target in CALL_TARGETS if target.call == "host")
 ALONE = next(target for target in CALL_TARGETS if target.call == "alone")
 
@@ -127,17 +120,17 @@ def test_the_preset_measures_all_targets(preset, targets):
         select(case.contenders)
     run = run_of(*[Entry(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
     assert UNMEASURED not in {finding.verdict for finding in check_targets([run], targets)}
-    assert cases[0].shape == targets[0].shape
+    assert cases[0].shape == targets[0].case.shape
     assert len(check_targets([run], targets)) == len(targets)
 
 
 def test_a_target_is_measured():
     """From the list of cases to the verdict, on a small problem."""
-    shape = (64, 16, 300)
+    case = OperatorCase(64, 16, 300)
     targets = [
-        Target("default", shape, 1e6, reference="stock"),
-        Target("half", shape, 1e6, "ours-skipping", "ours-full", ignored=0.5),
-        Target("impossible", shape, 0.0, reference="stock", mode="frozen-head", workspace_mib=1),
+        Target("default", case, 1e6, reference="stock"),
+        Target("half", replace(case, ignored=0.5), 1e6, "ours-skipping", "ours-full"),
+        Target("impossible", replace(case, mode="frozen-head"), 0.0, reference="stock", workspace_mib=1),
     ]
     run = run_of(*[OPERATOR.measure(case, torch.device("cpu"), Effort(1, 1.0)) for case in target_cases(targets)])
     assert [finding.verdict for finding in check_targets([run], targets)] == [MET, MET, MISSED]
@@ -162,7 +155,7 @@ def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
     assert chosen == {"liger-float32-8x": "ours-256MiB", "cce": "ours-64MiB", "fla": "ours"}
     verdicts = {name: duel.verdict for name, duel in found.items()}
     assert verdicts == {"liger-float32-8x": MET, "cce": MISSED, "fla": NEARLY}
-    assert found["fla"].value == pytest.approx(1.09)
+    assert found["fla"].value == pytest.approx(1 / 1.09)
 
 
 def test_equal_workspaces_may_differ_by_vectors():
@@ -181,13 +174,6 @@ def test_bfloat16_sums_meet_bfloat16_sums_alone():
     assert (duel.cells["flce"], duel.cells["times"], duel.verdict) == ("-", "-", MISSED)
 
 
-def test_every_peer_is_in_the_preset():
-    cases = [case for case, _ in PRESETS["peers"]() if case.time]
-    assert [case.shape for case in cases] == SHAPES
-    for case in cases:
-        assert {*PEERS, *CURVE} <= set(case.contenders or ())
-
-
 def test_the_curve_is_drawn_with_every_name_in_the_legend():
     """And a budget without a plan is named so: no figure of it is missing."""
     case, *_ = (case for case, _ in PRESETS["h200-curve"]())
@@ -197,7 +183,8 @@ def test_the_curve_is_drawn_with_every_name_in_the_legend():
     least = BenchResult(budget_name(1), "", "ours", "unplanned", "max_workspace_bytes is too small")
     run = run_of(Entry(case, [*figures, least]))
     assert shortfalls(run) == []
-    assert "has no plan: max_workspace_bytes is too small" in OPERATOR.tables(run, False)[-2].markdown()
+    assert "has no plan: max_workspace_bytes is too small" in OPERATOR.table(run.cases[0]).markdown()
+    assert OPERATOR.figure is not None
     picture = OPERATOR.figure(run)
     assert {*case.contenders} == {result.contender for result in run.cases[0].results}
     (legend,) = picture.legends
@@ -233,7 +220,6 @@ def test_the_median_of_three_runs_counts(tmp_path: Path):
     assert verdict(TIME, run(10.4), run(10.6), run(20.0)) == NEARLY
     assert verdict(TIME, run(10.4), run(20.0)) == MISSED
     assert verdict(TIME, run_of(), run(10.4)) == MET
-    assert judge(0.84, 0.85, at_least=True) == NEARLY
     files = [tmp_path / f"{index}.json" for index in range(3)]
     for file, milliseconds in zip(files, (10.4, 10.6, 20.0), strict=True):
         save(run(milliseconds), file)
@@ -277,12 +263,11 @@ def test_the_plan_is_recorded():
     import flce
 
     case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head")
-    names = ("ours", "ours-1MiB", "ours-vocab-1MiB", "ours-vocab", "stock")
+    names = ("ours", "ours-1MiB", "ours-vocab", "stock")
     entry = OPERATOR.measure(case, torch.device("cpu"), Effort(1, 1.0), select(names))
     options = [
         {},
         {"max_workspace_bytes": MIB},
-        {"max_workspace_bytes": MIB, "strategy": "vocab"},
         {"max_workspace_bytes": case.budget_mib * MIB, "strategy": "vocab"},
     ]
     expected = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -21,12 +20,12 @@ pytest.importorskip("transformers", minversion="5.17")
 
 def measured(name: str, seconds: float) -> list[dict[str, Any]]:
     """Results of each contender; the deadline of the second process has passed."""
-    from benchmarks import wrapped
+    from benchmarks.processes import Agreed
+    from benchmarks.wrapped import SMALL, WRAPPED, divided
 
-    way = next(way for way in wrapped.WAYS if way.name == name)
     until = time.monotonic() + seconds - 1000.0 * dist.get_rank()
-    case = replace(wrapped.SMALL, contenders=("ours", "stock"))
-    entry = wrapped.measure(way, case, training.device(), wrapped.Agreed(1, math.inf, until))
+    case = divided(replace(SMALL, contenders=("ours", "stock")), name)
+    entry = WRAPPED.measure(case, training.device(), Agreed(1, 60.0, until))
     return [result.to_dict() for result in entry.results]
 
 

@@ -1,6 +1,6 @@
 """docs/migrate.md: its tables have every argument of the originals, and each replacement does what the original did.
 
-PyTorch's function is always there. The others are tested where they are installed:
+PyTorch's function is always there: tests/ops compares with it. The others are tested where they are installed:
 ``pip install --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1``. Without a GPU Liger's loss runs in Triton's
 interpreter, but for `softcap` and `ce_weight`. Those, its layers and CCE's kernels need a GPU.
 """
@@ -180,7 +180,6 @@ def randn(*shape: int) -> Tensor:
 INPUT, WEIGHT, BIAS, CLASS_WEIGHT = randn(N, H), randn(V, H), randn(V), randn(V).abs() + 0.2
 TARGET = torch.randint(V, (N,), generator=GENERATOR)
 TARGET[[2, 9]] = -100
-K_WEIGHT, K_BIAS, K_TARGET = randn(V, 3, H), randn(V, 3), torch.randint(V, (N, 3), generator=GENERATOR)
 PROBABILITIES = randn(N, V).softmax(-1)
 
 
@@ -191,7 +190,6 @@ class Case:
     theirs: Arguments
     ours: Arguments
     target: Tensor = TARGET
-    head: Tensor = WEIGHT
     head_bias: Tensor | None = BIAS
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-5
@@ -209,7 +207,7 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: torch.device) -> dict[str, Any]:
     """What ``call(input, weight, target, bias, **arguments)`` makes: the loss, all gradients, and what it returned."""
-    x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, case.head, case.target, case.head_bias))
+    x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, WEIGHT, case.target, case.head_bias))
     tensors = {"input": x, "weight": w} | ({} if b is None else {"bias": b})
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
     arguments = {name: placed(value, device, case.dtype) for name, value in arguments.items()}
@@ -250,14 +248,6 @@ def pytorch(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any)
     return original(TORCH)(x, w, y, linear_bias=b, **arguments)
 
 
-def pytorch_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
-    return pytorch(x, w, y, b, reduction=reduction, options=original(TORCH_OPTIONS)(**options))
-
-
-def fused_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
-    return fused(x, w, y, b, reduction=reduction, options=flce.ChunkOptions(**options))
-
-
 def liger(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
     return original(LIGER)(**arguments)(w, x, y, b)
 
@@ -286,33 +276,6 @@ def no_bias(theirs: Arguments, ours: Arguments, target: Tensor = TARGET) -> Case
 
 
 LIBRARIES = {
-    TORCH: Library(
-        pytorch,
-        fused,
-        {
-            "defaults": same(),
-            "no bias": no_bias({}, {}),
-            "class weights": same(weight=CLASS_WEIGHT, label_smoothing=0.1),
-            "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
-            "ignore_index=None": same(ignore_index=None),
-            "label_smoothing": same(label_smoothing=0.2),
-            "probabilities": Case({}, {}, PROBABILITIES),
-            "K-dimensional": Case({}, {}, K_TARGET, K_WEIGHT, K_BIAS),
-            "options=None": same(options=None),
-        },
-        ("input", "linear_weight", "target", "linear_bias", "reduction"),
-    ),
-    TORCH_OPTIONS: Library(
-        pytorch_in_chunks,
-        fused_in_chunks,
-        {
-            "defaults": Case({}, {}),
-            "batch_chunk_size": Case({"batch_chunk_size": 4}, {"chunk_rows": 4}),
-            "chunking_method": Case({"chunking_method": "aspect_ratio"}, {"max_workspace_bytes": 1 << 20}),
-            "acc_policy": Case({"acc_policy": "accurate"}, {"logits_dtype": torch.float32}),
-            "acc_dtype": Case({"acc_dtype": torch.float32}, {"accum_dtype": torch.float32}),
-        },
-    ),
     LIGER: Library(
         liger,
         fused_module,
@@ -416,7 +379,7 @@ def test_module_of_pytorch(device: torch.device) -> None:
 def test_where_pytorch_differs(device: torch.device) -> None:
     """The rows of the first table that say so."""
     function, options = original(TORCH), original(TORCH_OPTIONS)()
-    half, nothing = replace(LIBRARIES[TORCH].cases["defaults"], dtype=torch.bfloat16), torch.full_like(TARGET, -100)
+    half, nothing = Case({}, {}, dtype=torch.bfloat16), torch.full_like(TARGET, -100)
     assert outcome(pytorch, half, {}, device)["loss"].dtype == torch.bfloat16
     assert outcome(fused, half, {}, device)["loss"].dtype == torch.float32
     empty = Case({}, {}, nothing)
