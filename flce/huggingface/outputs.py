@@ -7,7 +7,7 @@ outermost frame of a patched model is left to Python, which changes what comes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,27 +35,22 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
         call.passed_by = passed_by
         return call
 
-    return _replaced(outputs, call_of)
-
-
-def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
-    if isinstance(value, TracedLazyLogits):
-        real: Tensor | None = value._existing()
-        return make_lazy(_watched(value._state, call_of)) if real is None else real
-    if isinstance(value, MutableMapping):
-        for key, item in list(value.items()):
-            if not (item is None or isinstance(item, Tensor)):
-                new = _replaced(item, call_of)
-                if new is not item:
+    def replaced(value: Any) -> Any:
+        if isinstance(value, TracedLazyLogits):
+            real, state = value._existing(), value._state
+            if real is not None:
+                return real
+            # From now on changes of what the logits are made from are noticed, and hooks of wrappers are called.
+            return make_lazy(state.recorded(tuple(call_of(term) for term in state.terms if isinstance(term, Product))))
+        if isinstance(value, MutableMapping):
+            for key, item in list(value.items()):
+                if not (item is None or isinstance(item, Tensor)) and (new := replaced(item)) is not item:
                     value[key] = new
-    elif type(value) in (tuple, list):
-        return type(value)(item if isinstance(item, Tensor) else _replaced(item, call_of) for item in value)
-    return value
+        elif type(value) in (tuple, list):
+            return type(value)(item if isinstance(item, Tensor) else replaced(item) for item in value)
+        return value
 
-
-def _watched(state: Any, call_of: Callable[[Product], HeadCall]) -> Any:
-    """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
-    return state.recorded(tuple(call_of(term) for term in state.terms if isinstance(term, Product)))
+    return replaced(outputs)
 
 
 def without_logits(outputs: Any) -> Any:

@@ -7,6 +7,7 @@ finds writes through ``.data`` or NumPy and in inference mode.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -103,6 +104,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, None if tensor.is_meta else tensor.data_ptr()
 
 
+@functools.lru_cache
 def _spread(shape: torch.Size) -> tuple[slice, ...]:
     """The index of a sample: entries at equal distances, of the last dimension first, then of the others in order."""
     room = _SAMPLE * _SAMPLE

@@ -240,7 +240,7 @@ def _steps(
                     "checkpointing": variant.checkpointing,
                     "peak_bytes": step.peak_bytes,
                     "parts": step.parts,
-                    "fits": training_memory.fits(step, memory),
+                    "fits": step.fits(memory),
                     "fused": step.fused,
                     "longest_sequence": longest.tokens,
                     "longest_obstacle": longest.obstacle,
@@ -251,7 +251,7 @@ def _steps(
         "model": {
             "type": measured.config.model_type,
             "class": kind,
-            "parameters": measured.num_parameters,
+            "parameters": sum(p.numel() for p in measured.model.parameters()),
             "positions": measured.positions,
             "remarks": measured.remarks,
         },
