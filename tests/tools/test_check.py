@@ -7,10 +7,12 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("typer", reason="the command line")
@@ -24,8 +26,9 @@ from flce.backends.eager import TorchBackend
 from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
 from flce.tools import machine
-from flce.tools.check import checks, suite
-from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, compared
+from flce.tools.check import checks, processes, suite
+from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, Results, compared
+from flce.tools.check.processes import SplitCheck, place, run_split, split_checks
 from flce.tools.check.suite import Missing
 from flce.tools.cli.check import check
 
@@ -93,17 +96,13 @@ def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "workspace" in of_operator["plan"]
 
 
-def test_why_a_backend_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLCE_BACKEND", "torch")  # what the user asks for does not matter
-    cuda = torch.device("cuda", 0)
-    assert machine.why_no_backend(cuda, "torch") is None
-    monkeypatch.setattr("flce.backends._has_triton", lambda: False)
-    monkeypatch.setattr("flce.backends._choose", flce.backends._choose.__wrapped__)
-    assert machine.why_no_backend(cuda, "triton") == "Triton is not installed"
-    assert os.environ["FLCE_BACKEND"] == "torch"
-
-
 def test_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("FLCE_BACKEND", "torch")  # what the user asks for does not matter
+        without.setattr("flce.backends._has_triton", lambda: False)
+        without.setattr("flce.backends._choose", flce.backends._choose.__wrapped__)
+        why = machine.why_no_backend(torch.device("cuda", 0), "triton")
+        assert (why, os.environ["FLCE_BACKEND"]) == ("Triton is not installed", "torch")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     assert suite.suite(CPU, "torch", True)[1] == [Missing("cpu, patched models", "Transformers is not installed")]
@@ -262,6 +261,99 @@ def test_what_there_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [each for each in old if each.inputs.dtype == torch.bfloat16]
 
 
+# ---------------------------------------------------------------------------------------------- several processes
+
+
+distributed = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without torch.distributed")
+
+
+@dataclass(frozen=True)
+class Wrong(SplitCheck):
+    """What is wrong is in the title; in the last process alone."""
+
+    def ours(self) -> Results:
+        found = dict(super().ours())
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return found
+        if self.title == "hangs":
+            time.sleep(600)
+        if self.title == "raises":
+            raise RuntimeError("no such process")
+        if self.title == "weight gradient":
+            found["weight gradient"] = 1.01 * found["weight gradient"]
+        if self.title == "another loss":
+            found["loss"] = found["loss"] * (1 + 1e-7)
+        return found
+
+
+def of(title: str, like: SplitCheck) -> SplitCheck:
+    return Wrong(title, like.backend, like.inputs, like.options, like.sequence_parallel)
+
+
+@pytest.fixture
+def plain() -> SplitCheck:
+    return next(each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float32)
+
+
+@distributed
+def test_processes_that_are_right_and_that_are_not(plain: SplitCheck) -> None:
+    titles = ["weight gradient", "another loss", "raises", "never begun"]
+    right = [each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float64]
+    *fine, gradient, loss, raises = run_split([*right, *(of(title, plain) for title in titles)], 2)
+    assert [each.title for each in fine] == [each.title for each in right]
+    for each in fine:
+        assert each.status == "right", each
+        assert {"loss", "input gradient", "weight gradient"} <= {figure.what for figure in each.figures}
+        assert "of each of 2 processes" in each.plan
+        assert each.device == "2 processes, cpu, gloo"
+    assert (gradient.status, loss.status, raises.status) == ("off", "off", "failed")
+    assert [figure.what for figure in gradient.figures if figure.off] == ["weight gradient"]
+    (sentence,) = gradient.wrong
+    assert sentence.startswith("rank 1: weight gradient 1.00e-02 from float64")
+    assert "rank 0: The processes have different losses." in loss.wrong
+    assert "rank 1: RuntimeError: no such process (flce/" in " ".join(raises.wrong)
+
+
+@distributed
+def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SILENCE", 2.0)
+    monkeypatch.setattr(processes, "AFTER_THE_FIRST", 0.5)
+    started = time.monotonic()
+    (found,) = run_split([of("hangs", plain), plain], 2)
+    assert found.status == "failed"
+    assert "rank 1: ended or gave no answer within 2 s." in found.wrong
+    assert time.monotonic() - started < 200  # without the limits that are set here: 300
+
+
+@distributed
+def test_where_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert place(2, CPU) == CPU
+        assert place(2, None) == (cuda if gpus == 2 else CPU)
+        if gpus == 2:
+            assert place(2, cuda) == cuda
+        else:
+            with pytest.raises(ValueError, match=f"there are {gpus} GPUs for 2 processes"):
+                place(2, cuda)
+
+
+@distributed
+@pytest.mark.parametrize("status", ["right", "off"])
+def test_the_command_with_processes(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is off among several processes is in its report and in its exit status."""
+    result = CheckResult("2 processes", "torch", "default", "float32", status, wrong=("so it is",))
+    monkeypatch.setattr(suite, "todo", lambda *_: ([], []))
+    monkeypatch.setattr(processes, "run_split", lambda checks, count: [result])
+    said = invoke("--quick", "--device", "cpu", "--processes", "2")
+    assert said.exit_code == (status == "off"), said.output
+    assert ("so it is" in said.output) == (status == "off")
+    assert "$ flce check --quick --device cpu --processes 2\n" in said.output
+
+
 # -------------------------------------------------------------------------------------------------------- on a GPU
 
 
@@ -289,3 +381,15 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     said = invoke("--quick", "--device", "cuda:0")
     assert said.exit_code == 1, said.output
     assert "off: cuda:0, triton backend, bfloat16, 'default'" in said.stdout
+
+
+@pytest.mark.gpu
+def test_processes_on_gpus() -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    checks = split_checks(count, None)
+    found = run_split(checks, count)
+    assert {each.device for each in found} == {f"{count} processes, cuda, nccl"}
+    assert len(found) == len(checks)
+    assert [each for each in found if each.status != "right"] == []
