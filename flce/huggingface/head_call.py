@@ -204,8 +204,7 @@ def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
     if calls and value.requires_grad:
         # A write to a view moves it in the graph, and leaves its hooks behind.
-        source = value if value._base is None else value._base
-        source.register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
+        _source(value).register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
     return value
 
 

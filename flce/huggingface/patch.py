@@ -95,7 +95,7 @@ class _Patch:
 
     def count_forward(self, below: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.forward_begins(below.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
@@ -294,7 +294,8 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
             return call.leave(method(self, *args, **kwargs))
         call = _Call(self, patch, args, kwargs, place)
         try:
-            return call.leave(method(self, *args, **kwargs))
+            outputs = method(self, *args, **kwargs)
+            return outputs if call.has_left else call.leave(outputs)
         finally:
             call.end()
 
@@ -329,8 +330,6 @@ class _Call:
 
     @never_compiled
     def leave(self, outputs: Any) -> Any:
-        if self.has_left:
-            return outputs
         self.has_left = True
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` makes replicas for one call.

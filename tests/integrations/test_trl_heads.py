@@ -188,12 +188,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("labels", ["labels", "shift_labels"])
+@pytest.mark.parametrize("labels, summed", [("labels", True), ("shift_labels", False)])
 @pytest.mark.parametrize("how", ["training", "no_grad", "eval"])
 def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool) -> None:
     """Of the old policy, of a reference and in evaluation neither."""
-    ids = torch.randint(3, 1000, (8, 128), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 1000, (4, 128), generator=torch.Generator().manual_seed(0))
     fused, stock = (build().train(how != "eval") for _ in range(2))
     with trl_installed(True):
         flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
@@ -205,8 +204,8 @@ def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool
             if how == "training":
                 outputs.loss.backward()
         largest.append(mode.elements)
-    assert largest[0] < 8 * 128 * 1000 / 4
-    assert largest[1] >= 8 * 128 * 1000  # the model's own logits are seen
+    assert largest[0] < 4 * 128 * 1000 / 4
+    assert largest[1] >= 4 * 128 * 1000  # the model's own logits are seen
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -107,8 +107,8 @@ def test_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
     assert suite.suite(CPU, "torch", True)[1] == [Missing("cpu, patched models", "Transformers is not installed")]
     if flce.backends.backend_name(CPU) == "triton":
-        why = Missing("cpu, triton backend", "Triton's interpreter is for tests")
-        assert suite.suite(CPU, "triton", True) == ([], [why])
+        interpreted = Missing("cpu, triton backend", "Triton's interpreter is for tests")
+        assert suite.suite(CPU, "triton", True) == ([], [interpreted])
     gpus = [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(suite, "devices_of_a_kind", lambda: ([gpus[0], CPU], {gpus[1]: gpus[0]}))
     monkeypatch.setattr(suite, "suite", lambda *args: ([], []))
