@@ -117,10 +117,8 @@ class HeadModules:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    forward = type(layer).forward
-    plain = forward is nn.Linear.forward or inspect.unwrap(forward) is nn.Linear.forward
     weight = _own_weight(layer)
-    return plain and (weight is None or not is_quantised(weight))
+    return inspect.unwrap(type(layer).forward) is nn.Linear.forward and (weight is None or not is_quantised(weight))
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:

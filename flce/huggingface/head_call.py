@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
-from flce.huggingface.partitioned import gathered, is_partitioned, is_whole, parameters_of
+from flce.huggingface.partitioned import is_partitioned, is_whole, parameters_of
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, calls_with_logits
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint, unsharded
@@ -122,17 +123,17 @@ class HeadCall:
         """Whether FSDP has freed the weight."""
         return any(is_freed(watched.tensor) for watched in self._parameters)
 
-    def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which FSDP has given the weight back, if its unit is known."""
-        return unsharded(*self._place())
-
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
-        trained = [_source(watched.tensor) for watched in self._parameters if watched.tensor.requires_grad]
-        if not self._trained_as_they_are():
-            return bool(trained)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return any(id(parameter) in held for parameter in trained)
+        layer, *_ = place = self.place()
+        own = () if layer is None else tuple(layer.parameters(recurse=False))
+        registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
+        trained = [_source(w.tensor) for w in self._parameters if w.tensor.requires_grad]
+        # Then an optimizer that changes these parameters holds them, rather than shards of them.
+        if registered and not self.partitioned and fsdp2_unit(*place) is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            trained = [parameter for parameter in trained if id(parameter) in held]
+        return bool(trained)
 
     def check_unchanged(self, waiting_is_fine: bool) -> None:
         """Raises RuntimeError where the weight is no longer what the model ran with.
@@ -146,17 +147,11 @@ class HeadCall:
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
 
-    def _place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
+    def place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
+        """The layer and the owner as far as they still exist, and the hooks; for `unsharded`."""
         layer = None if self._layer is None else self._layer()
         owner = None if self._owner is None else self._owner()
         return layer, owner, self.all_hooks()
-
-    def _trained_as_they_are(self) -> bool:
-        """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
-        layer = None if self._layer is None else self._layer()
-        own = () if layer is None else tuple(layer.parameters(recurse=False))
-        registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
-        return registered and not self.partitioned and fsdp2_unit(*self._place()) is None
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -181,10 +176,11 @@ def weights_of(
     wanted = {id(p): p for p in parameters if not is_whole(p)}
     with contextlib.ExitStack() as stack:
         if wanted:
-            stack.enter_context(gathered(list(wanted.values())))
+            # DeepSpeed gathers them in every process.
+            stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(list(wanted.values())))
         for call in calls:
             if call.is_freed():
-                stack.enter_context(call.unsharded())
+                stack.enter_context(unsharded(*call.place()))
                 if check is not None and call.is_freed():
                     raise StaleLogitsError(
                         "these lazy logits can no longer be computed: the wrapper that shards the head has freed its "
@@ -208,8 +204,7 @@ def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
     if calls and value.requires_grad:
         # A write to a view moves it in the graph, and leaves its hooks behind.
-        source = value if value._base is None else value._base
-        source.register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
+        _source(value).register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
     return value
 
 

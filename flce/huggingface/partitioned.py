@@ -7,10 +7,8 @@ in the autograd graph, and NaN for all entries. :func:`whole` puts the parameter
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,9 +79,3 @@ class _Filled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def gathered(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """A context in which DeepSpeed has gathered these parameters. Every process has to enter it."""
-    context: AbstractContextManager[None] = sys.modules["deepspeed"].zero.GatheredParameters(parameters)
-    return context

@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, get_args
 
@@ -38,10 +38,10 @@ from flce.huggingface.find_heads import (
     vocabulary_sizes,
 )
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle
-from flce.huggingface.lazy import is_lazy, make_lazy
+from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
+from flce.huggingface.lazy.terms import Product
 from flce.huggingface.other_class import Methods, give_class, take_class
-from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, OTHER_LOGITS, MaterializedLogitsError, Report, Usage, listed
@@ -95,7 +95,7 @@ class _Patch:
 
     def count_forward(self, below: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.forward_begins(below.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
@@ -294,7 +294,8 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
             return call.leave(method(self, *args, **kwargs))
         call = _Call(self, patch, args, kwargs, place)
         try:
-            return call.leave(method(self, *args, **kwargs))
+            outputs = method(self, *args, **kwargs)
+            return outputs if call.has_left else call.leave(outputs)
         finally:
             call.end()
 
@@ -304,7 +305,11 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
 
 
 class _Call:
-    """A call of a patched model, or of a wrapper that was patched with it, which has no ``place`` for labels."""
+    """A call of a patched model, or of a wrapper that was patched with it, which has no ``place`` for labels.
+
+    No graph of ``torch.compile`` can make a tensor of ours, so within one lazy logits are plain objects. Callers expect
+    tensors. So the outermost frame of a patched model is left to Python, which changes what comes out of the graph.
+    """
 
     @never_compiled
     def __init__(self, owner: Any, patch: _Patch, args: Any, kwargs: Any, place: slice | None) -> None:
@@ -325,19 +330,55 @@ class _Call:
 
     @never_compiled
     def leave(self, outputs: Any) -> Any:
-        if self.has_left:
-            return outputs
         self.has_left = True
-        outputs = as_tensors(outputs, self.patch.usage, self.owner, passed_by=self.labels)
+        outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` makes replicas for one call.
         gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
-        return without_logits(outputs) if gathered else outputs
+        return _without_logits(outputs) if gathered else outputs
+
+    def _as_tensors(self, value: Any) -> Any:
+        """The outputs with tensors for the plain objects that are lazy logits within a graph; a mapping is changed."""
+        if isinstance(value, TracedLazyLogits):
+            real, state = value._existing(), value._state
+            if real is not None:
+                return real
+            # From now on changes of what the logits are made from are noticed, and hooks of wrappers are called.
+            return make_lazy(state.recorded(tuple(self._head_call(t) for t in state.terms if isinstance(t, Product))))
+        if isinstance(value, MutableMapping):
+            for key, item in list(value.items()):
+                if not (item is None or isinstance(item, Tensor)) and (new := self._as_tensors(item)) is not item:
+                    value[key] = new
+        elif type(value) in (tuple, list):
+            return type(value)(item if isinstance(item, Tensor) else self._as_tensors(item) for item in value)
+        return value
+
+    def _head_call(self, term: Product) -> HeadCall:
+        layer = next((m for m in self.owner.modules() if m._parameters.get("weight") is term.weight), None)
+        call = HeadCall(term.weight, term.bias, self.patch.usage, layer, self.owner)
+        call.passed_by = self.labels  # the graph has computed a loss, whose gradient does not pass through the logits
+        return call
 
     @never_compiled
     def end(self) -> None:
         vars(_running).clear()
         vars(_running).update(self.before)
         self.patch.leaves_graph = self.left_graph
+
+
+def _without_logits(outputs: Any) -> Any:
+    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
+    named = isinstance(outputs, dict)
+    values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
+    if not any(map(is_lazy, values)):
+        return outputs
+    caller().warn(
+        "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
+        "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
+        UserWarning,
+    )
+    if named:
+        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
+    return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:

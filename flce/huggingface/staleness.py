@@ -7,6 +7,7 @@ finds writes through ``.data`` or NumPy and in inference mode.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -51,8 +52,21 @@ class Watched:
         Args:
             waiting_is_fine: compare values also where that waits for a GPU and nothing points to a change.
         """
-        how = self._change(waiting_is_fine)
-        if how is not None:
+        tensor = self.tensor
+        if self._version != versions_of(tensor):
+            raise self.stale("in place")
+        values = tensor.detach()
+        place = _place(values)
+        if place[:3] != self._place[:3]:
+            raise self.stale(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
+        # On a CPU a comparison waits for nothing.
+        compare = waiting_is_fine or tensor.is_cpu or place != self._place
+        if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        sample = values[self._sampled]
+        # NaN equals itself only as bytes.
+        if not (torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample))):
+            how = "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
             raise self.stale(how)
 
     def of_a_copy(self) -> Watched | None:
@@ -60,31 +74,16 @@ class Watched:
 
         A change that came before the copy is in it, so then this object still watches.
         """
-        return None if self._change(waiting_is_fine=False) is None else self
+        try:
+            self.check_unchanged(waiting_is_fine=False)
+        except StaleLogitsError:
+            return self
+        return None
 
     def stale(self, how: str) -> StaleLogitsError:
         return StaleLogitsError(
             f"these lazy logits can no longer be computed: {self._name} changed {how} since the model ran. {_REMEDY}"
         )
-
-    def _change(self, waiting_is_fine: bool) -> str | None:
-        """How the tensor was changed; None: it was not, as far as can be seen."""
-        tensor = self.tensor
-        if self._version != versions_of(tensor):
-            return "in place"
-        values = tensor.detach()
-        place = _place(values)
-        if place[:3] != self._place[:3]:
-            return f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-        # On a CPU a comparison waits for nothing.
-        compare = waiting_is_fine or tensor.is_cpu or place != self._place
-        if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        sample = values[self._sampled]
-        # NaN equals itself only as bytes.
-        if torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample)):
-            return None
-        return "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
 
 
 def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
@@ -103,6 +102,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, None if tensor.is_meta else tensor.data_ptr()
 
 
+@functools.lru_cache
 def _spread(shape: torch.Size) -> tuple[slice, ...]:
     """The index of a sample: entries at equal distances, of the last dimension first, then of the others in order."""
     room = _SAMPLE * _SAMPLE

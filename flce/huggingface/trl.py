@@ -16,12 +16,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from flce.core.callers import caller
 from flce.core.options import ChunkOptions
 from flce.huggingface.lazy import made_of, state_of
-from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.ops.arguments import check_options
@@ -111,7 +109,12 @@ def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
         """TRL's function of this name, with flce's kernels."""
-        reason = _why_stock(model, options)
+        reason = None
+        try:
+            if not is_patched(model):
+                patch_model(model, options=options)
+        except TypeError as error:
+            reason = f"{error}"
         stock(model, temperature, cast_lm_head_to_fp32, outputs)
         if reason is not None:
             _say_stock(reason)
@@ -132,16 +135,6 @@ def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]
         model._flce_sums = True
 
     return add_fused_lm_head
-
-
-def _why_stock(model: nn.Module, options: ChunkOptions | None) -> str | None:
-    """Patches a model. Where that is not to be done: why."""
-    try:
-        if not is_patched(model):
-            patch_model(model, options=options)
-    except TypeError as error:
-        return str(error)
-    return None
 
 
 def _say_stock(reason: str) -> None:
@@ -202,38 +195,28 @@ class _Head:
         mask = labels[:, shift:] != -100
         count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
         count = count.clamp(min=1)
-        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count)
+        options = self.options or state.settings.options or ChunkOptions()
+        if options.skip_ignored == "auto":
+            options = replace(options, skip_ignored=True)
+        state = replace(state, settings=replace(state.settings, options=options))
+        state = state.in_float32() if self.in_float32 else state
+        how: dict[str, Any] = {"shift": shift, "temperature": self.temperature}
+        with state.weights():
+            if summed:  # gradients pass through nothing but the sum of the log-probabilities
+                how |= {"reduction": "sum", "num_items": count, "stats": ("entropy", "correct")}
+                sums = state.fused(labels, **how)
+                # Divided by `count` once more, by TRL, the gradients stay as they are.
+                fields = {"log_probs": -sums.loss * count, "entropy": sums.entropy, "is_top1": sums.correct}
+            else:
+                names = {name: _FIELDS[name] for name in self.outputs}
+                results = state.per_token(*names.values(), target=labels, **how)
+                fields = {name: getattr(results, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
+        made_of(state, fields.values())
         loss = -fields["log_probs"].sum() / count
         aux_loss = made.get("aux_loss")
         if aux_loss is not None:
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
-
-    def _as_wanted(self, state: LazyState) -> LazyState:
-        options = self.options or state.settings.options or ChunkOptions()
-        if options.skip_ignored == "auto":
-            options = replace(options, skip_ignored=True)
-        state = replace(state, settings=replace(state.settings, options=options))
-        return state.in_float32() if self.in_float32 else state
-
-    def _results(self, state: LazyState, labels: Tensor, shift: int, count: Tensor) -> dict[str, Tensor]:
-        """The fields of tokens."""
-        names = {name: _FIELDS[name] for name in self.outputs}
-        with state.weights():
-            made = state.per_token(*names.values(), target=labels, shift=shift, temperature=self.temperature)
-        fields = {name: getattr(made, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
-        made_of(state, fields.values())
-        return fields
-
-    def _sums(self, state: LazyState, labels: Tensor, shift: int, count: Tensor) -> dict[str, Tensor]:
-        """The same where log-probabilities are only summed, and gradients pass through nothing else."""
-        spec: dict[str, Any] = {"reduction": "sum", "num_items": count, "shift": shift, "temperature": self.temperature}
-        with state.weights():
-            made = state.fused(labels, stats=("entropy", "correct"), **spec)
-        # Divided by `count` once more, by TRL, the gradients stay as they are.
-        fields = {"log_probs": -made.loss * count, "entropy": made.entropy, "is_top1": made.correct}
-        made_of(state, fields.values())
-        return fields
 
 
 # ------------------------------------------------------------------------------------------------- SFTTrainer's loss

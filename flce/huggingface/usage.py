@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
@@ -31,16 +31,8 @@ _UNUSED = (
 )
 
 
-class Call(Protocol):
-    """A call of a head."""
-
-    usage: Usage
-    forward: int
-    """The number of the model's forward that it was made in."""
-
-
-calls_with_logits: weakref.WeakSet[Call] = weakref.WeakSet()
-"""Calls of heads whose logits still exist."""
+calls_with_logits: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Calls of heads (`HeadCall`) whose logits still exist."""
 
 
 class NotFusedWarning(UserWarning):
@@ -83,8 +75,10 @@ class Usage:
     def warn_if_not_fused(self) -> None:
         """Warn, once a model, if it was trained and its loss did not go through flce."""
         reason = self.trained_stock
-        if reason is None and self.forwards and not (self.used or self.compiled or self._all_kept()):
-            reason = _UNUSED
+        if reason is None and self.forwards and not (self.used or self.compiled):
+            kept = {call.forward for call in list(calls_with_logits) if call.usage is self}
+            if len(kept) < self.forwards:  # else the loss of several forwards may come at the end
+                reason = _UNUSED
         if reason is None or self.warned:
             return
         self.warned = True
@@ -93,10 +87,6 @@ class Usage:
             "flce.report(model) counts what happened.",
             NotFusedWarning,
         )
-
-    def _all_kept(self) -> bool:
-        """Whether no logits were dropped yet: the loss of several forwards may come at the end."""
-        return len({call.forward for call in list(calls_with_logits) if call.usage is self}) >= self.forwards
 
     def ran_stock(self, logits: Any, reason: str) -> None:
         """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""

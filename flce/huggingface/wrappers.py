@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,9 @@ def is_wrapper_hook(hook: Any) -> bool:
     Such a hook does not look at the gradient's values. It returns the gradient, or a multiple of it, so it may be given
     the gradient of a loss in place of that of the logits.
     """
-    return _fsdp2_state(hook) is not None or _is_partial_hook(hook) or _is_deepspeed_hook(hook)
+    known = private.fsdp1_hook, private.fabric_hook, private.fabric_alone_hook  # their first arguments are given
+    is_partial = isinstance(hook, functools.partial) and hook.func in known
+    return is_partial or _fsdp2_state(hook) is not None or _is_deepspeed_hook(hook)
 
 
 def asks_for_wrapper() -> bool:
@@ -57,25 +58,13 @@ def asks_for_wrapper() -> bool:
 def _fsdp2_state(hook: Any) -> Any:
     """The ``FSDPState`` whose method a hook is, else None."""
     owner = getattr(hook, "__self__", None)
-    if owner is None or private.FSDPState is None:
-        return None
-    return owner if isinstance(owner, private.FSDPState) else None
-
-
-def _is_partial_hook(hook: Any) -> bool:
-    """Whether it is a function of FSDP1 or of Lightning Fabric whose first arguments are given."""
-    return isinstance(hook, functools.partial) and hook.func in (
-        private.fsdp1_hook,
-        private.fabric_hook,
-        private.fabric_alone_hook,
-    )
+    return owner if private.FSDPState is not None and isinstance(owner, private.FSDPState) else None
 
 
 def _is_deepspeed_hook(hook: Any) -> bool:
     code = getattr(hook, "__code__", None)
-    if code is None or private.deepspeed_hook is None:
-        return False
-    return code in private.deepspeed_hook.__code__.co_consts
+    known = () if private.deepspeed_hook is None else private.deepspeed_hook.__code__.co_consts
+    return code is not None and code in known
 
 
 def identity(hook: Hook) -> int:
@@ -88,8 +77,16 @@ def identity(hook: Hook) -> int:
 
 
 def hook_of_function(node: Any) -> Hook | None:
-    """What a wrapper's autograd function behind an output does in backward, as a hook; None for another function."""
-    function = _function_of(node)
+    """What the function of DDP, or of DeepSpeed's hooks on a module, that made a node does in backward, as a hook.
+
+    None for another function.
+    """
+    if hasattr(node, "ddp_weakref"):
+        known = (private.DDPSink,)
+    else:
+        owned = vars(getattr(node, "module", None) or SimpleNamespace())
+        known = tuple(owned[name] for name in _FUNCTIONS_OF_ZERO_3 if name in owned)
+    function = next((f for f in known if f is not None and private.is_node_of(node, f)), None)
     if function is None:
         return None
     context = SimpleNamespace(**vars(node))  # not the node, which holds the logits' place in the graph
@@ -100,26 +97,13 @@ def hook_of_function(node: Any) -> Hook | None:
         before, last = last, private.current_graph_task_id()
         if last == before != -1 and hasattr(context, "module"):
             # DeepSpeed counts: once for each output and backward. Here a gradient comes from each loss of the output.
-            if not hasattr(context, "pre_backward_function") or _is_gathered(context.module):
+            own = context.module.parameters(recurse=False)
+            if not hasattr(context, "pre_backward_function") or all(is_whole(p) for p in own if is_partitioned(p)):
                 return
             function.apply(grad)  # the backward of another output has freed the weight: count one more
         function.backward(context, grad)
 
     return hook
-
-
-def _is_gathered(module: nn.Module) -> bool:
-    return all(is_whole(p) for p in module.parameters(recurse=False) if is_partitioned(p))
-
-
-def _function_of(node: Any) -> Any:
-    """The function of DDP, or of DeepSpeed's hooks on a module, that made a node; None for another function."""
-    if hasattr(node, "ddp_weakref"):
-        known = (private.DDPSink,)
-    else:
-        owned = vars(getattr(node, "module", None) or SimpleNamespace())
-        known = tuple(owned[name] for name in _FUNCTIONS_OF_ZERO_3 if name in owned)
-    return next((f for f in known if f is not None and private.is_node_of(node, f)), None)
 
 
 # -------------------------------------------------------------------------------------------------------- weights
@@ -130,7 +114,8 @@ def is_freed(weight: Tensor) -> bool:
     return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
 
 
-def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Iterator[None]:
     """A context in which the unit of FSDP that has ``layer`` in it is unsharded; one that does nothing without a unit.
 
     The arguments are those of `fsdp2_unit`.
@@ -138,21 +123,15 @@ def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[
     hooks = list(hooks)
     unit = fsdp2_unit(layer, owner, hooks)
     if unit is not None:
-        return _unsharded(unit)
+        unit.unshard()
+        try:
+            yield
+        finally:
+            unit.reshard()
+        return
     unit = None if private.fsdp1_unsharded is None else _fsdp1_unit(layer, owner, hooks)
-    unsharded: AbstractContextManager[None] = (
-        contextlib.nullcontext() if unit is None else private.fsdp1_unsharded(unit)
-    )
-    return unsharded
-
-
-@contextlib.contextmanager
-def _unsharded(unit: Any) -> Iterator[None]:
-    unit.unshard()
-    try:
+    with contextlib.nullcontext() if unit is None else private.fsdp1_unsharded(unit):
         yield
-    finally:
-        unit.reshard()
 
 
 def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("typer", reason="the scripts' command line")
 pytest.importorskip("transformers")
@@ -24,6 +25,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 import demo
+import flce
+import processes
+from flce.testing.models import VOCAB_SIZE
 from tests.distributed.pair import World
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
@@ -94,7 +98,7 @@ def launched(script: str, *arguments: str) -> tuple[int, str]:
 
 
 def in_two_processes(script: str, *arguments: str) -> str:
-    """What both say. They are forked from one that has the libraries; test_processes.py starts two as users do."""
+    """What both say. They are forked from one that has the libraries."""
     world = World(2)
     try:
         ends = world.run(launched, script, *arguments)
@@ -131,12 +135,6 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     assert said.count("The loss curves agree") == 1
 
 
-def test_a_wrong_choice() -> None:
-    done = invoke(importlib.import_module("accelerate_fsdp2"), "--mixed-precision=half")
-    assert done.exit_code == 2
-    assert "'half' is not one of 'no', 'bf16'" in " ".join(done.stderr.replace("│", " ").split())
-
-
 def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     demo.need("pytest")
     with pytest.raises(typer.Exit) as refusal:
@@ -145,20 +143,23 @@ def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixt
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"by": "dpo", "precompute_ref_log_probs": True},
-        {"gradient_accumulation_steps": 2},
-        {"packing": True, "packing_strategy": "wrapped"},
-        {"gradient_checkpointing": True},
-    ],
-    ids=str,
-)
-def test_options_of_trl(arguments: dict[str, Any]) -> None:
-    module = needs("trl_train")
-    assert demo.compare("", lambda patched: module.train(patched, steps=4, **arguments)) == 0
+@pytest.mark.usefixtures("nothing_materialises")
+def test_an_own_loss_of_a_model_in_4_bits_is_fused() -> None:
+    model = flce.patch_model(needs("qlora").quantized_model(adapt_head=True)).train()
+    rows = torch.stack([row["input_ids"] for row in demo.examples(2)]).to(model.device)
+    loss = F.cross_entropy(model(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    assert demo.is_fused(loss)
+
+
+def test_a_head_in_4_bits_is_refused() -> None:
+    model = needs("qlora").quantized_model(adapt_head=False).get_base_model()
+    layer = model.model.layers[0].mlp.up_proj.base_layer
+    assert type(layer).__name__ == "Linear4bit"
+    assert type(model.lm_head).__name__ == "Linear"
+    assert not model.lm_head.weight.requires_grad
+    model.set_output_embeddings(type(layer)(64, VOCAB_SIZE, bias=False).to(model.device))
+    with pytest.raises(TypeError, match="quantised head"):
+        flce.patch_model(model)
 
 
 @pytest.mark.parametrize("last, fused, status", [(2.0, True, 0), (2.1, True, 1), (math.nan, True, 1), (2.0, False, 1)])
@@ -197,3 +198,41 @@ def test_help_and_a_wrong_option_import_nothing_slow(option: str, status: int) -
     ends = [line for line in done.stdout.splitlines() if line.startswith("status")]
     assert ends == [f"status {status} imported []"] * len(SCRIPTS), done.stdout + done.stderr
     assert (done.stderr if status else done.stdout).count("steps") >= len(SCRIPTS)
+
+
+# The second process has another loss and was not fused, and ends with the larger status.
+TWO_PROCESSES = """
+import os, sys
+
+from demo import Curve
+from processes import in_two_processes, of_all_processes
+
+
+def in_each_process(status):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    curve = of_all_processes(Curve([float(rank), 4.0], [True, rank == 0]))
+    dist.destroy_process_group()
+    assert curve == Curve([0.5, 4.0], [True, False]), curve
+    return status + rank
+
+
+if __name__ == "__main__":
+    sys.exit(in_two_processes(in_each_process, 3))
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+def test_two_processes_have_one_curve_and_the_worse_status(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(INTEGRATIONS), *sys.path])}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 4, done.stderr
+
+
+def test_a_process_of_a_launcher_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert processes.in_two_processes(max, 1, 2) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ pytest.importorskip("typer", reason="the scripts' command line")
 
 import demo  # noqa: E402
 import flce  # noqa: E402
-from flce.huggingface import FlceCallback, LazyLogits, MaterializedLogitsError  # noqa: E402
+from flce.huggingface import (  # noqa: E402
+    FlceCallback,
+    LazyLogits,
+    MaterializedLogitsError,
+    MaterializedLogitsWarning,
+)
 from flce.testing.models import tiny_model  # noqa: E402
 
 STEPS = 3
@@ -181,31 +187,29 @@ def evaluate(folder: Any, trainer: dict[str, Any] | None = None, **arguments: An
     return found
 
 
-def test_evaluate_with_compute_metrics(tmp_path):
-    """Metrics that want all logits get them."""
-    stock, patched = evaluate(tmp_path, {"compute_metrics": accuracy})
-    assert stock["eval_accuracy"] > 0
+def predicted(logits: Any, labels: Any) -> Any:
+    return logits.argmax(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "trainer, arguments",
+    [
+        ({"compute_metrics": accuracy}, {}),
+        ({"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted}, {}),
+        ({}, {"prediction_loss_only": True}),
+        ({}, {"prediction_loss_only": True, "label_smoothing_factor": 0.1}),
+    ],
+    ids=["all logits", "predicted tokens", "loss", "smoothed loss"],
+)
+def test_evaluate(trainer, arguments, tmp_path):
+    """Metrics that want all logits get them. What wants the predicted tokens, or the loss, does without."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stock, patched = evaluate(tmp_path, trainer, **arguments)
+    assert "compute_metrics" not in trainer or stock["eval_accuracy"] > 0
     assert patched == pytest.approx(stock, abs=1e-5)
-
-
-@pytest.mark.usefixtures("nothing_materialises")
-def test_evaluate_with_preprocessed_logits(tmp_path):
-    """Metrics that want the predicted tokens do without logits."""
-
-    def predicted(logits: Any, labels: Any) -> Any:
-        return logits.argmax(dim=-1)
-
-    trainer = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted}
-    stock, patched = evaluate(tmp_path, trainer)
-    assert stock["eval_accuracy"] > 0
-    assert patched == pytest.approx(stock, abs=1e-5)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.usefixtures("nothing_materialises")
-def test_evaluate_the_loss_only(tmp_path, smoothing):
-    stock, patched = evaluate(tmp_path, prediction_loss_only=True, label_smoothing_factor=smoothing)
-    assert patched == pytest.approx(stock, abs=1e-5)
+    materialized = any(w.category is MaterializedLogitsWarning for w in caught)
+    assert materialized == (trainer == {"compute_metrics": accuracy})
 
 
 def test_evaluation_of_the_loss_is_fused(tmp_path):
@@ -220,12 +224,6 @@ def test_evaluation_of_the_loss_is_fused(tmp_path):
     for logits in seen:
         assert isinstance(logits, LazyLogits)
         assert not logits.is_materialized
-
-
-def test_predict_returns_real_logits(tmp_path):
-    stock, patched = (make_trainer(patch, str(tmp_path), steps=1) for patch in (False, True))
-    expected, got = (t.predict(t.eval_dataset).predictions for t in (stock, patched))
-    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_save_and_resume(tmp_path):
@@ -260,25 +258,25 @@ class TestCallback:
         data = demo.examples(4)
         return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
 
-    def test_patches_when_the_trainer_is_made_and_leaves_it_so(self, tmp_path):
+    @pytest.mark.parametrize("unpatch", [False, True])
+    def test_patches_when_the_trainer_is_made(self, unpatch, tmp_path):
         model = tiny_model()
-        trainer = self.make(tmp_path, FlceCallback(), model=model)
+        trainer = self.make(tmp_path, FlceCallback(unpatch=unpatch), model=model)
         assert flce.is_patched(model)
         trainer.train()
-        assert flce.is_patched(model)
+        assert flce.is_patched(model) is not unpatch
+        assert (type(model.lm_head) is torch.nn.Linear) is unpatch
 
-    def test_unpatches_if_asked(self, tmp_path):
-        model = tiny_model()
-        self.make(tmp_path, FlceCallback(unpatch=True), model=model).train()
-        assert not flce.is_patched(model)
-        assert type(model.lm_head) is torch.nn.Linear
-
-    def test_a_model_made_for_every_run(self, tmp_path):
+    def test_patches_when_training_begins(self, tmp_path):
+        """A model that is made for every run, and a callback that is added later."""
         trainer = self.make(tmp_path, FlceCallback(), model_init=lambda: tiny_model())
         first = trainer.model
-        trainer.train()
+        later = self.make(tmp_path, transformers.TrainerCallback(), model=tiny_model())
+        later.add_callback(FlceCallback)
+        for each in (trainer, later):
+            each.train()
+            assert flce.is_patched(each.model)
         assert trainer.model is not first
-        assert flce.is_patched(trainer.model)
 
     @pytest.mark.usefixtures("nothing_materialises")
     def test_a_model_made_for_a_run_in_mixed_precision(self, tmp_path):
@@ -299,32 +297,6 @@ class TestCallback:
         assert losses[1] == pytest.approx(losses[0], abs=1e-2)
         assert flce.report(trainer.model).fused > before
 
-    def test_added_after_the_trainer_was_made(self, tmp_path):
-        model = tiny_model()
-        trainer = self.make(tmp_path, transformers.TrainerCallback(), model=model)
-        trainer.add_callback(FlceCallback)
-        trainer.train()
-        assert flce.is_patched(model)
-
-    @pytest.mark.usefixtures("nothing_materialises")
-    def test_peft(self, tmp_path):
-        peft = pytest.importorskip("peft", reason="LoRA")
-        losses = []
-        for callbacks in ([], [FlceCallback()]):
-            config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-            trainer = demo.keeping_losses(transformers.Trainer)(
-                model=peft.get_peft_model(tiny_model(), config),
-                args=transformers.TrainingArguments(**demo.trainer_settings(str(tmp_path), STEPS)),
-                train_dataset=demo.examples(4 * STEPS),
-                eval_dataset=demo.examples(8, seed=1),
-                callbacks=callbacks,
-            )
-            trainer.train()
-            trainer.args.prediction_loss_only = True
-            losses.append([*trainer.curve.losses, trainer.evaluate()["eval_loss"]])
-        assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-        assert all(trainer.curve.fused)
-
     def test_options_reach_the_loss(self, tmp_path):
         options = flce.ChunkOptions(max_workspace_bytes=1)
         trainer = self.make(tmp_path, FlceCallback(options=options), model=tiny_model())
@@ -337,10 +309,6 @@ class TestCallback:
         trainer.compute_metrics = accuracy
         with pytest.raises(MaterializedLogitsError):
             trainer.evaluate()
-
-    def test_rejects_options_of_another_type(self):
-        with pytest.raises(TypeError, match="ChunkOptions"):
-            FlceCallback(options=3)  # type: ignore[arg-type]
 
     def test_a_model_that_cannot_be_patched(self, tmp_path):
         with pytest.raises(TypeError, match="output embedding"):

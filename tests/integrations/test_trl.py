@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ pytest.importorskip("typer", reason="the scripts' command line")
 
 import flce
 from demo import tiny_tokenizer, trl_installed
-from flce.huggingface import FlceCallback
+from flce.huggingface import FlceCallback, NotFusedWarning
 from flce.huggingface.lazy import state as lazy_state
 from tests.integrations import trl_trainers as trainers
 from tests.integrations.trl_trainers import Run, model_of, train
@@ -25,16 +26,49 @@ from tests.integrations.trl_trainers import Run, model_of, train
 STEPS = min(20, int(os.environ.get("RECIPE_STEPS", "3")))
 DIVERGENCE = {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}
 
-CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "SFT": (trainers.sft, {"gradient_accumulation_steps": 2}),
-    "SFT, DFT": (trainers.sft, {"loss_type": "dft"}),
-    "DPO": (trainers.dpo, {"use_weighting": True}),
-    "KTO": (trainers.kto, {}),
-    "GRPO, divergence": (trainers.grpo, {**DIVERGENCE, "loss_type": "grpo"}),
-    "GRPO, entropies": (trainers.grpo, {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}),
-    "GRPO, DAPO": (trainers.grpo, {**DIVERGENCE, "loss_type": "dapo"}),
-    "GRPO, CISPO": (trainers.grpo, {"loss_type": "cispo", "epsilon_high": 2.0, "num_iterations": 2}),
-    "RLOO": (trainers.rloo, {"beta": 0.1, "temperature": 0.7, "learning_rate": 2e-4}),
+
+def smoothed_sum(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss of the user's."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
+    return loss / num_items_in_batch
+
+
+def lora(**more: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **more)
+
+
+def mixture() -> Any:
+    return model_of(architecture="Mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+Case = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
+CASES: dict[str, Case] = {
+    "SFT": (trainers.sft, lambda: {"gradient_accumulation_steps": 2}),
+    "SFT, DFT": (trainers.sft, lambda: {"loss_type": "dft"}),
+    "DPO": (trainers.dpo, lambda: {"use_weighting": True, "precompute_ref_log_probs": True}),
+    "KTO": (trainers.kto, dict),
+    "GRPO, divergence": (trainers.grpo, lambda: {**DIVERGENCE, "loss_type": "grpo"}),
+    "GRPO, entropies": (trainers.grpo, lambda: {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}),
+    "GRPO, DAPO": (trainers.grpo, lambda: {**DIVERGENCE, "loss_type": "dapo"}),
+    "GRPO, CISPO": (trainers.grpo, lambda: {"loss_type": "cispo", "epsilon_high": 2.0, "num_iterations": 2}),
+    "RLOO": (trainers.rloo, lambda: {"beta": 0.1, "temperature": 0.7, "learning_rate": 2e-4}),
+    "label smoothing": (trainers.sft, lambda: {"label_smoothing_factor": 0.1}),
+    "a loss of the user's": (trainers.sft, lambda: {"common": {"compute_loss_func": smoothed_sum}}),
+    "experts": (
+        trainers.sft,
+        lambda: {"model": mixture(), "router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2},
+    ),
+    "an adapter": (trainers.sft, lambda: {"common": {"peft_config": lora()}}),
+    "a saved head": (trainers.sft, lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}}),
+    "a saved head, DPO": (
+        trainers.dpo,
+        lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}},
+    ),
+    "checkpointing": (trainers.sft, lambda: {"gradient_checkpointing": True}),
+    "padding-free": (trainers.sft, lambda: {"packing": True, "packing_strategy": "wrapped"}),
+    "a head in float32": (trainers.grpo, lambda: {"cast_lm_head_to_fp32": True}),
 }
 
 
@@ -58,15 +92,15 @@ def assert_alike(stock: Run, fused: Run) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_trains_alike(case: str, tmp_path: Path) -> None:
     make, more = CASES[case]
     runs: list[Run] = []
     for fused in (False, True):
-        trainer, run = train(
-            make, str(tmp_path), STEPS, fused=fused, model=saved(tmp_path / "model"), replay=runs[0] if runs else None,
-            **more,
-        )  # fmt: skip
+        torch.manual_seed(0)
+        how = {"model": saved(tmp_path / "model"), "replay": runs[0] if runs else None, **more()}
+        trainer, run = train(make, str(tmp_path), STEPS, fused=fused, **how)
         runs.append(run)
     assert_alike(*runs)
     assert runs[0].completions[:1] == runs[1].completions[:1]  # generation is the model's own
@@ -75,60 +109,6 @@ def test_trains_alike(case: str, tmp_path: Path) -> None:
     assert not report.materialized
     assert not report.stock
     assert any(torch.count_nonzero(gradient) for gradient in runs[0].gradients[-1].values())
-
-
-# ----------------------------------------------------------------------------------------------- what else trainers do
-
-
-def smoothed_sum(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A loss of the user's."""
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
-    return loss / num_items_in_batch
-
-
-def lora(**more: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="it is in the extra `trainers`")
-    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **more)
-
-
-def mixture() -> Any:
-    return model_of(architecture="Mixtral", num_local_experts=4, num_experts_per_tok=2)
-
-
-OTHERS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
-    "label smoothing": (trainers.sft, lambda: {"label_smoothing_factor": 0.1}),
-    "a loss of the user's": (trainers.sft, lambda: {"common": {"compute_loss_func": smoothed_sum}}),
-    "experts": (
-        trainers.sft,
-        lambda: {"model": mixture(), "router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2},
-    ),
-    "an adapter": (trainers.sft, lambda: {"common": {"peft_config": lora()}}),
-    "a saved head": (trainers.sft, lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}}),
-    "a saved head, DPO": (
-        trainers.dpo,
-        lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}},
-    ),
-    "checkpointing": (trainers.sft, lambda: {"gradient_checkpointing": True}),
-    "padding-free": (trainers.sft, lambda: {"packing": True, "packing_strategy": "wrapped"}),
-    "a head in float32": (trainers.grpo, lambda: {"cast_lm_head_to_fp32": True}),
-}
-
-
-@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_options(case: str, tmp_path: Path) -> None:
-    make, more = OTHERS[case]
-    runs: list[Run] = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        trainer, run = train(make, str(tmp_path), 2, fused=fused, replay=runs[0] if runs else None, **more())
-        runs.append(run)
-    assert_alike(*runs)
-    report = flce.report(trainer.model)
-    assert report.fused >= 2
-    assert not report.stock
     heads = [name for name in runs[1].gradients[0] if "lm_head" in name]
     assert len(heads) == (case != "an adapter")
 
@@ -205,3 +185,17 @@ def test_compiled(loss_type: str, graphs: int, tmp_path: Path) -> None:
     report = flce.report(trainer.model)
     assert not report.stock
     assert not report.materialized
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize("make", [trainers.sft, trainers.dpo, trainers.kto, trainers.grpo, trainers.rloo])
+@pytest.mark.parametrize("fused", [False, True])
+def test_trl_goes_round_the_head(make: Callable[..., Any], fused: bool, tmp_path: Path) -> None:
+    """Without `install` a patched model is not fused, and says so after the first step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = train(make, str(tmp_path), 2, fused=fused, common={"callbacks": [FlceCallback()]})
+    said = [str(w.message) for w in caught if w.category is NotFusedWarning]
+    assert len(said) == (0 if fused else 1)
+    assert all("round the head" in text and "flce.huggingface.trl.install()" in text for text in said)
+    assert (flce.report(trainer.model).fused > 0) == fused

@@ -173,25 +173,6 @@ def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
     assert flce.report(model).fused == 2
 
 
-@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
-def test_half_precision_is_closer_than_trls(how: str, ours: Callable[..., None]) -> None:
-    """TRL rounds logits to bfloat16, and flce does not: from the same hidden states."""
-    errors = []
-    for add in (add_fused_lm_head, ours):
-        model = build()
-        if how == "bfloat16":
-            model.to(torch.bfloat16)
-        add(model, outputs=OUTPUTS)
-        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-            hidden = model.model(**{**batch(), "labels": None}).last_hidden_state[:, :-1].to(torch.bfloat16)
-            made = model(**batch(), fused_lm_head=True)
-        z = hidden.double() @ model.lm_head.weight.to(torch.bfloat16).double().T
-        target, mask = batch()["labels"][:, 1:].clamp(min=0), made.label_mask
-        exact = z.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
-        errors.append((made.log_probs - exact)[mask].abs().max().item())
-    assert errors[1] < 1e-4 < errors[0]
-
-
 class Largest(TorchDispatchMode):
     """The most elements that a tensor has which an operation makes."""
 
@@ -207,12 +188,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("labels", ["labels", "shift_labels"])
+@pytest.mark.parametrize("labels, summed", [("labels", True), ("shift_labels", False)])
 @pytest.mark.parametrize("how", ["training", "no_grad", "eval"])
 def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool) -> None:
     """Of the old policy, of a reference and in evaluation neither."""
-    ids = torch.randint(3, 1000, (8, 128), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 1000, (4, 128), generator=torch.Generator().manual_seed(0))
     fused, stock = (build().train(how != "eval") for _ in range(2))
     with trl_installed(True):
         flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
@@ -224,8 +204,8 @@ def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool
             if how == "training":
                 outputs.loss.backward()
         largest.append(mode.elements)
-    assert largest[0] < 8 * 128 * 1000 / 4
-    assert largest[1] >= 8 * 128 * 1000  # the model's own logits are seen
+    assert largest[0] < 4 * 128 * 1000 / 4
+    assert largest[1] >= 4 * 128 * 1000  # the model's own logits are seen
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("typer", reason="the command line")
@@ -27,12 +27,12 @@ from flce.backends.eager import TorchBackend
 from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
 from flce.tools import machine
-from flce.tools.check import checks, suite
-from flce.tools.check.checks import Check, LogprobsCheck
-from flce.tools.check.results import CheckReport, CheckResult, Figure, Missing, compared
+from flce.tools.check import checks, processes, suite
+from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, Results, compared
+from flce.tools.check.processes import SplitCheck, place, run_split, split_checks
+from flce.tools.check.suite import Missing
 from flce.tools.cli.check import check
 
-ROOT = Path(flce.__file__).parents[1]
 CPU = torch.device("cpu")
 
 
@@ -41,7 +41,7 @@ def _as_a_user_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRITON_INTERPRET", "FLCE_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
-    checks.stock.cache_clear()
+    checks.references_of.cache_clear()
 
 
 def invoke(*arguments: str) -> Any:
@@ -52,7 +52,7 @@ def invoke(*arguments: str) -> Any:
 
 def some(*titles: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), quick: bool = True) -> list[Check]:
     """The checks of these titles, on a CPU."""
-    found = [each for each in suite.todo(CPU, quick)[0] if each.title in titles and each.dtype in dtypes]
+    found = [each for each in suite.todo(CPU, quick)[0] if each.title in titles and each.inputs.dtype in dtypes]
     assert {each.title for each in found} == set(titles)
     return found
 
@@ -97,52 +97,26 @@ def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "workspace" in of_operator["plan"]
 
 
-WITHOUT = """
-import sys
-for name in ("triton", "transformers", "tokenizers", "accelerate", "peft"):
-    sys.modules[name] = None
-import torch
-from flce.tools.check import suite
-print(suite.todo(torch.device("cpu"), True)[1])
-"""
-
-
-def test_without_triton_and_transformers() -> None:
-    """It says what is not checked."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLCE_", "TRITON_"))}
-    here = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    said = subprocess.check_output([sys.executable, "-c", WITHOUT], text=True, env=here, timeout=240)
-    assert "what='cpu, patched models', why='Transformers is not installed'" in said
-    assert "what='cpu, triton backend', why=" in said
-
-
-def test_why_a_backend_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLCE_BACKEND", "torch")  # what the user asks for does not matter
-    cuda = torch.device("cuda", 0)
-    assert machine.why_no_backend(cuda, "torch") is None
-    monkeypatch.setattr("flce.backends._has_triton", lambda: False)
-    monkeypatch.setattr("flce.backends._choose", flce.backends._choose.__wrapped__)
-    assert machine.why_no_backend(cuda, "triton") == "Triton is not installed"
-    assert os.environ["FLCE_BACKEND"] == "torch"
-
-
-def test_the_interpreter_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("FLCE_BACKEND", "torch")  # what the user asks for does not matter
+        without.setattr("flce.backends._has_triton", lambda: False)
+        without.setattr("flce.backends._choose", flce.backends._choose.__wrapped__)
+        why = machine.why_no_backend(torch.device("cuda", 0), "triton")
+        assert (why, os.environ["FLCE_BACKEND"]) == ("Triton is not installed", "torch")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert suite.suite(CPU, "triton", True) == (
-        [],
-        [Missing("cpu, triton backend", "Triton's interpreter is for tests")],
-    )
-
-
-def test_a_device_that_is_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "find_spec", lambda name: None)
+    assert suite.suite(CPU, "torch", True)[1] == [Missing("cpu, patched models", "Transformers is not installed")]
+    if importlib.util.find_spec("triton") is not None:
+        interpreted = Missing("cpu, triton backend", "Triton's interpreter is for tests")
+        assert suite.suite(CPU, "triton", True) == ([], [interpreted])
     gpus = [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(suite, "devices_of_a_kind", lambda: ([gpus[0], CPU], {gpus[1]: gpus[0]}))
     monkeypatch.setattr(suite, "suite", lambda *args: ([], []))
-    (missing,) = suite.todo(None, quick=True)[1]
-    assert missing.why == "it is as cuda:0; --device cuda:1 checks it"
-    report = CheckReport((), (missing,))
-    assert (report.right, report.verdict) == (False, "Nothing was checked.")
+    said = invoke("--quick")
+    assert said.exit_code == 1
+    assert "Nothing was checked." in said.stdout
+    assert "not checked: cuda:1: it is as cuda:0; --device cuda:1 checks it" in said.stdout
 
 
 # --------------------------------------------------------------------------------------------------- what it finds
@@ -166,9 +140,8 @@ def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(suite, "todo", lambda *_: (chosen, []))
     said = invoke("--quick", "--device", "cpu")
     assert said.exit_code == 1, said.output
-    table, _, block = said.stdout.partition("```\n")
-    for dtype in ("bfloat16", "float32"):
-        assert f"off: cpu, torch backend, {dtype}, 'default'" in table
+    block = said.stdout.partition("```\n")[2]
+    assert "off: cpu, torch backend, float32, 'default'" in block
     assert re.search(r"^off: cpu, torch backend, bfloat16, 'default'\n  input gradient 1\.\d\de-02 from", block, re.M)
     assert "Something is off: " in block
     assert "N=256, H=64, V=1000" in block  # the plan
@@ -249,8 +222,8 @@ def test_stock_in_float64_is_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is measured beside it would allow anything. Results of tokens are also those of a few at a time."""
     monkeypatch.setattr(checks, "MOST_LOGITS", 100 * suite.SMALLER.vocab)
     for each in suite.todo(CPU, quick=True)[0]:
-        few = isinstance(each, LogprobsCheck) and each.dtype == torch.float32
-        if each.dtype == torch.float64 or few:
+        few = isinstance(each, LogprobsCheck) and each.inputs.dtype == torch.float32
+        if each.inputs.dtype == torch.float64 or few:
             beside, right = each.references()
             assert beside.keys() <= right.keys()
             for name, value in beside.items():
@@ -260,10 +233,9 @@ def test_stock_in_float64_is_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_full_suite_has_more() -> None:
     """Models of both architectures, by labels and by a loss of one's own, and every regime in every dtype."""
     pytest.importorskip("transformers")
-    found = [(each.title, each.dtype) for each in suite.suite(CPU, "torch", quick=False)[0]]
-    regimes = (suite.DEFAULT, *suite.REGIMES, *suite.LOGPROBS, *suite.OF_ROWS)
-    titles = [(f"{name}, {of}", torch.bfloat16) for name in ("Llama", "Qwen3") for of in ("labels", "own loss")]
-    expected = titles + [(regime.title, dtype) for regime in regimes for dtype in regime.dtypes]
+    found = [(each.title, each.inputs.dtype) for each in suite.suite(CPU, "torch", quick=False)[0]]
+    regimes = (suite.DEFAULT, *suite.REGIMES, *suite.LOGPROBS, *suite.OF_ROWS, *suite.MODELS)
+    expected = [(regime.title, dtype) for regime in regimes for dtype in regime.dtypes]
     assert all(found.count(each) == 1 for each in expected)
     assert [each.status for each in results("Qwen3, own loss", dtypes=(torch.bfloat16,), quick=False)] == ["right"]
 
@@ -287,7 +259,101 @@ def test_what_there_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16 = False
     old, missing = suite.suite(cuda, "triton", False)
     assert Missing("cuda:0, bfloat16", "a GPU has no bfloat16") in missing
-    assert not [each for each in old if each.dtype == torch.bfloat16]
+    assert not [each for each in old if each.inputs.dtype == torch.bfloat16]
+
+
+# ---------------------------------------------------------------------------------------------- several processes
+
+
+distributed = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without torch.distributed")
+
+
+@dataclass(frozen=True)
+class Wrong(SplitCheck):
+    """What is wrong is in the title; in the last process alone."""
+
+    def ours(self) -> Results:
+        found = dict(super().ours())
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return found
+        if self.title == "hangs":
+            time.sleep(600)
+        if self.title == "raises":
+            raise RuntimeError("no such process")
+        if self.title == "weight gradient":
+            found["weight gradient"] = 1.01 * found["weight gradient"]
+        if self.title == "another loss":
+            found["loss"] = found["loss"] * (1 + 1e-7)
+        return found
+
+
+def of(title: str, like: SplitCheck) -> SplitCheck:
+    return Wrong(title, like.backend, like.inputs, like.options, like.sequence_parallel)
+
+
+@pytest.fixture
+def plain() -> SplitCheck:
+    return next(each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float32)
+
+
+@distributed
+def test_processes_that_are_right_and_that_are_not(plain: SplitCheck) -> None:
+    titles = ["weight gradient", "another loss", "raises", "never begun"]
+    right = [each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float64]
+    *fine, gradient, loss, raises = run_split([*right, *(of(title, plain) for title in titles)], 2)
+    assert [each.title for each in fine] == [each.title for each in right]
+    for each in fine:
+        assert each.status == "right", each
+        assert {"loss", "input gradient", "weight gradient"} <= {figure.what for figure in each.figures}
+        assert "of each of 2 processes" in each.plan
+        assert each.device == "2 processes, cpu, gloo"
+    assert (gradient.status, loss.status, raises.status) == ("off", "off", "failed")
+    assert [figure.what for figure in gradient.figures if figure.off] == ["weight gradient"]
+    (sentence,) = gradient.wrong
+    assert sentence.startswith("rank 1: weight gradient 1.00e-02 from float64")
+    assert "rank 0: The processes have different losses." in loss.wrong
+    assert "rank 1: RuntimeError: no such process (flce/" in " ".join(raises.wrong)
+
+
+@distributed
+def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SILENCE", 2.0)
+    monkeypatch.setattr(processes, "AFTER_THE_FIRST", 0.5)
+    (found,) = run_split([of("hangs", plain), plain], 2)
+    assert found.status == "failed"
+    assert "rank 1: ended or gave no answer within 2 s." in found.wrong
+    monkeypatch.setattr(processes, "SECONDS", 0.1)
+    (found,) = run_split([plain, plain], 2)  # ended before they have begun
+    assert (found.status, len(found.wrong)) == ("failed", 2)
+
+
+@distributed
+def test_where_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert place(2, CPU) == CPU
+        assert place(2, None) == (cuda if gpus == 2 else CPU)
+        if gpus == 2:
+            assert place(2, cuda) == cuda
+        else:
+            with pytest.raises(ValueError, match=f"there are {gpus} GPUs for 2 processes"):
+                place(2, cuda)
+
+
+@distributed
+@pytest.mark.parametrize("status", ["right", "off"])
+def test_the_command_with_processes(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is off among several processes is in its report and in its exit status."""
+    result = CheckResult("2 processes", "torch", "default", "float32", status, wrong=("so it is",))
+    monkeypatch.setattr(suite, "todo", lambda *_: ([], []))
+    monkeypatch.setattr(processes, "run_split", lambda checks, count: [result])
+    said = invoke("--quick", "--device", "cpu", "--processes", "2")
+    assert said.exit_code == (status == "off"), said.output
+    assert ("so it is" in said.output) == (status == "off")
+    assert "$ flce check --quick --device cpu --processes 2\n" in said.output
 
 
 # -------------------------------------------------------------------------------------------------------- on a GPU
@@ -317,3 +383,15 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     said = invoke("--quick", "--device", "cuda:0")
     assert said.exit_code == 1, said.output
     assert "off: cuda:0, triton backend, bfloat16, 'default'" in said.stdout
+
+
+@pytest.mark.gpu
+def test_processes_on_gpus() -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    checks = split_checks(count, None)
+    found = run_split(checks, count)
+    assert {each.device for each in found} == {f"{count} processes, cuda, nccl"}
+    assert len(found) == len(checks)
+    assert [each for each in found if each.status != "right"] == []

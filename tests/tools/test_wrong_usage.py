@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from flce.tools.cli import main
 from flce.tools.cli.app import app
-from flce.tools.cli.plan import Optimizer
+from flce.tools.cli.plan import Optimizer, ShardingKind
 
 LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 
@@ -34,12 +34,15 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
         ((*LARGE, "--autocast", "bfloat16"), "goes with --dtype float32, got bfloat16"),
         ((*LARGE, "--device-kind", "sm_80"), "is needed: the memory of a sm_80 is not known"),
-        ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of"),
+        ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of RTX-3090, RTX-4090,"),
         ((*LARGE, "--seq-len", "64"), "--seq-len': goes with --model: --shape plans the loss alone"),
         ((*LARGE, "--batch-size", "1"), "--batch-size': goes with --model"),
         ((*LARGE, "--optimizer", "sgd"), "--optimizer': goes with --model"),
         ((*LARGE, "--accumulation"), "--accumulation': goes with --model"),
         ((*LARGE, "--no-checkpointing"), "--checkpointing': goes with --model"),
+        ((*MODEL, ".", "--gpus", "4"), "--gpus and --sharding go together"),
+        ((*MODEL, ".", "--sharding", "fsdp"), "--gpus and --sharding go together"),
+        ((*MODEL, ".", "--gpus", "4", "--sharding", "fsdp", "--shards", "2"), "the two are not planned together"),
         ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
         ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (
@@ -87,7 +90,10 @@ def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) 
 def test_choices_are_those_of_the_code() -> None:
     """The command line does not import it to answer `--help`."""
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
+    from flce.huggingface.estimate import sharding
+
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
+    assert tuple(kind.value for kind in ShardingKind) == sharding.KINDS
 
 
 def fails_as_an_import(*_: object) -> None:

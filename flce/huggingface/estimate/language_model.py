@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from flce.core.shard import bounds
 
@@ -76,7 +76,17 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: Transformers has no class with a language-model head for the config, or cannot make it.
     """
-    maker = _maker(config)
+    import transformers
+
+    names = set(getattr(config, "architectures", None) or ())
+    found: list[tuple[bool, str]] = []
+    for table, maker in CLASSES:
+        known = getattr(transformers, table, {}).get(type(config), ())
+        known = known if isinstance(known, tuple) else (known,)
+        found += [(any(one.__name__ in names for one in known), maker)] if known else []
+    if not found:
+        raise ValueError(f"Transformers has no class with a language-model head for a {config.model_type}")
+    maker = getattr(transformers, max(found, key=lambda entry: entry[0])[1])  # of several the first
     try:
         with torch.device("meta"):
             model = maker.from_config(config, dtype=dtype).train()
@@ -106,26 +116,10 @@ def divided(config: Any, shards: int) -> Any:
     return config
 
 
-def _maker(config: Any) -> Any:
-    import transformers
-
-    names = set(getattr(config, "architectures", None) or ())
-    found: list[tuple[bool, Any]] = []
-    for table, maker in CLASSES:
-        classes = getattr(transformers, table, {})
-        if type(config) in classes:
-            known = classes[type(config)]
-            known = known if isinstance(known, tuple) else (known,)
-            found.append((any(one.__name__ in names for one in known), getattr(transformers, maker)))
-    if not found:
-        raise ValueError(f"Transformers has no class with a language-model head for a {config.model_type}")
-    return max(found, key=lambda entry: entry[0])[1]  # of several the first
-
-
 def positions(config: Any) -> int | None:
     """The longest sequence that a model was made for; None: its config names none."""
     text = config.get_text_config(decoder=True)
-    for name in ("max_target_positions", "max_position_embeddings", "max_seq_len"):
+    for name in ("max_position_embeddings", "max_seq_len"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
@@ -139,46 +133,32 @@ class StepInputs:
         model: as `make_model` makes it.
 
     Raises:
-        ValueError: the model takes no tokens, and its config does not tell the shape of what it takes.
+        ValueError: the model takes no tokens.
     """
 
     def __init__(self, model: Any) -> None:
         config, self._arguments = model.config, inspect.signature(model.forward).parameters
+        if "input_ids" not in self._arguments:
+            raise ValueError(f"a {type(model).__name__} takes {model.main_input_name} in the place of tokens")
         self._token = _ordinary_token(config)
-        self._source = _source_shape(model, config)  # of one sequence
-        self._source_name = model.main_input_name
-        decoder = getattr(config, "is_encoder_decoder", False)
         self.remarks: list[str] = []
         """What a step has besides a sequence of tokens, or has not, in sentences."""
-        if self._source is not None:
-            shape = " x ".join(f"{size:,}" for size in self._source)
-            self.remarks.append(f"The decoder gets the tokens, the encoder {self._source_name} of {shape}.")
-        elif decoder:
+        if getattr(config, "is_encoder_decoder", False):
             self.remarks.append("The encoder and the decoder get a sequence of this length each.")
-        media = dict.fromkeys(
-            kind for name in self._arguments if name != self._source_name and (kind := _medium(name)) is not None
-        )
+        media = dict.fromkeys(kind for name in self._arguments if (kind := _medium(name)) is not None)
         if media:
             self.remarks.append(f"A step has text alone, without {' or '.join(media)}; all weights are counted.")
 
-    def tensors(self, batch_size: int, length: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of a call on the meta device, and the values of those that are integers; both by name."""
+    def tensors(self, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The arguments of a call on the meta device, and the values of those that are tensors; both by name."""
         tokens = torch.full((batch_size, length), self._token, dtype=torch.int64)
-        values = {"labels": tokens}
-        if self._source is None:
-            values["input_ids"] = tokens
-        # Models of text and images ask which tokens are which.
-        values |= {
-            name: torch.zeros_like(tokens)
-            for name in ("token_type_ids", "mm_token_type_ids")
-            if name in self._arguments and any(map(_medium, self._arguments))
-        }
+        values = {"labels": tokens, "input_ids": tokens}
+        if any(map(_medium, self._arguments)):  # models of text and images ask which tokens are which
+            kinds = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
+            values |= dict.fromkeys(sorted(kinds), torch.zeros_like(tokens))
         made = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
         arguments: dict[str, Any] = {name: made[id(value)] for name, value in values.items()}
-        if self._source is not None:
-            arguments[self._source_name] = torch.empty(batch_size, *self._source, dtype=dtype, device="meta")
-        kinds = {p.kind for p in self._arguments.values()}
-        if "use_cache" in self._arguments or inspect.Parameter.VAR_KEYWORD in kinds:
+        if "use_cache" in self._arguments or any(p.kind is p.VAR_KEYWORD for p in self._arguments.values()):
             arguments["use_cache"] = False
         return arguments, values
 
@@ -196,26 +176,3 @@ def _ordinary_token(config: Any) -> int:
         if isinstance(value, int) and name.endswith(("_token_id", "_token_index"))
     }
     return next(token for token in itertools.count(1) if token not in special)
-
-
-def _source_shape(model: nn.Module, config: Any) -> tuple[int, ...] | None:
-    """The shape of one input of a model that takes no tokens; None: it takes tokens."""
-    name = getattr(model, "main_input_name", "input_ids")
-    if name == "input_ids" or "input_ids" in inspect.signature(model.forward).parameters:
-        return None
-    image = next((c for c in _parts(config) if hasattr(c, "image_size") and hasattr(c, "num_channels")), None)
-    if name == "pixel_values" and image is not None:
-        sizes = image.image_size if isinstance(image.image_size, (list, tuple)) else [image.image_size] * 2
-        return (image.num_channels, *sizes)
-    if name == "input_features" and hasattr(config, "max_source_positions"):
-        if hasattr(config, "num_mel_bins"):  # Whisper: its convolutions halve the number of frames
-            return config.num_mel_bins, 2 * config.max_source_positions
-        if hasattr(config, "input_feat_per_channel"):
-            return config.max_source_positions, config.input_feat_per_channel
-    kind = type(model).__name__
-    raise ValueError(f"a {kind} takes {name}, whose shape its config does not tell")
-
-
-def _parts(config: Any) -> list[Any]:
-    names = getattr(config, "sub_configs", {})
-    return [config, *(part for name in names if (part := getattr(config, name, None)) is not None)]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flce.core import private
@@ -135,10 +135,10 @@ class StepMeter(TorchDispatchMode):
         """Whether the result of an operation would be. Lazy logits have tensors without data for their shapes."""
         if given:
             return any(t.untyped_storage()._cdata in self._sizes for t in given)
-        frame = sys._getframe(2)
-        while frame.f_back is not None and _hands_on(frame):
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not str(frame.f_globals.get("__name__")).startswith("flce.huggingface.lazy."):
             frame = frame.f_back
-        return not _module(frame).startswith("flce.huggingface.lazy.")
+        return frame is None
 
     def _fused_loss(self, args: Any) -> Any:
         args = self._autocasted(args)
@@ -218,23 +218,8 @@ class StepMeter(TorchDispatchMode):
             del self._values[tensor]
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _hands_on(frame: FrameType) -> bool:
-    """Whether an operation only passes by, from who has called it: PyTorch's own code, and modes."""
-    return _module(frame).startswith("torch.") or frame.f_code.co_name == "__torch_function__"
-
-
 def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return []
-    return [tensor for value in values for tensor in _tensors(value)]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 # ------------------------------------------------------------------------------------------- what differs on a GPU

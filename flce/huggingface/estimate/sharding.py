@@ -63,7 +63,7 @@ class _Unit:
 
 
 class Shards:
-    """The shares of one model, for one rehearsed step.
+    """The shares of one model, for one rehearsed step. To be made before the weights are held as a whole.
 
     Args:
         model: with parameters on the meta device.
@@ -85,18 +85,15 @@ class Shards:
         self._prefetched = PREFETCHED * max((p.itemsize for p in divided), default=0) if self._zero3 else 0
         self._gathered = self._in_bucket = 0
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
-        self._units = units
-
-    def begin(self) -> list[RemovableHandle]:
-        """Take the shares, before the weights are held as a whole; what has to be removed after the step."""
-        share, meter, size = self._sharding.share, self._meter, max((p.itemsize for p in self._trained), default=0)
+        share, size = sharding.share, max((p.itemsize for p in self._trained), default=0)
         meter.hold_bytes(share(self._divided_bytes) - self._divided_bytes, WEIGHTS)
         meter.hold_bytes(share(sum(map(self._state_of, self._trained))), OPTIMIZER)
         if self._zero3:
             meter.hold_bytes(GRADIENT_BUCKET * size, TEMPORARY)
         if self._zero3 or self._accumulation:
             meter.hold_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
-        return [handle for unit in self._units for handle in self._watch(unit)]
+        self.handles = [handle for unit in units for handle in self._watch(unit)]
+        """To be removed after the step."""
 
     def gradient_arrives(self, parameter: Tensor) -> None:
         """After the last gradient of a unit only shares of its gradients stay, and of its weights."""
@@ -118,11 +115,11 @@ class Shards:
         if not (self._zero3 or self._accumulation):
             self._meter.hold_bytes(self._sharding.share(size), GRADIENTS)
         if unit is not None:
-            self._free(unit)
+            self._set_gathered(unit, False)
 
     def step(self, copies: int) -> None:
         """What the optimizer's step takes for a moment; ``copies`` of all parameters."""
-        size = sum(map(self._full_precision, self._trained)) if self._zero3 else sum(p.nbytes for p in self._trained)
+        size = sum(4 * p.numel() if self._zero3 else p.nbytes for p in self._trained)
         moment = copies * self._sharding.share(size)
         if self._zero3:  # gradients in float32
             self._reduce_bucket(0)
@@ -134,23 +131,20 @@ class Shards:
         self._meter.for_a_moment(self._in_bucket, TEMPORARY)
         self._in_bucket = then
 
-    def _full_precision(self, parameter: Tensor) -> int:
-        return 4 * parameter.numel()
-
     def _state_of(self, parameter: Tensor) -> int:
         """DeepSpeed steps with a copy of the weights in float32, also of such weights, and has a state of that."""
         if not self._zero3:
             return self._state(parameter)
-        return self._state(parameter.detach().float()) + self._full_precision(parameter)
+        return self._state(parameter.detach().float()) + 4 * parameter.numel()
 
     def _watch(self, unit: _Unit) -> Iterator[RemovableHandle]:
         def before(*_: Any) -> None:
-            self._gather(unit)
+            self._set_gathered(unit, True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if unit.stays or unit.in_backward:
                 return
-            self._free(unit)
+            self._set_gathered(unit, False)
             first = next((x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)), None)
             if first is not None and first.requires_grad:
                 first.register_hook(backward_begins)
@@ -158,20 +152,14 @@ class Shards:
         def backward_begins(grad: Tensor) -> None:
             unit.in_backward = unit.waiting > 0
             if unit.in_backward:
-                self._gather(unit)
+                self._set_gathered(unit, True)
 
         yield unit.module.register_forward_pre_hook(before)
         yield unit.module.register_forward_hook(after)
 
-    def _gather(self, unit: _Unit) -> None:
-        if not unit.gathered:
-            self._become(unit, True)
-
-    def _free(self, unit: _Unit) -> None:
-        if unit.gathered:
-            self._become(unit, False)
-
-    def _become(self, unit: _Unit, gathered: bool) -> None:
+    def _set_gathered(self, unit: _Unit, gathered: bool) -> None:
+        if unit.gathered == gathered:
+            return
         before, unit.gathered = self._unsharded, gathered
         # FSDP has the next layer, which is as large, beside this one.
         size = unit.size if self._zero3 or unit.stays else 2 * unit.size

@@ -108,10 +108,9 @@ class StepMemory:
     fused: bool
     """Whether the loss was computed without the logits."""
 
-
-def fits(step: StepMemory, memory: int) -> bool:
-    """Whether a step fits a device with ``memory`` bytes."""
-    return step.peak_bytes <= memory - CONTEXT
+    def fits(self, memory: int) -> bool:
+        """Whether the step fits a device with ``memory`` bytes."""
+        return self.peak_bytes <= memory - CONTEXT
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,6 @@ class TrainingMemory:
             text = self.config.get_text_config(decoder=True)
             return getattr(text, "vocab_size", 0), getattr(text, "hidden_size", getattr(text, "d_model", 0))
         return tuple(head.weight.shape)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of this process."""
-        return sum(p.numel() for p in self.model.parameters())
 
     def step(self, length: int, variant: Variant) -> StepMemory:
         """What a step takes with sequences of ``length`` tokens.
@@ -281,21 +275,19 @@ class TrainingMemory:
         optimizer = OPTIMIZERS[training.optimizer]
         meter = self._meter = StepMeter(self.device, training.autocast)
         handles: list[Any] = []
-        self._shards = None
+        self._shards: Shards | None = None
         if training.sharding is not None:
-            shards = Shards(model, training.sharding, meter, optimizer.state, training.accumulation)
-            self._shards, handles = shards, shards.begin()
+            self._shards = Shards(model, training.sharding, meter, optimizer.state, training.accumulation)
+            handles += self._shards.handles
         else:
             meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.hold(tensor, WEIGHTS, for_good=True)
         meter.hold_bytes(LIBRARIES, TEMPORARY)
-        inputs, values = self.inputs.tensors(training.batch_size, length, training.dtype)
-        for name, given in inputs.items():
-            if isinstance(given, Tensor):
-                meter.hold(given, ACTIVATIONS)
-            if name in values:
-                meter.know(given, values[name])
+        inputs, values = self.inputs.tensors(training.batch_size, length)
+        for name, value in values.items():
+            meter.hold(inputs[name], ACTIVATIONS)
+            meter.know(inputs[name], value)
         if training.accumulation and self._shards is None:
             for p in trained:
                 p.grad = torch.empty_like(p)

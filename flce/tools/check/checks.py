@@ -1,16 +1,16 @@
-"""The checks: what is called, and what it has to return."""
+"""The checks: what is called, what it has to return, and what came of it."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import inspect
+import math
 import time
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,80 +20,81 @@ import flce
 from flce.core.options import ChunkOptions
 from flce.engine.case import dtype_text
 from flce.testing import tolerances
-from flce.testing.models import VOCAB_SIZE, tiny_model
+from flce.testing.models import tiny_model
 from flce.testing.oracle import MOST_LOGITS, OracleResult, dense_logits, token_results
 from flce.testing.problem import (
     ALL_GRADS,
-    IGNORED,
     LOGITS_STD,
     CallResult,
     Problem,
     make_problem,
+    relative_error,
     run_fused,
     run_oracle,
     run_stock,
 )
 from flce.testing.tolerances import Tolerance
-from flce.tools.check.results import STATISTICS, CheckResult, Results, compared
 from flce.tools.machine import chosen, exact_device
 
+Results = Mapping[str, Tensor]
+"""What was computed, by name."""
+STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
 DEFAULT = ChunkOptions()
 PLANNED = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
 CANDIDATES = 5
-BATCH, TOKENS = 2, 32  # of a model
 
 
 @dataclass(frozen=True)
-class Check:
-    title: str
-    device: torch.device
-    dtype: torch.dtype
-    backend: str
+class Figure:
+    """The distance of one result from float64."""
+
+    what: str
+    error: float
+    stock: float
+    """The error of PyTorch's operators."""
+    allowed: float
+
+    @property
+    def off(self) -> bool:
+        return not self.error <= self.allowed  # NaN is off
+
+    @property
+    def share(self) -> float:
+        """The error as a part of what is allowed."""
+        return self.error / self.allowed if self.error == self.error else math.inf
 
     def __str__(self) -> str:
-        return f"{self.device} {self.backend} {dtype_text(self.dtype)} {self.title}"
-
-    def ours(self) -> Results:
-        raise NotImplementedError
-
-    def references(self) -> tuple[Results, Results]:
-        """Return stock's results, and the same in float64."""
-        raise NotImplementedError
-
-    def tolerance(self) -> Tolerance:
-        return tolerances.RESULTS[self.dtype]
-
-    def plan(self) -> str:
-        return ""
-
-    def also_wrong(self, ours: Results) -> list[str]:
-        """Return what is wrong besides the figures: a second run that has other bits."""
-        again = self.ours()
-        names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
-        return [f"A second run gave other bits: {', '.join(names)}."] if names else []
-
-    def run(self) -> CheckResult:
-        """An exception is a failed check."""
-        began, plan = time.monotonic(), ""
-        where = CheckResult(str(self.device), self.backend, self.title, dtype_text(self.dtype), "failed")
-        try:
-            with chosen(self.backend):
-                ours = self.ours()
-                figures = compared(ours, *self.references(), self.tolerance())
-                wrong = [*(f"{figure}." for figure in figures if figure.off), *self.also_wrong(ours)]
-                plan = self.plan()
-        except Exception as error:
-            return replace(where, wrong=(_sentence(error),), seconds=time.monotonic() - began)
-        found: Any = {"status": "off" if wrong else "right", "figures": figures, "wrong": tuple(wrong), "plan": plan}
-        return replace(where, **found, seconds=time.monotonic() - began)
+        return f"{self.what} {self.error:.2e} from float64, allowed {self.allowed:.2e}, stock {self.stock:.2e}"
 
 
-def _sentence(error: Exception) -> str:
-    """Return its class and first line, and the last line of flce that it passed."""
-    package = Path(flce.__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(package)]
-    where = f" (flce/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}{where}"
+def compared(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
+    """Return a figure for each of `ours`."""
+    figures = []
+    for what, got in ours.items():
+        bound = tolerance.loss if what in ("loss", *STATISTICS) else tolerance.gradient
+        beside = relative_error(stock[what], truth[what])
+        figures.append(Figure(what, relative_error(got, truth[what]), beside, bound.allowed(beside)))
+    return tuple(figures)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    device: str
+    backend: str
+    title: str
+    dtype: str
+    status: Literal["right", "off", "failed"]
+    """"off": further from float64 than allowed, or different in a second run. "failed": an exception."""
+    figures: tuple[Figure, ...] = ()
+    wrong: tuple[str, ...] = ()
+    """What is wrong, a sentence each."""
+    plan: str = ""
+    seconds: float = 0.0
+
+    @property
+    def worst(self) -> Figure | None:
+        """The figure that is nearest to what is allowed, or furthest beyond."""
+        return max(self.figures, key=lambda figure: figure.share, default=None)
 
 
 # --- hidden states and a head, or logits ---
@@ -137,14 +138,17 @@ def problem_of(inputs: Inputs) -> Problem:
     return make_problem((2, tokens // 2), hidden, vocab, **how)
 
 
+def plan_of(inputs: Inputs, **how: Any) -> str:
+    tokens, hidden, vocab = inputs.shape
+    how |= {name: value for name, value in inputs.loss if name in PLANNED} | {"adapter_ranks": inputs.adapter_ranks}
+    return str(flce.plan(tokens, hidden or 0, vocab, inputs.dtype, device=inputs.device, **how))
+
+
 @functools.lru_cache(maxsize=16)  # checks of other options have the same inputs
-def stock(inputs: Inputs) -> Results:
-    return named(run_stock(problem_of(inputs), inputs.grad_output))
-
-
-@functools.lru_cache(maxsize=16)
-def truth(inputs: Inputs) -> Results:
-    return named(run_oracle(problem_of(inputs).to(exact_device(inputs.device)), inputs.grad_output))
+def references_of(inputs: Inputs) -> tuple[Results, Results]:
+    """Return stock's results, and the same in float64."""
+    p, upstream = problem_of(inputs), inputs.grad_output
+    return named(run_stock(p, upstream)), named(run_oracle(p.to(exact_device(inputs.device)), upstream))
 
 
 def named(result: CallResult | OracleResult) -> Results:
@@ -159,59 +163,81 @@ def named(result: CallResult | OracleResult) -> Results:
 
 
 @dataclass(frozen=True)
-class InputsCheck(Check):
+class Check:
+    title: str
+    backend: str
     inputs: Inputs
 
-    @classmethod
-    def of(cls, title: str, backend: str, inputs: Inputs, **how: Any) -> Any:
-        return cls(title, inputs.device, inputs.dtype, backend, inputs, **how)
+    def ours(self) -> Results:
+        raise NotImplementedError
 
     def references(self) -> tuple[Results, Results]:
-        return stock(self.inputs), truth(self.inputs)
+        """Return stock's results, and the same in float64."""
+        return references_of(self.inputs)
+
+    def tolerance(self) -> Tolerance:
+        return tolerances.RESULTS[self.inputs.dtype]
+
+    def plan(self) -> str:
+        return ""
+
+    def also_wrong(self, ours: Results) -> list[str]:
+        """Return what is wrong besides the figures: a second run that has other bits."""
+        again = self.ours()
+        names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
+        return [f"A second run gave other bits: {', '.join(names)}."] if names else []
+
+    def run(self) -> CheckResult:
+        """An exception is a failed check."""
+        began, found = time.monotonic(), dict[str, Any]()
+        try:
+            with chosen(self.backend):
+                ours = self.ours()
+                figures = compared(ours, *self.references(), self.tolerance())
+                wrong = *(f"{figure}." for figure in figures if figure.off), *self.also_wrong(ours)
+                found |= {
+                    "status": "off" if wrong else "right",
+                    "figures": figures,
+                    "wrong": wrong,
+                    "plan": self.plan(),
+                }
+        except Exception as error:
+            found = {"status": "failed", "wrong": (_sentence(error),)}
+        where = str(self.inputs.device), self.backend, self.title, dtype_text(self.inputs.dtype)
+        return CheckResult(*where, **found, seconds=time.monotonic() - began)
+
+
+def _sentence(error: Exception) -> str:
+    """Return its class and first line, and the last line of flce that it passed."""
+    package = Path(flce.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(package)]
+    where = f" (flce/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}{where}"
 
 
 @dataclass(frozen=True)
-class OperatorCheck(InputsCheck):
+class OperatorCheck(Check):
     """`flce.fused_linear_cross_entropy`: losses, statistics and gradients."""
 
     options: ChunkOptions = DEFAULT
-    least_memory: bool = False
-    """A budget near the least that works is added to `options`."""
     stats: tuple[str, ...] = ()
     grads: str = ALL_GRADS
 
-    @functools.cached_property
-    def chosen_options(self) -> ChunkOptions:
-        """With a budget of less than twice the least that there is a plan for."""
-        options = self.options
-        with contextlib.suppress(ValueError):  # no plan keeps the budget
-            while self.least_memory:
-                smaller = replace(options, max_workspace_bytes=self._plan(options).workspace_bytes // 2)
-                self._plan(smaller)
-                options = smaller
-        return options
-
     def ours(self) -> Results:
-        how: dict[str, Any] = {"options": self.chosen_options, "stats": self.stats, "grads": self.grads}
+        how: dict[str, Any] = {"options": self.options, "stats": self.stats, "grads": self.grads}
         return named(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
-
-    def plan(self) -> str:
-        return str(self._plan(self.chosen_options))
 
     def tolerance(self) -> Tolerance:
         usual = super().tolerance()
-        return usual if self.options.logits_dtype is not None else tolerances.EXACT_LOGITS.get(self.dtype, usual)
+        return usual if self.options.logits_dtype is not None else tolerances.EXACT_LOGITS.get(self.inputs.dtype, usual)
 
-    def _plan(self, options: ChunkOptions) -> flce.ChunkPlan:
-        p, (tokens, hidden, vocab) = self.inputs, self.inputs.shape
-        how: dict[str, Any] = {name: value for name, value in p.loss if name in PLANNED}
-        how |= {"input_grad": "x" in self.grads, "weight_grad": "w" in self.grads, "stats": self.stats}
-        how |= {"bias_grad": p.bias and "b" in self.grads, "adapter_ranks": p.adapter_ranks}
-        return flce.plan(tokens, hidden or 0, vocab, p.dtype, device=p.device, options=options, **how)
+    def plan(self) -> str:
+        how: dict[str, Any] = {"input_grad": "x" in self.grads, "weight_grad": "w" in self.grads, "stats": self.stats}
+        return plan_of(self.inputs, options=self.options, bias_grad=self.inputs.bias and "b" in self.grads, **how)
 
 
 @dataclass(frozen=True)
-class LogitsCheck(InputsCheck):
+class LogitsCheck(Check):
     """`flce.cross_entropy`, of inputs that are logits."""
 
     inplace: bool = False
@@ -228,7 +254,7 @@ class LogitsCheck(InputsCheck):
 
 
 @dataclass(frozen=True)
-class SoftmaxCheck(InputsCheck):
+class SoftmaxCheck(Check):
     """`flce.softmax` or `flce.log_softmax`, as the title begins."""
 
     def ours(self) -> Results:
@@ -247,7 +273,7 @@ class SoftmaxCheck(InputsCheck):
 
 
 @dataclass(frozen=True)
-class LogprobsCheck(InputsCheck):
+class LogprobsCheck(Check):
     """`flce.linear_logprobs`: results of targets and candidates, entropies, and gradients for upstream ones of all."""
 
     temperatures: bool = False
@@ -259,11 +285,11 @@ class LogprobsCheck(InputsCheck):
 
     def references(self) -> tuple[Results, Results]:
         p, (tokens, _, vocab) = problem_of(self.inputs), self.inputs.shape
-        exact = p.to(exact_device(self.device)).map(lambda t, _: t.double())
+        exact = p.to(exact_device(self.inputs.device)).map(lambda t, _: t.double())
         return self._solve(p, tokens), self._solve(exact, max(1, MOST_LOGITS // vocab))
 
     def tolerance(self) -> Tolerance:
-        return tolerances.EXACT_LOGITS.get(self.dtype, super().tolerance())
+        return tolerances.EXACT_LOGITS.get(self.inputs.dtype, super().tolerance())
 
     def _solve(self, p: Problem, most: int, by_torch: bool = True) -> Results:
         """Results and gradients, of so many tokens at a time."""
@@ -301,51 +327,43 @@ class LogprobsCheck(InputsCheck):
 
 @dataclass(frozen=True)
 class ModelCheck(Check):
-    """The loss and the gradients of all parameters of a patched model, beside those of the same model as it was."""
+    """The loss and the gradients of all parameters of a patched model, beside those of the same model as it was.
 
-    architecture: str
-    own_loss: bool
-    """Whether the loss is computed from the model's logits, in ``train()``, rather than by the model from labels."""
+    The title has the architecture, and what computes the loss: the model, from labels, or this code, from its logits.
+    """
 
     def ours(self) -> Results:
         from flce.huggingface import patch_model
 
-        return _step(patch_model(self._model(), on_materialize="raise"), self.own_loss)
+        return self._step(patch_model(self._model(), on_materialize="raise"))
 
     def references(self) -> tuple[Results, Results]:
-        # The loss that a model computes from labels would round its logits to float32.
-        exact = self._model().to(exact_device(self.device), torch.float64)
-        return _step(self._model(), self.own_loss), _step(exact, own_loss=True)
+        exact = self._model().to(exact_device(self.inputs.device), torch.float64)
+        return self._step(self._model()), self._step(exact)
 
     def tolerance(self) -> Tolerance:
-        return tolerances.MODELS[self.dtype]
+        return tolerances.MODELS[self.inputs.dtype]
 
     def also_wrong(self, ours: Results) -> list[str]:
         return []  # other operators of a model may add in any order
 
     def _model(self) -> Any:
         """The same weights every time."""
-        return copy.deepcopy(_weights(self.architecture)).to(self.device, self.dtype)
+        architecture = self.title.partition(",")[0]
+        made = tiny_model(architecture, tie_word_embeddings=architecture == "Qwen3", initializer_range=0.1)
+        return made.to(self.inputs.device, self.inputs.dtype).train()
 
-
-@functools.lru_cache(maxsize=1)
-def _weights(architecture: str) -> Any:
-    return tiny_model(architecture, tie_word_embeddings=architecture == "Qwen3", initializer_range=0.1)
-
-
-def _step(model: Any, own_loss: bool) -> Results:
-    """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
-    ids = torch.randint(VOCAB_SIZE, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
-    labels = ids.clone()
-    labels[:, : TOKENS // 4] = IGNORED
-    model.train()
-    if own_loss:
-        logits = model(input_ids=ids).logits
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    else:
-        loss = model(input_ids=ids, labels=labels).loss
-    loss.backward()
-    head = model.get_output_embeddings().weight.grad
-    others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
-    return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}
+    def _step(self, model: Any) -> Results:
+        """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
+        labels = problem_of(self.inputs).target.to(model.device)
+        ids = labels.clamp(min=0)
+        if self.title.endswith("own loss") or model.dtype == torch.float64:
+            logits = model(input_ids=ids).logits  # from labels a model would round them to float32
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        else:
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        head = model.get_output_embeddings().weight.grad
+        others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
+        return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}

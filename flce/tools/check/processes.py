@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import pickle
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,17 @@ import flce
 from flce.core.options import ChunkOptions
 from flce.core.shard import bounds, gather
 from flce.testing.problem import CallResult, run_stock
-from flce.tools.check.checks import DEFAULT, PLANNED, Inputs, InputsCheck, Shape, named, problem_of, truth
-from flce.tools.check.results import CheckResult, Missing, Results
-from flce.tools.check.suite import loss, usual_backend
+from flce.tools.check.checks import DEFAULT, Check, CheckResult, Inputs, Results, Shape, named, plan_of, problem_of
+from flce.tools.check.suite import DTYPES, loss, usual_backend
 from flce.tools.machine import why_no_dtype
 
 # Seconds: of a collective that waits for another process, of all checks, and of the others once a process has ended.
 SILENCE, SECONDS, AFTER_THE_FIRST = 60.0, 300.0, 20.0
+GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
-class SplitCheck(InputsCheck):
+class SplitCheck(Check):
     """The loss and the gradients of this process of the default group; all processes have the same loss."""
 
     options: ChunkOptions = DEFAULT
@@ -54,8 +54,8 @@ class SplitCheck(InputsCheck):
         return named(CallResult(value.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
 
     def references(self) -> tuple[Results, Results]:
-        stock = named(run_stock(problem_of(self.inputs), self.inputs.grad_output, processes=dist.get_world_size()))
-        full = stock, truth(self.inputs)
+        stock = run_stock(problem_of(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
+        full = named(stock), super().references()[1]
         first, second = ({what: self._part(what, t) for what, t in each.items()} for each in full)
         return first, second
 
@@ -65,10 +65,7 @@ class SplitCheck(InputsCheck):
         return super().also_wrong(ours) + ([] if same else ["The processes have different losses."])
 
     def plan(self) -> str:
-        tokens, hidden, vocab = self.inputs.shape
-        how: dict[str, Any] = {name: value for name, value in self.inputs.loss if name in PLANNED} | self.group
-        how |= {"shards": dist.get_world_size(), "bias_grad": self.inputs.bias}
-        return str(flce.plan(tokens, hidden or 0, vocab, self.dtype, device=self.device, **how))
+        return plan_of(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **self.group)
 
     def _part(self, what: str, full: Tensor) -> Tensor:
         """Return this process's part of a tensor or its gradient."""
@@ -80,26 +77,25 @@ class SplitCheck(InputsCheck):
         return full
 
 
-class Where(NamedTuple):
-    """Where the processes run."""
+def place(processes: int, device: torch.device | None) -> torch.device:
+    """Return the GPUs' type where there are enough, unless a CPU is asked for; else the CPU.
 
-    backend: str  # of the group
-    device: str  # "cpu" or "cuda", of which each process has one
-
-
-def place(processes: int, device: torch.device | None) -> Where | Missing:
-    """Return GPUs where there are enough, unless a CPU is asked for; else the CPU."""
+    Raises:
+        ValueError: the processes cannot run.
+    """
     if not dist.is_available():
-        return Missing("a divided head", "this PyTorch has no torch.distributed")
+        raise ValueError("needs torch.distributed, which this PyTorch does not have")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is not None and device.type == "cuda" and gpus < processes:
-        return Missing("a divided head", f"there are {gpus} GPUs for {processes} processes")
-    on_gpus = gpus >= processes and (device is None or device.type == "cuda")
-    return Where("nccl", "cuda") if on_gpus and dist.is_nccl_available() else Where("gloo", "cpu")
+        raise ValueError(f"there are {gpus} GPUs for {processes} processes")
+    on_gpus = gpus >= processes and (device is None or device.type == "cuda") and dist.is_nccl_available()
+    return torch.device("cuda" if on_gpus else "cpu")
 
 
-def split_checks(processes: int, where: Where) -> list[SplitCheck]:
-    even, uneven, few = 256 * processes, 256 * processes - 3, ChunkOptions(chunk_rows=20)
+def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck]:
+    """Return the checks on this device, or on any; see `place`."""
+    device, few = place(processes, device), ChunkOptions(chunk_rows=20)
+    even, uneven = 256 * processes, 256 * processes - 3
     cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("equal slices", even, {}, {}),
         ("other slices, bias", uneven, {**loss(label_smoothing=0.1, z_loss=1e-3), "bias": True}, {}),
@@ -107,69 +103,59 @@ def split_checks(processes: int, where: Where) -> list[SplitCheck]:
         ("sequence parallel", uneven, {}, {"sequence_parallel": True}),
         ("sequence parallel, chunks", even, {"ignored": 0.3}, {"sequence_parallel": True, "options": few}),
     ]
-    device = torch.device(where.device)
-    return [
-        SplitCheck.of(
-            title, usual_backend(device), Inputs(Shape(32 * processes, 64, vocab), dtype, device, **inputs), **how
-        )
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        if why_no_dtype(device, dtype) is None
-        for title, vocab, inputs, how in cases
-    ]
+    found = []
+    for dtype, (title, vocab, inputs, how) in itertools.product(DTYPES, cases):
+        if why_no_dtype(device, dtype) is None:
+            given = Inputs(Shape(32 * processes, 64, vocab), dtype, device, **inputs)
+            found.append(SplitCheck(title, usual_backend(device), given, **how))
+    return found
 
 
-def run_split(checks: Sequence[SplitCheck], processes: int, where: Where) -> list[CheckResult]:
+def run_split(checks: Sequence[SplitCheck], processes: int) -> list[CheckResult]:
     """Run each check in every process, up to the first check that some process did not finish."""
-    context, until = multiprocessing.get_context("spawn"), time.monotonic() + SECONDS
+    context, ranks = multiprocessing.get_context("spawn"), range(processes)
     with tempfile.TemporaryDirectory() as folder:
-        how = processes, where, folder, list(checks), SILENCE
-        started = [context.Process(target=_serve, args=(rank, *how), daemon=True) for rank in range(processes)]
+        how = processes, folder, list(checks), SILENCE
+        started = [context.Process(target=_serve, args=(rank, *how), daemon=True) for rank in ranks]
         for process in started:
             process.start()
-        while (alive := [process for process in started if process.is_alive()]) and time.monotonic() < until:
-            if len(alive) < processes:
-                until = min(until, time.monotonic() + AFTER_THE_FIRST)
-            wait([process.sentinel for process in alive], 1.0)
+        wait([process.sentinel for process in started], SECONDS)  # for the first to end
         for process in started:
+            process.join(AFTER_THE_FIRST)
             process.kill()
             process.join()
         results: list[CheckResult] = []
         for index, check in enumerate(checks):
-            answers = [_answer(Path(folder, f"{index}-{rank}")) for rank in range(processes)]
-            together = _together(answers, f"{processes} processes, {where.device}, {where.backend}")
-            results.append(replace(together, title=check.title, backend=check.backend))
+            results.append(_together(check, [Path(folder, f"{index}-{rank}") for rank in ranks]))
             if results[-1].status == "failed":
                 break
     return results
 
 
-def _serve(rank: int, processes: int, where: Where, folder: str, checks: list[SplitCheck], silence: float) -> None:
+def _serve(rank: int, processes: int, folder: str, checks: list[SplitCheck], silence: float) -> None:
     """Run the checks in one process."""
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if where.device == "cuda" else torch.device("cpu")
+    device = checks[0].inputs.device
     if device.type == "cuda":
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     how: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
-    dist.init_process_group(where.backend, timeout=timedelta(seconds=silence), **how)
+    dist.init_process_group(GROUPS[device.type], timeout=timedelta(seconds=silence), **how)
     for index, check in enumerate(checks):
-        result = replace(check, device=device, inputs=replace(check.inputs, device=device)).run()
+        result = replace(check, inputs=replace(check.inputs, device=device)).run()
         Path(folder, f"{index}-{rank}").write_bytes(pickle.dumps(result))
         if result.status == "failed":
             break
 
 
-def _answer(file: Path) -> CheckResult:
-    if file.exists():
-        found: CheckResult = pickle.loads(file.read_bytes())
-        return found
-    return CheckResult("", "", "", "", "failed", wrong=(f"ended or gave no answer within {SILENCE:.0f} s.",))
-
-
-def _together(answers: list[CheckResult], device: str) -> CheckResult:
-    """Return one result: the figures that are furthest off, and what is wrong in any process."""
+def _together(check: SplitCheck, files: list[Path]) -> CheckResult:
+    """Return one result of all processes: the figures that are furthest off, and what is wrong in any."""
+    none = CheckResult("", "", "", "", "failed", wrong=(f"ended or gave no answer within {SILENCE:.0f} s.",))
+    answers: list[CheckResult] = [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
     figures = sorted((figure for each in answers for figure in each.figures), key=lambda figure: figure.share)
     worst = {figure.what: figure for figure in figures}
-    status = next((status for status in ("failed", "off") if status in [each.status for each in answers]), "right")
     wrong = tuple(f"rank {rank}: {sentence}" for rank, each in enumerate(answers) for sentence in each.wrong)
-    how: Any = {"device": device, "status": status, "figures": tuple(worst.values()), "wrong": wrong}
-    return replace(max(answers, key=lambda each: each.seconds), **how)
+    device = f"{len(files)} processes, {check.inputs.device.type}, {GROUPS[check.inputs.device.type]}"
+    first = max(answers, key=lambda each: ("right", "off", "failed").index(each.status))
+    how: Any = {"backend": check.backend, "title": check.title, "figures": tuple(worst.values()), "wrong": wrong}
+    return replace(first, device=device, **how)

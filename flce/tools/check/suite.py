@@ -12,6 +12,7 @@ import torch
 
 from flce.core.options import ChunkOptions
 from flce.engine.case import dtype_text
+from flce.testing.models import VOCAB_SIZE
 from flce.tools.check.checks import (
     Check,
     Inputs,
@@ -22,10 +23,10 @@ from flce.tools.check.checks import (
     Shape,
     SoftmaxCheck,
 )
-from flce.tools.check.results import Missing
 from flce.tools.machine import BACKENDS, devices_of_a_kind, why_no_backend, why_no_dtype
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = BF16, F32, F16, F64
 
 SMALL = Shape(512, 128, 2048)
 SMALLER = Shape(256, 64, 1000)  # the quick checks' on a CPU
@@ -34,6 +35,15 @@ LARGE = Shape(8192, 2048, 33000)
 LARGE_BYTES = 16 << 30  # of stock's results and those in float64, with room
 # Logits that exist: rows of an odd length, and as long as those of a model.
 ROWS, LONG_ROWS = Shape(64, None, 2049), Shape(64, None, 50257)
+TOKENS = Shape(64, None, VOCAB_SIZE)  # of a model
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is not checked."""
+
+    what: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Regime:
     """Further fields of `Inputs`."""
     how: dict[str, Any] = field(default_factory=dict)
     """Further fields of the check."""
-    dtypes: tuple[torch.dtype, ...] = (BF16, F32, F16, F64)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
     kind: Any = OperatorCheck
 
 
@@ -60,7 +70,7 @@ IGNORED = Regime("ignored labels", {"ignored": 0.5}, {"options": ChunkOptions(sk
 NO_GRADIENTS = Regime("no gradients", how={"grads": "", "stats": ("lse", "logprob")})
 REGIMES = (
     NONE,
-    Regime("small budget", how={"least_memory": True}),
+    Regime("small budget", how={"options": ChunkOptions(max_workspace_bytes=640 << 10)}),
     Regime("softcap and more", loss(label_smoothing=0.1, softcap=6.0, logit_scale=2.0, z_loss=1e-3)),
     Regime("blocks of classes", how={"options": ChunkOptions(strategy="vocab")}),
     Regime("chunks of tokens", how={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
@@ -94,6 +104,10 @@ OF_ROWS = (
     Regime("cross_entropy and more", ROW_LOSS, ROW_STATS, kind=LogitsCheck),
     Regime("log_softmax", kind=SoftmaxCheck),
 )
+MODELS = tuple(
+    Regime(title, {"ignored": 0.25}, dtypes=(F32, BF16), kind=ModelCheck)
+    for title in ("Llama, labels", "Llama, own loss", "Qwen3, labels", "Qwen3, own loss")
+)
 # The quick checks of the Triton backend, beside the default, in bfloat16: a kernel takes up to a second to compile.
 QUICK = ("reduction none", "small budget", "softcap and more", "cross_entropy", "softmax")
 
@@ -103,54 +117,41 @@ def suite(device: torch.device, backend: str, quick: bool) -> tuple[list[Check],
     why = why_no_backend(device, backend)
     if why is not None:
         return [], [Missing(f"{device}, {backend} backend", why)]
-    in_turn = {dtype: why_no_dtype(device, dtype) for dtype in (BF16, F32, F16, F64)}
+    in_turn = {dtype: why_no_dtype(device, dtype) for dtype in DTYPES}
     dtypes = [dtype for dtype, reason in in_turn.items() if reason is None]
     missing = [Missing(f"{device}, {dtype_text(dtype)}", reason) for dtype, reason in in_turn.items() if reason]
     compiled = backend == "triton"
 
-    def of(shape: Shape, *regimes: Regime, dtypes: Sequence[torch.dtype] = dtypes, prefix: str = "") -> Iterator[Check]:
+    def of(shape: Shape, *regimes: Regime, only: Sequence[torch.dtype] = dtypes, prefix: str = "") -> Iterator[Check]:
         for regime, dtype in itertools.product(regimes, dtypes):
-            if dtype in regime.dtypes:
+            if dtype in regime.dtypes and dtype in only:
                 inputs = Inputs(shape, dtype, device, **regime.inputs)
-                yield regime.kind.of(prefix + regime.title, backend, inputs, **regime.how)
+                yield regime.kind(prefix + regime.title, backend, inputs, **regime.how)
 
     small = SMALLER if quick and not compiled else SMALL
     found = list(of(small, DEFAULT))
     if backend == usual_backend(device) and find_spec("transformers") is None:
         missing.append(Missing(f"{device}, patched models", "Transformers is not installed"))
     elif backend == usual_backend(device):
-        found += _of_models([F32] if quick else [dtype for dtype in (F32, BF16) if dtype in dtypes], device, quick)
-    if compiled and (why := _why_not_large(device, dtypes)) is not None:
-        missing.append(Missing(f"{device}, large shapes", why))
+        found += of(TOKENS, MODELS[0], only=[F32]) if quick else of(TOKENS, *MODELS)
+    if compiled and (free := torch.cuda.mem_get_info(device)[0]) < LARGE_BYTES:
+        needed = f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
+        missing.append(Missing(f"{device}, large shapes", needed))
+    elif compiled and quick:
+        found += of(LARGE, DEFAULT, only=[BF16], prefix="large: ")
     elif compiled:
-        found += of(LARGE, DEFAULT, *(() if quick else LARGE_REGIMES), dtypes=[BF16], prefix="large: ")
-        if not quick:
-            found += of(LARGE, DEFAULT, dtypes=[F16], prefix="large: ")
-            found += of(LARGE, *LOGPROBS, dtypes=[BF16], prefix="large: ")
-            found += of(LONG_ROWS, *OF_ROWS, dtypes=[BF16, F32], prefix="long: ")
+        found += of(LARGE, DEFAULT, *LARGE_REGIMES, *LOGPROBS, only=[BF16], prefix="large: ")
+        found += of(LARGE, DEFAULT, only=[F16], prefix="large: ")
+        found += of(LONG_ROWS, *OF_ROWS, only=[BF16, F32], prefix="long: ")
     rest = [*of(small, *REGIMES, *LOGPROBS), *of(ROWS, *OF_ROWS)]
     if quick and compiled:
-        rest = [check for check in rest if check.dtype == BF16 and check.title in QUICK]
+        rest = [check for check in rest if check.inputs.dtype == BF16 and check.title in QUICK]
     return [*found, *rest], missing
-
-
-def _of_models(dtypes: Sequence[torch.dtype], device: torch.device, quick: bool) -> Iterator[Check]:
-    names, losses = (("Llama",), (False,)) if quick else (("Llama", "Qwen3"), (False, True))
-    for dtype, architecture, own_loss in itertools.product(dtypes, names, losses):
-        title = f"{architecture}, {'own loss' if own_loss else 'labels'}"
-        yield ModelCheck(title, device, dtype, usual_backend(device), architecture, own_loss)
 
 
 def usual_backend(device: torch.device) -> str:
     """Return the backend that calls take by default."""
     return next(backend for backend in BACKENDS if why_no_backend(device, backend) is None)
-
-
-def _why_not_large(device: torch.device, dtypes: Sequence[torch.dtype]) -> str | None:
-    if BF16 not in dtypes:
-        return f"{device} has no bfloat16"
-    free, _ = torch.cuda.mem_get_info(device)
-    return None if free >= LARGE_BYTES else f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
 
 
 def todo(device: torch.device | None, quick: bool) -> tuple[list[Check], list[Missing]]:

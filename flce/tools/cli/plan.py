@@ -26,18 +26,9 @@ if TYPE_CHECKING:
     from flce.planning.plan import ChunkPlan
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
-# The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`.
-Optimizer = Enum(
-    "Optimizer",
-    {
-        "adamw": "adamw",
-        "adamw-foreach": "adamw-foreach",
-        "adamw-8bit": "adamw-8bit",
-        "sgd": "sgd",
-        "sgd-momentum": "sgd-momentum",
-        "none": "none",
-    },
-)
+_KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
+Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
+"""The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`."""
 # `flce.huggingface.estimate.sharding.KINDS`.
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 COLOURS = {
@@ -234,24 +225,14 @@ def _steps(
                 raise wrong("--model", f"{error}") from None
             except BudgetError as error:
                 raise wrong("--budget", f"{error}") from None
-            steps.append(
-                {
-                    "patched": variant.patched,
-                    "checkpointing": variant.checkpointing,
-                    "peak_bytes": step.peak_bytes,
-                    "parts": step.parts,
-                    "fits": training_memory.fits(step, memory),
-                    "fused": step.fused,
-                    "longest_sequence": longest.tokens,
-                    "longest_obstacle": longest.obstacle,
-                }
-            )
+            how_long = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
+            steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **how_long})
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
     return {
         "model": {
             "type": measured.config.model_type,
             "class": kind,
-            "parameters": measured.num_parameters,
+            "parameters": sum(p.numel() for p in measured.model.parameters()),
             "positions": measured.positions,
             "remarks": measured.remarks,
         },
