@@ -155,7 +155,7 @@ def test_as_on_a_gpu(
 
 def test_what_the_engine_asks_of_a_slice_can_be_counted() -> None:
     """What is not counted does nothing, or no collective."""
-    for name in {name for name in vars(Slice) if not name.startswith("_")} - {"divided", "local_scales"}:
+    for name in {name for name in vars(Slice) if not name.startswith("_")} - {"divided"}:
         assert hasattr(AllClasses, name), name
         ours, theirs = getattr(CountingSlice, name), getattr(Slice, name)
         if inspect.isfunction(ours):

@@ -26,11 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.engine import case
 from flce.ops import linear_cross_entropy
+from flce.planning import search
 from flce.testing.problem import ALL_GRADS, make_problem, stock_loss
 from tests import forced
 from tests.forced import force
 from tests.helpers import BATCHED, REDUCTIONS, STATS, STRATEGIES, batched_gradients, skip_without_gradient_edges
+from tests.hopper import logits_dtypes_on_a_gpu
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SCALARS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": 1}
@@ -531,7 +534,11 @@ def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pyte
 def test_opcheck_of_half_precision(
     dtype: torch.dtype, row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the dtypes of a GPU on the CPU too: gradients of float16 in units, none of which a backward may change."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    search.plan_of_call.cache_clear()
     check_operators(row, dtype, device, monkeypatch)
+    search.plan_of_call.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------
