@@ -155,7 +155,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     results, arguments = Results._make(output), Arguments(*inputs)
     ctx.mark_non_differentiable(*results[_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
-    ctx.needs, ctx.settings = arguments.call(LogprobSpec).problem.needs, arguments.settings
+    ctx.needs, ctx.settings = arguments.call(LogprobSpec).problem.needs.flat, arguments.settings
     ctx.save_for_backward(results.normalizer, results.entropy, results.candidate_logprob, *arguments.tensors())
 
 
