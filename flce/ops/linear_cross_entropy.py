@@ -169,7 +169,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, directly: bo
         # upstream gradient of 1, and whoever has called the operator still has what forward returned.
         factor, in_place = upstream / unit, False
     assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
-    scale_cast = _scale_cast if directly else torch.ops.flce.scale_cast
+    steps: Any = get_backend(factor.device) if directly else torch.ops.flce
     result, in_its_place = [], []
     # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
     for grad in grads:
@@ -180,9 +180,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, directly: bo
             in_its_place.append(grad)
             result.append(grad)
         else:
-            result.append(scale_cast(grad, factor, dtype))
+            result.append(steps.scale_cast(grad, factor, dtype))
     if in_its_place:
-        (_scale_all if directly else torch.ops.flce.scale_)(in_its_place, factor)
+        steps.scale_(in_its_place, factor)
     return result
 
 
@@ -241,14 +241,6 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
     return sum(Arguments(*args).call().flops())
 
 
-def _scale_all(xs: Sequence[Tensor], factor: Tensor) -> None:
-    get_backend(factor.device).scale_(xs, factor)
-
-
-def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return get_backend(x.device).scale_cast(x, factor, dtype)
-
-
 define(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
@@ -263,11 +255,16 @@ define(
     _backward,
     _backward_fake,
 )
-define("scale_", "(Tensor(a!)[] xs, Tensor factor) -> ()", _scale_all, lambda xs, factor: None)
+define(
+    "scale_",
+    "(Tensor(a!)[] xs, Tensor factor) -> ()",
+    lambda xs, factor: get_backend(factor.device).scale_(xs, factor),
+    lambda xs, factor: None,
+)
 define(
     "scale_cast",
     "(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
-    _scale_cast,
+    lambda x, factor, dtype: get_backend(x.device).scale_cast(x, factor, dtype),
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
 flops.declare("linear_cross_entropy", _forward_flops)

@@ -187,7 +187,7 @@ def logprobs() -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
         p = make_problem((2, tokens), 8, vocab, dtype=dtype, device=device, bias=True, adapter_ranks=(2,), ignored=0.2)
         candidates = (p.target[..., None] + torch.tensor([0, 0, 5], device=device)) % vocab
-        temperature = torch.linspace(0.5, 2.0, 2 * tokens, device=device).view(2, tokens)
+        temperature = torch.linspace(0.5, 2.0, tokens, device=device).repeat(2, 1)
 
         def together(logprob: Tensor, entropy: Tensor, lse: Tensor, candidate_logprob: Tensor) -> Tensor:
             return logprob + 0.3 * entropy - 0.1 * lse + candidate_logprob.sum(-1)
