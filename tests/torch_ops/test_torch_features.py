@@ -192,20 +192,21 @@ def logprobs() -> Row:
         def together(logprob: Tensor, entropy: Tensor, lse: Tensor, candidate_logprob: Tensor) -> Tensor:
             return logprob + 0.3 * entropy - 0.1 * lse + candidate_logprob.sum(-1)
 
-        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, *adapter: Tensor) -> tuple[Tensor, ...]:
+        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, ...]:
             y, candidates, temperature = data
             out: Any = flce.linear_logprobs(
-                x, w, y, candidates=candidates, top_k=2, outputs=OUTPUTS, linear_bias=b, adapters=(adapter,),
+                x, w, y, candidates=candidates, top_k=2, outputs=OUTPUTS, linear_bias=b, adapters=[(a, up)],
                 temperature=temperature,
             )  # fmt: skip
             result = together(out.logprob, out.entropy, out.lse, out.candidate_logprob)
             return result, out.argmax, out.correct, out.mean_logit, out.top_k_logprob, out.top_k_ids
 
-        def stock(x: Tensor, w: Tensor, b: Tensor, *adapter: Tensor) -> Tensor:
-            z = (F.linear(x, w, b) + F.linear(*adapter)).to(f64 if dtype == f64 else f32) / temperature[..., None]
+        def stock(x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> Tensor:
+            z = (F.linear(x, w, b) + F.linear(a, up)).to(f64 if dtype == f64 else f32) / temperature[..., None]
             results = token_results(z.view(-1, vocab), p.target.view(-1), candidates.view(-1, 3))
             return together(**results).view(2, tokens)
 
+        assert p.linear_bias is not None
         leaves = (p.input, p.linear_weight, p.linear_bias, *p.adapters[0])
         return Sample(tuple(t.requires_grad_() for t in leaves), (p.target, candidates, temperature), call, stock)
 
