@@ -192,7 +192,7 @@ def logprobs() -> Row:
         def together(logprob: Tensor, entropy: Tensor, lse: Tensor, candidate_logprob: Tensor) -> Tensor:
             return logprob + 0.3 * entropy - 0.1 * lse + candidate_logprob.sum(-1)
 
-        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        def call(data: Any, x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, ...]:
             y, candidates, temperature = data
             out: Any = flce.linear_logprobs(
                 x, w, y, candidates=candidates, top_k=2, outputs=OUTPUTS, linear_bias=b, adapters=[(a, up)],
