@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.backends import backend_name, has_product
+from flce.backends import choose_backend, has_product
 from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
@@ -184,7 +184,7 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
         vocab_size=problem.linear_weight.shape[0],
         dtype=problem.input.dtype,
         device_type=device.type,
-        backend=backend_name(device),
+        backend=choose_backend(device).name,
         has_product=has_product(device),
         device=device_record(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),

@@ -17,8 +17,14 @@ from flce.core.devices import device_record
 OLDEST = 70
 
 
-def backend_name(device: torch.device, there: Device | None = None) -> str:
-    """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
+class Choice(NamedTuple):
+    name: str
+    """ "triton" or "torch"."""
+    why: str
+
+
+def choose_backend(device: torch.device, there: Device | None = None) -> Choice:
+    """Return ``FLCE_BACKEND`` if set, else the backend of the device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
     With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, take it with
@@ -31,59 +37,45 @@ def backend_name(device: torch.device, there: Device | None = None) -> str:
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    return _choice(device, "" if there is None else there.arch).name
-
-
-def why_backend(device: torch.device) -> str:
-    """Why `backend_name` says what it says, in words. It raises what that raises."""
-    return _choice(device).why
-
-
-class _Choice(NamedTuple):
-    name: str
-    why: str
-
-
-def _choice(device: torch.device, there: str = "") -> _Choice:
     asked, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
-    return _choose(device, asked, interpreted, there)
+    return _choose(device, asked, interpreted, "" if there is None else there.arch)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> _Choice:
+def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> Choice:
     if asked not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
     arch = there or (device_record(device).arch if device.type == "cuda" else "")
     amd, capability = arch.startswith("gfx"), int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
     if device.type == "meta" and not there:
-        return _Choice("torch", "meta tensors have no values")
+        return Choice("torch", "meta tensors have no values")
     if not arch and not (device.type == "cpu" and interpreted):
-        found = _Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
+        found = Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
     elif amd:
-        found = _Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
+        found = Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
     elif arch and capability < OLDEST:
         limit = f"the kernels are for compute capability {OLDEST / 10} or newer, and the GPU has {capability / 10}"
-        found = _Choice("torch", limit)
+        found = Choice("torch", limit)
     elif there:
-        found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
+        found = Choice("triton", "another machine, with an NVIDIA GPU and Triton")
     elif not _has_triton():
-        found = _Choice("torch", "Triton is not installed")
+        found = Choice("torch", "Triton is not installed")
     elif arch:
-        found = _Choice("triton", "an NVIDIA GPU, and Triton is installed")
+        found = Choice("triton", "an NVIDIA GPU, and Triton is installed")
     else:
-        found = _Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
+        found = Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
     if asked == "triton" and found.name != asked and not (amd and (there or _has_triton())):
         raise ValueError(
             f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and a GPU of "
             f"AMD, or of NVIDIA from compute capability {OLDEST / 10} on; or TRITON_INTERPRET=1 and CPU tensors. "
             f"Without it: {found.why}"
         )
-    return _Choice(asked, "FLCE_BACKEND asks for it") if asked else found
+    return Choice(asked, "FLCE_BACKEND asks for it") if asked else found
 
 
 def has_product(device: torch.device) -> bool:
     """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
-    return device.type == "cuda" and has_product_of(backend_name(device), device_record(device))
+    return device.type == "cuda" and has_product_of(choose_backend(device).name, device_record(device))
 
 
 def has_product_of(backend: str, device: Device) -> bool:
@@ -92,7 +84,7 @@ def has_product_of(backend: str, device: Device) -> bool:
 
 
 def get_backend(device: torch.device) -> Backend:
-    return load(backend_name(device))
+    return load(choose_backend(device).name)
 
 
 @functools.cache

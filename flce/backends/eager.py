@@ -231,11 +231,12 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     if bias is not None:
         z = z.add_(bias)
     factor = None if call.inputs.row_factor is None else call.inputs.row_factor[:, None]
-    jacobian: Tensor | float = spec.scale
+    scale = spec.scale
+    jacobian: Tensor | float = scale
     if spec.softcap is None:
-        z = z if spec.scale == 1.0 else z.mul_(spec.scale)
+        z = z if scale == 1.0 else z.mul_(scale)
     else:
-        z = z.mul_(spec.scale).tanh_()
+        z = z.mul_(scale).tanh_()
         if want_jacobian:
             jacobian = torch.addcmul(z.new_ones(()), z, z, value=-1.0).mul_(spec.logit_scale / spec.temperature)
         z = z.mul_(spec.cap)
@@ -251,7 +252,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     """
     spec, tile, class_weight = call.spec, call.tile, call.inputs.class_weight
     merged: dict[int, Tensor] = {}
-    before = None if tile.first else state
+    before = None if state is None or tile.first else state
     if "argmax" in spec.stats or "correct" in spec.stats:
         tile_max, tile_argmax = z.max(dim=1)
         merged[ARGMAX] = tile_argmax + tile.start

@@ -16,11 +16,9 @@ from flce.backends.contract import (
     ARGMAX,
     CLASSES,
     ENTROPY_SUM,
-    LOG_SUM,
     LOGIT_SUM,
     LOSS_GRADIENT_SLOTS,
     MAX,
-    OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
@@ -212,12 +210,12 @@ def write_results(results: RowResults, call: TileCall, targets: Targets) -> None
     inputs, spec, vocab_size, out = call.inputs, call.spec, call.tile.vocab_size, call.out
     assert out is not None
     nll = where(targets.in_range, -results.logprob, torch.nan)
-    lse = log_sum_exp(torch.stack((results.offset, results.log_sum)))
+    normalizer = torch.stack((results.offset, results.log_sum))
+    lse = log_sum_exp(normalizer)
     losses = row_losses(nll, lse, results.smooth, inputs.target_weight(vocab_size), spec, vocab_size)
     if inputs.token_weight is not None:
         losses = losses[0] * inputs.token_weight, losses[1] * inputs.token_weight
-    out.normalizer[OFFSET] = where(targets.valid, results.offset, 0.0)
-    out.normalizer[LOG_SUM] = where(targets.valid, results.log_sum, 0.0)
+    out.normalizer.copy_(where(targets.valid, normalizer, 0.0))
     values = results._asdict() | {"loss": losses[0], "z_loss": losses[1], "logprob": -nll}
     for name, place in out._asdict().items():
         if place is not None and name != "normalizer":

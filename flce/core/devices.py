@@ -63,11 +63,8 @@ def device_record(device: torch.device) -> Device:
         return UNKNOWN._replace(name=device.type)
     index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index
     found = _profiled(index)
-    return found if found.profile is None or not _in_a_group() else _told(index)
-
-
-def _in_a_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    in_a_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _told(index) if found.profile is not None and in_a_group else found
 
 
 @functools.cache

@@ -125,11 +125,11 @@ def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     """`matmul` with the sums in float32, rounded to `out` at the end: piece by piece, but for large results on CUDA."""
     (m, k), n = a.shape, b.shape[1]
-    rows = _rows_in_float32(m, k, n, out.is_cuda)
+    rows, multiply = _rows_in_float32(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
     for start in range(0, m, rows):
         part = out[start : start + rows]
         result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
-        matmul(a[start : start + rows], b, result, accumulate)
+        multiply(a[start : start + rows], b, result, accumulate)
         part.copy_(result)
         del result  # before the next piece makes its own
 
@@ -146,6 +146,9 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
     """`matmul` with `b`, the operand that may be as large as the head, cast to `out`'s dtype in pieces."""
     a = a.to(out.dtype)
     k, n = b.shape
+    if k * n * out.dtype.itemsize <= LEAST_CAST_BYTES:
+        _vendor_matmul(a, b.to(out.dtype), out, accumulate)
+        return
     most = _cast_bytes(len(a), k, n)
     if n > k:  # pieces of columns: each makes its own columns of the result
         step = max(1, most // (k * out.dtype.itemsize))

@@ -36,14 +36,11 @@ def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:
         TypeError: anything else, and a tensor that requires grad: there would be none for it.
     """
     number = _python_number(value)
-    if not is_number(number) and not (may_be_bool and isinstance(number, bool)):
+    is_bool = isinstance(number, bool)
+    # The symbols are those of a graph that is being traced.
+    if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)) or (is_bool and not may_be_bool):
         raise TypeError(f"{name} must be a number, got {_describe(value)}")
     return float(number)
-
-
-def is_number(value: object) -> bool:
-    """Whether this is an int or a float, of a graph that is being traced too."""
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
@@ -228,30 +228,23 @@ class LinearCrossEntropyProblem:
     row_factor: Tensor | None = None  # (N,) multiplies z: one over the temperature of each token
     shard: Shard | None = None  # weights, bias and their gradients are of these classes; targets and V of all
 
-    @functools.cached_property
-    def num_tokens(self) -> int:
-        return self.terms[0].input.shape[0]
+    # What follows from these.
+    num_tokens: int = field(init=False)
+    slice_size: int = field(init=False)  # the classes of the weights
+    vocab_size: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @functools.cached_property
-    def hidden_sizes(self) -> tuple[int, ...]:
-        return tuple([term.weight.shape[1] for term in self.terms])
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        return self.slice_size if self.shard is None else self.shard.vocab_size
-
-    @functools.cached_property
-    def slice_size(self) -> int:
-        """The classes of the weights."""
-        return self.terms[0].weight.shape[0]
-
-    @functools.cached_property
-    def dtype(self) -> torch.dtype:
-        return self.terms[0].input.dtype
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        return self.terms[0].input.device
+    def __post_init__(self) -> None:
+        input, weight = self.terms[0]
+        for name, value in (
+            ("num_tokens", input.shape[0]),
+            ("slice_size", weight.shape[0]),
+            ("vocab_size", weight.shape[0] if self.shard is None else self.shard.vocab_size),
+            ("dtype", input.dtype),
+            ("device", input.device),
+        ):
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

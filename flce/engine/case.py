@@ -98,7 +98,7 @@ class Dtypes:
     weight_grad: torch.dtype
     """dW as it leaves the schedule."""
 
-    @property
+    @functools.cached_property
     def in_units(self) -> bool:
         """Whether gradients of logits are multiples of a unit by which sums of them are divided when a schedule rounds
         them: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""

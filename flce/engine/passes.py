@@ -47,6 +47,11 @@ class Plan:
         return self.schedule.deferred
 
     @functools.cached_property
+    def makes_gradients(self) -> bool:
+        """Whether forward makes gradients."""
+        return self.case.needs.any and not self.deferred
+
+    @functools.cached_property
     def dtypes(self) -> Dtypes:
         return self.case.dtypes(self.deferred)
 
@@ -65,13 +70,9 @@ class Runtime(NamedTuple):
     select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.of
 
 
-def runtime_of(plan: Plan, problem: LinearCrossEntropyProblem) -> Runtime:
-    """What a plan of a problem runs with."""
-    return _runtime(plan.case.backend, problem.device)
-
-
 @functools.cache
-def _runtime(backend: str, device: torch.device) -> Runtime:
+def runtime_on(device: torch.device, backend: str) -> Runtime:
+    """What plans for a backend run with on a device."""
     return Runtime(load(backend), Arena(device))
 
 
@@ -88,7 +89,7 @@ def forward(
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
     problem = with_all_class_weights(problem)
     all_count = vectors.check_targets(problem)
-    runtime, schedule = runtime or runtime_of(plan, problem), plan.schedule
+    runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
@@ -123,7 +124,7 @@ def backward(
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     problem = with_all_class_weights(problem)
-    runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
+    runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     upstream, in_units = upstream.to(accum), plan.dtypes.in_units
     of_each = None if upstream.dim() == 0 else selection.take(upstream)

@@ -33,7 +33,7 @@ from flce.backends.contract import (
 from flce.backends.state import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
-from flce.engine.passes import Plan, Runtime, runtime_of, stage_of
+from flce.engine.passes import Plan, Runtime, runtime_on, stage_of
 from flce.engine.selection import Selection
 from flce.engine.shards import classes_of
 from flce.engine.stage import Entries, Stage
@@ -79,7 +79,7 @@ def forward(
     all_count = vectors.check_targets(problem)
     vectors.check_candidates(candidates, problem.vocab_size)
     problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
-    runtime = runtime or runtime_of(plan, problem)
+    runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, not all_count and plan.case.skip_ignored, False)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
@@ -135,7 +135,7 @@ def backward(
     runtime: Runtime | None = None,
 ) -> list[Tensor]:
     """The gradients, from logits that are made again."""
-    runtime = runtime or runtime_of(plan, problem)
+    runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     kept = Kept(*(None if t is None else selection.take(t, dim) for t, dim in zip(kept, (1, 0, 0), strict=True)))  # type: ignore[arg-type]
     upstream = Upstream(*(None if t is None else selection.take(t) for t in upstream))

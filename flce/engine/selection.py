@@ -69,7 +69,7 @@ class Selection:
         enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
         return Selection(p, index if enough else None)
 
-    @property
+    @functools.cached_property
     def most_rows(self) -> int:
         """Rows that there may be results of: all that `index` has."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
@@ -106,8 +106,9 @@ class Selection:
     def row_inputs(self, part: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
         """`weighted`: with the tokens' weights, if there are any."""
         p = self.problem
-        weight = last(self.token_weight, part) if weighted and self.token_weight is not None else None
-        factor = None if self.row_factor is None else last(self.row_factor, part)
+        weight = self.token_weight if weighted and p.token_weight is not None else None
+        factor = self.row_factor if p.row_factor is not None else None
+        weight, factor = (None if x is None else last(x, part) for x in (weight, factor))
         return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:

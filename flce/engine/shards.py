@@ -112,14 +112,8 @@ class AllClasses:
     def __post_init__(self) -> None:
         self.problem, self.selection, self.local = self.full_problem, self.rows, self.out
         """What schedules work on, and where statistics of these classes go."""
-
-    @property
-    def local_scales(self) -> LossScales:
-        return self.scales
-
-    @property
-    def gradient_normalizer(self) -> Tensor:
-        return self.normalizer
+        self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
+        """What the gradient of the logits of these classes is made of."""
 
     def complete(self, part: slice) -> None:
         """Write the results of some rows, from what all processes have of them. One collective."""
@@ -197,6 +191,13 @@ class Slice(AllClasses):
         )
         self.selection = replace(self.rows, problem=self.problem)
         self.local = None if self.out is None else allocate(self.problem, self.rows.most_rows, self.arena)
+        # Scales of 1, and the sum of the slice's class weights.
+        self.local_scales = LossScales(self.problem, self.scales.backend, with_gradients=True)
+        # The class that stands for a slice without any may be above all others, which has no probability.
+        if shard.is_empty:
+            self.gradient_normalizer = torch.full_like(self.normalizer, BEYOND_LOGITS)
+        else:
+            self.gradient_normalizer = self.normalizer
 
     def _local_target(self) -> Tensor:
         """(N,) Targets that are elsewhere are replaced by classes of this process, each by another: the terms of equal
@@ -205,16 +206,6 @@ class Slice(AllClasses):
         local = self.local_ids(target)
         stand_in = torch.arange(len(target), device=target.device) % self.full_problem.slice_size
         return torch.where(target == ignored, IGNORED, torch.where(local >= 0, local, stand_in))
-
-    @functools.cached_property
-    def local_scales(self) -> LossScales:
-        """Scales of the slice: 1, and the sum of its class weights."""
-        return LossScales(self.problem, self.scales.backend, with_gradients=True)
-
-    @property
-    def gradient_normalizer(self) -> Tensor:
-        # The class that stands for a slice without any may be above all others, which has no probability.
-        return torch.full_like(self.normalizer, BEYOND_LOGITS) if self.shard.is_empty else self.normalizer
 
     # -------------------------------------------------------------------------------------------- all classes
 

@@ -149,9 +149,7 @@ class Stage:
         put = out.index_add_ if add else out.index_copy_
         put(0, self.selection.index[part], x)
 
-    def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        """`gemm.matmul`."""
-        gemm.matmul(a, b, out, accumulate)
+    matmul = staticmethod(gemm.matmul)
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         """(rows, cols) to (cols,)."""

@@ -203,10 +203,10 @@ class HalvedSum(WeightSum):
 
 def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
     """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
-    stop, dtypes = s.vocab_size if stop is None else stop, s.dtypes
-    if s.whole(rows):
+    stop, dtypes, whole = s.vocab_size if stop is None else stop, s.dtypes, s.whole(rows)
+    if whole and dtypes.in_units:
         return block_sums(s, rows, stop)(slice(0, stop))
-    if dtypes.weight_grad == s.problem.dtype != dtypes.sums:
+    if not whole and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
         return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
     return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -61,9 +61,7 @@ class LossScales:
     with_gradients: bool
     in_units: bool = False
     upstream: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self._for_gradient: Tensor | None = None
+    _for_gradient: Tensor | None = field(default=None, init=False)
 
     @functools.cached_property
     def of_loss(self) -> Tensor | None:
@@ -142,8 +140,8 @@ def reduce(
         for losses in out.losses:
             if losses is not None:
                 losses.mul_(weight)
-    first, second = out.losses
     if p.spec.reduction == "none":
+        first, second = out.losses
         results = out.reduced(first if second is None else first + second, second)
     else:
         loss, second, scales = backend.reduce(p, out, scales)

@@ -56,6 +56,8 @@ class LinearArguments(NamedTuple):
     """Whether PyTorch's operators compute the loss, with the logits in memory."""
     shard: Shard | None
     """Classes of the weights; None: all."""
+    vocab_size: int
+    """V, of all processes."""
 
 
 def linear_arguments(
@@ -101,7 +103,8 @@ def linear_arguments(
         # Before the input is gathered, which would lose its tangent.
         function, instead = ("linear_logprobs", _LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _LOSS)
         refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), batches=True)
-    shard, size = None, len(linear_weight)
+    shard, all_classes = None, len(linear_weight)
+    weights = all_classes
     if how != NOT_SPLIT:
         if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
@@ -114,6 +117,10 @@ def linear_arguments(
         given, shard = split(input, linear_weight, linear_bias, adapters, weight, how, told)
         input, linear_weight, linear_bias, adapters = given
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
+        all_classes = shard.vocab_size
+        # Class weights are those of the slice, or of all classes.
+        if weight is None or weight.shape != (weights,):
+            weights = all_classes
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -131,13 +138,10 @@ def linear_arguments(
     adapters = tuple(zip(others[::2], others[1::2], strict=True))
     if adapters:
         _check_adapters(adapters, input, linear_weight)
-    # Class weights are those of the slice, or of all classes.
-    if shard is not None and (weight is None or weight.shape != (size,)):
-        size = shard.vocab_size
     for name, tensor, shape in (
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (size,)),
+        ("weight", weight, (weights,)),
         ("token_weight", token_weight, tokens),
     ):
         if tensor is not None and tensor.shape != shape:
@@ -147,8 +151,9 @@ def linear_arguments(
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard
-    )
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard,
+        all_classes,
+    )  # fmt: skip
 
 
 def logprob_arguments(
@@ -208,10 +213,9 @@ def logprob_arguments(
     linear = linear_arguments(
         input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how
     )
-    vocab_size = len(linear_weight) if linear.shard is None else linear.shard.vocab_size
-    if spec.top_k > vocab_size:
-        of = "linear_weight" if linear.shard is None else "all processes"
-        raise ValueError(f"top_k must be at most the {vocab_size} classes of {of}, got {spec.top_k}")
+    if spec.top_k > linear.vocab_size:
+        of = "linear_weight" if how == NOT_SPLIT else "all processes"
+        raise ValueError(f"top_k must be at most the {linear.vocab_size} classes of {of}, got {spec.top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flce.backends import backend_name, has_product
+from flce.backends import choose_backend, has_product
 from flce.core.callers import caller
 from flce.core.devices import device_record
 from flce.core.numbers import constant
@@ -64,11 +64,12 @@ class Arguments(NamedTuple):
         )
 
     @staticmethod
-    def gradients(needs: Needs, flat: Sequence[Tensor] = (), token_weight: Tensor | None = None) -> tuple[Any, ...]:
-        """Gradients in the places of the arguments: `flat` are those that are needed, in the order of `Needs.flat`, or
-        none."""
-        made, terms = iter(flat), len(needs.inputs)
-        *of_terms, bias = [next(made, None) if needed else None for needed in needs.flat]
+    def gradients(
+        needs: tuple[bool, ...], made: Iterable[Tensor] = (), token_weight: Tensor | None = None
+    ) -> tuple[Any, ...]:
+        """Gradients in the places of the arguments. `needs`: `Needs.flat`; `made`: those that are needed, or none."""
+        each, terms = iter(made), len(needs) // 2
+        *of_terms, bias = [next(each, None) if needed else None for needed in needs]
         return tuple(Arguments(of_terms[:terms], of_terms[terms:], linear_bias=bias, token_weight=token_weight))
 
     def call(self, spec: type[LossSpec] = LossSpec) -> LinearCall:
@@ -81,7 +82,7 @@ class Arguments(NamedTuple):
             needs=Needs.from_flat(more.needs),
             shift=more.shift,
             token_weight_grad=more.token_weight_grad,
-            shard=None if more.shard is None else Shard(*more.shard),
+            shard=Shard(*more.shard) if more.shard else None,
         )
         return LinearCall(problem, options, more.traced, self.candidates)
 
@@ -97,7 +98,8 @@ class _Constants:
     shift: int
     token_weight_grad: bool
     traced: bool
-    shard: tuple[Any, ...] | None
+    shard: tuple[Any, ...]
+    """Fields of `Shard`, or none."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class LinearCall:
 
     def arguments(self) -> Arguments:
         p, s = self.problem, self.problem.shard
-        shard = None if s is None else (s.group, constant(s.start), constant(s.vocab_size), s.sequence_parallel)
+        shard = (s.group, constant(s.start), constant(s.vocab_size), s.sequence_parallel) if s else ()
         more = _Constants(p.needs.flat, p.shift, p.token_weight_grad, self.traced, shard)
         return Arguments.of_tensors(self.tensors(), as_text(p.spec, self.options, more))
 
@@ -127,6 +129,7 @@ class LinearCall:
     @functools.cached_property
     def case(self) -> Case:
         p, options, gpu = self.problem, self.options, self.gpu
+        most_classes, split = (p.shard.most_classes, p.shard.split) if p.shard else (p.slice_size, None)
         # Kernels beside products with an epilogue go along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.traced and options.strategy == "auto" and p.dtype == torch.float16:
@@ -134,17 +137,17 @@ class LinearCall:
             options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
         return Case(
             p.num_tokens,
-            p.hidden_sizes,
-            p.slice_size if p.shard is None else p.shard.most_classes,
+            tuple([w.shape[1] for _, w in p.terms]),
+            most_classes,
             p.dtype,
             "cuda" if gpu else p.device.type,
-            gpu.backend if gpu else backend_name(p.device),
+            gpu.backend if gpu else choose_backend(p.device).name,
             row_major and (gpu.has_product if gpu else has_product(p.device)),
             gpu.device if gpu else device_record(p.device),
             p.spec,
             p.needs,
             options,
-            None if p.shard is None else p.shard.split,
+            split,
         )
 
     @property

@@ -62,7 +62,7 @@ def _forward(*args: Any) -> tuple[Any, ...]:
 
 def _solved(call: LinearCall, how: str) -> passes.ForwardResult:
     plan = plan_of(call)
-    gradients = call.makes_gradients if call.traced else call.problem.needs.any and not plan.deferred
+    gradients = call.makes_gradients if call.traced else plan.makes_gradients
     if log.telling():
         new_shapes.log_new_shape(plan, how)
     return run_plan(lambda plan: passes.forward(call.problem, plan, gradients), plan)
@@ -120,7 +120,7 @@ def _keep(
 ) -> None:
     """For backward: the gradient in the weights of tokens; the others, or the normalizer and the call's tensors."""
     p = call.problem
-    ctx.needs, ctx.weighs, ctx.dtype, ctx.deferred = p.needs, p.token_weight_grad, p.dtype, not grads
+    ctx.needs, ctx.weighs, ctx.dtype, ctx.deferred = p.needs.flat, p.token_weight_grad, p.dtype, not grads
     # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
     ctx.set_materialize_grads(False)
     if grads:
@@ -136,26 +136,40 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_loss is None:
         return Arguments.gradients(ctx.needs)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
-    flops.tell_active_counters()
-    # In place only where nothing needs what was saved again: another backward, or another upstream gradient of a batch.
-    in_place, (weight_grad, *saved) = not (private.keeps_graph() or is_batched(grad_loss)), ctx.saved_tensors
+    weight_grad, *saved = ctx.saved_tensors
     gradients: Sequence[Tensor] = ()
-    if ctx.needs.any:
-        gradients = for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss)
+    directly = _nobody_watches((grad_loss, *saved))
+    if not directly:
+        flops.tell_active_counters()
+    # In place only where nothing needs what was saved again: another backward, or another upstream gradient of a batch.
+    if not any(ctx.needs):
+        pass
+    elif not directly and is_batched(grad_loss):
+        gradients = for_each(lambda upstream: _gradients(ctx, saved, upstream, directly, in_place=False), grad_loss)
+    else:
+        gradients = _gradients(ctx, saved, grad_loss, directly, in_place=not private.keeps_graph())
     return Arguments.gradients(ctx.needs, gradients, grad_loss * weight_grad if ctx.weighs else None)
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, in_place: bool) -> list[Tensor]:
-    """The gradients that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
-    directly = _nobody_watches((upstream, *saved))
+def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, directly: bool, in_place: bool) -> Sequence[Tensor]:
+    """The gradients that are needed, in the order of `Needs.flat`.
+
+    Args:
+        directly: no operator is called: `_nobody_watches`.
+        in_place: they may be made in the memory of what was saved.
+    """
     if ctx.deferred:
         normalizer, *tensors = saved
         backward = _backward if directly else torch.ops.flce.linear_cross_entropy_backward
         return backward(normalizer, upstream.contiguous(), *Arguments.of_tensors(tensors, ctx.settings))
     *grads, unit = saved
-    factor = upstream / unit if unit is not None and unit.dim() == 0 else upstream
+    factor = upstream
+    if unit is not None and unit.dim() == 0:
+        # Matrices are cast. The vector of the bias is copied too: then no result of an operator is changed for an
+        # upstream gradient of 1, and whoever has called the operator still has what forward returned.
+        factor, in_place = upstream / unit, False
     assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
-    scale_cast = _scale_cast if directly else torch.ops.flce.scale_cast
+    steps: Any = get_backend(factor.device) if directly else torch.ops.flce
     result, in_its_place = [], []
     # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
     for grad in grads:
@@ -166,9 +180,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, in_place: bo
             in_its_place.append(grad)
             result.append(grad)
         else:
-            result.append(scale_cast(grad, factor, dtype))
+            result.append(steps.scale_cast(grad, factor, dtype))
     if in_its_place:
-        (_scale_all if directly else torch.ops.flce.scale_)(in_its_place, factor)
+        steps.scale_(in_its_place, factor)
     return result
 
 
@@ -227,14 +241,6 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
     return sum(Arguments(*args).call().flops())
 
 
-def _scale_all(xs: Sequence[Tensor], factor: Tensor) -> None:
-    get_backend(factor.device).scale_(xs, factor)
-
-
-def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return get_backend(x.device).scale_cast(x, factor, dtype)
-
-
 define(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
@@ -249,11 +255,16 @@ define(
     _backward,
     _backward_fake,
 )
-define("scale_", "(Tensor(a!)[] xs, Tensor factor) -> ()", _scale_all, lambda xs, factor: None)
+define(
+    "scale_",
+    "(Tensor(a!)[] xs, Tensor factor) -> ()",
+    lambda xs, factor: get_backend(factor.device).scale_(xs, factor),
+    lambda xs, factor: None,
+)
 define(
     "scale_cast",
     "(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
-    _scale_cast,
+    lambda x, factor, dtype: get_backend(x.device).scale_cast(x, factor, dtype),
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
 flops.declare("linear_cross_entropy", _forward_flops)

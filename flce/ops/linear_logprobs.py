@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -68,15 +69,17 @@ def linear_logprobs(
     return made
 
 
-def _asked(spec: LogprobSpec) -> list[bool]:
-    """For each of `Results`, whether it is asked for."""
-    named = dict(zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)) | {
-        "lse": "lse" in spec.stats,
-        "candidate_logprob": spec.candidates > 0,
-        "top_k_logprob": spec.top_k > 0,
-        "top_k_ids": spec.top_k > 0,
-    }
-    return [bool(named[name]) for name in Results._fields]
+def _in_order(rows: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any) -> Results:
+    """Return values of results in the order of `Results`. `rows`: values in the order of `RowOutputs`."""
+    named = {**dict(zip(RowOutputs._fields, rows, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
+    named |= {"top_k_logprob": top_k_logprob, "top_k_ids": top_k_ids}
+    return Results(*[named[name] for name in Results._fields])
+
+
+def _asked(spec: LogprobSpec) -> Results:
+    """Return a bool for each result: whether the caller asked for it."""
+    top = spec.top_k > 0
+    return _in_order(RowOutputs.asked(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
 
 
 def _without_gradients(call: LinearCall) -> LinearCall:
@@ -124,16 +127,9 @@ def _results(
     top_logprob: Tensor | None,
     top_ids: Tensor | None,
 ) -> Results:
-    spec = per_token.spec_of(p)
-    made = dict(zip(RowOutputs._fields, rows, strict=True)) | {
-        "lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None,
-        "candidate_logprob": candidate_logprob,
-        "top_k_logprob": top_logprob,
-        "top_k_ids": top_ids,
-    }
-    nothing = rows.normalizer
-    there = (made[name] for name in Results._fields)
-    return Results._make(nothing.new_empty(0) if t is None else t for t in there)
+    lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
+    made = _in_order(rows, lse, candidate_logprob, top_logprob, top_ids)
+    return Results._make(rows.normalizer.new_empty(0) if t is None else t for t in made)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -155,7 +151,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     results, arguments = Results._make(output), Arguments(*inputs)
     ctx.mark_non_differentiable(*results[_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
-    ctx.needs, ctx.settings = arguments.call(LogprobSpec).problem.needs, arguments.settings
+    ctx.needs, ctx.settings = arguments.call(LogprobSpec).problem.needs.flat, arguments.settings
     ctx.save_for_backward(results.normalizer, results.entropy, results.candidate_logprob, *arguments.tensors())
 
 
@@ -178,40 +174,31 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     return Arguments.gradients(ctx.needs, for_each(gradients, *given))
 
 
-def _backward(
+def _arguments_of_backward(
     normalizer: Tensor,
     entropy: Tensor,
-    candidate_logprob: Tensor,
+    candidate_logprob: Tensor | None,
     of_logprob: Tensor | None,
     of_entropy: Tensor | None,
     of_lse: Tensor | None,
     of_candidates: Tensor | None,
     *args: Any,
-) -> list[Tensor]:
+) -> tuple[LinearCall, per_token.Kept, per_token.Upstream]:
     call = _call(*args)
-    asked = Results._make(_asked(per_token.spec_of(call.problem)))
-    kept = per_token.Kept(
-        normalizer, entropy if asked.entropy else None, candidate_logprob if asked.candidate_logprob else None
-    )
-    upstream = per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates if asked.candidate_logprob else None)
+    asked = _asked(per_token.spec_of(call.problem))
+    if not asked.candidate_logprob:
+        candidate_logprob = of_candidates = None
+    kept = per_token.Kept(normalizer, entropy if asked.entropy else None, candidate_logprob)
+    return call, kept, per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates)
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    call, kept, upstream = _arguments_of_backward(*args)
     return run_plan(lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), _plan(call))
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
-    return _call_of_backward(*args).fake_gradients()
-
-
-def _call_of_backward(
-    normalizer: Tensor,
-    entropy: Tensor,
-    candidate_logprob: Tensor,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-    of_lse: Tensor | None,
-    of_candidates: Tensor | None,
-    *args: Any,
-) -> LinearCall:
-    return _call(*args)
+    return _arguments_of_backward(*args)[0].fake_gradients()
 
 
 define(
@@ -230,5 +217,5 @@ define(
     _backward_fake,
 )
 flops.declare("linear_logprobs", lambda *args, out_val: _call(*args).flops()[0])
-flops.declare("linear_logprobs_backward", lambda *args, out_val: sum(_call_of_backward(*args).flops()))
+flops.declare("linear_logprobs_backward", lambda *args, out_val: sum(_arguments_of_backward(*args)[0].flops()))
 register_loop("linear_logprobs_backward")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flce.backends import backend_name, has_product, has_product_of
+from flce.backends import choose_backend, has_product, has_product_of
 from flce.core.device_record import KNOWN, UNKNOWN, Device, known, normalized
 from flce.core.devices import device_name, device_record, find_device
 from flce.core.numbers import integer
@@ -33,10 +33,10 @@ def described(device: torch.device, kind: str | None, memory: int | None) -> Des
     if kind is None:
         if device.index is not None:
             find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
-        found, backend, own = device_record(device), backend_name(device), has_product(device)
+        found, backend, own = device_record(device), choose_backend(device).name, has_product(device)
     else:
         found = _known(device, kind)
-        backend = backend_name(device, there=found)
+        backend = choose_backend(device, there=found).name
         own = has_product_of(backend, found)
     return Described(backend, own, found if memory is None else found._replace(memory=memory))
 

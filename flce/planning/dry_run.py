@@ -55,9 +55,9 @@ def count(plan: Plan) -> Count:
             if needed:
                 meter.tally.add("reduce-scatter", "gradients of inputs", whole)
     workspace = arena.peak - c.returned_bytes
-    if not plan.deferred:  # Those that are scaled in place, as they are not cast, are copied instead.
+    if not plan.deferred:  # Those that are scaled in place are copied instead.
         saved = grads[: sum(c.needs.flat)]
-        grads += [arena.new(g.shape, g.dtype) for g in saved if g.dim() == 1 or g.dtype == c.dtype]
+        grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
     retained = arena.peak - c.returned_bytes
     return Count(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
 
@@ -85,7 +85,7 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
     runtime = runtime._replace(select=lambda *_: selection)
     if isinstance(c.spec, LogprobSpec):
         return _rehearse_per_token(problem, plan, runtime, c.spec.candidates)
-    result = forward(problem, plan, c.needs.any and not plan.deferred, runtime)
+    result = forward(problem, plan, plan.makes_gradients, runtime)
     if plan.deferred:
         upstream = given(*([n] if c.spec.reduction == "none" else []), dtype=accum)
         return backward(problem, plan, result.rows.normalizer, upstream, runtime)
@@ -93,7 +93,14 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
     del result
     selection.kept.clear()
     # They are multiplied by the upstream gradient, and cast.
-    return [*grads, *(arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype)]
+    scaled = [g for g in grads if not _is_scaled_in_place(g, plan)]
+    return [*grads, *(arena.new(g.shape, c.dtype if g.dim() == 2 else g.dtype) for g in scaled)]
+
+
+def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
+    """Return whether backward multiplies a gradient by the upstream gradient in the gradient's own memory."""
+    in_units = plan.dtypes.logits_grad == torch.float16
+    return not in_units and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
 
 
 def _rehearse_per_token(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import flce
-from flce.backends import backend_name, has_product, why_backend
+from flce.backends import choose_backend, has_product
 from flce.core.devices import device_name, device_record, devices
 
 BACKENDS = ("triton", "torch")
@@ -54,8 +54,8 @@ def why_no_backend(device: torch.device, backend: str) -> str | None:
     if backend == "torch":
         return None
     with chosen(""):  # by flce, whatever the user has asked for
-        if backend_name(device) != backend:
-            return why_backend(device)
+        if choose_backend(device).name != backend:
+            return choose_backend(device).why
     return "Triton's interpreter is for tests" if device.type == "cpu" else None
 
 
@@ -133,11 +133,11 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     else:
         facts |= {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     try:
-        facts["backend"], record = backend_name(device), device_record(device)
+        facts["backend"], record = choose_backend(device).name, device_record(device)
     except ValueError as error:  # FLCE_BACKEND asks for what cannot be, or the profile is wrong
         return facts | {"backend": None, "why": str(error)}
     facts |= {"kind": record.name, "profile": record.profile}
-    return facts | {"why": why_backend(device), "logits_in_registers": has_product(device)}
+    return facts | {"why": choose_backend(device).why, "logits_in_registers": has_product(device)}
 
 
 def cpu_name() -> str:

@@ -31,8 +31,8 @@ def mark_frames() -> None:
 
     What torch.compiler.disable does in the end, without the second that importing torch._dynamo takes.
     """
-    with contextlib.suppress(IndexError):  # another thread may take the last one
-        while _untold:
+    while _untold:
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             private.skip_frames(*_untold.pop())
 
 

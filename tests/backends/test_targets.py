@@ -56,12 +56,12 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 def test_amd_takes_triton_when_told_to(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     has("gfx942")
     assert not backends.has_product_of("triton", KNOWN["MI300X"])
-    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.why_backend(CUDA)
+    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.choose_backend(CUDA).why
     for there in (None, KNOWN["MI300X"]):
         monkeypatch.delenv("FLCE_BACKEND", raising=False)
-        assert backends.backend_name(CUDA, there) == "torch"
+        assert backends.choose_backend(CUDA, there).name == "torch"
         monkeypatch.setenv("FLCE_BACKEND", "triton")
-        assert backends.backend_name(CUDA, there) == "triton"
+        assert backends.choose_backend(CUDA, there).name == "triton"
 
 
 def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,19 +69,20 @@ def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.Monk
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     with pytest.raises(ValueError, match="needs the triton package and a GPU of AMD, or of NVIDIA from"):
-        backends.backend_name(CUDA)
+        backends.choose_backend(CUDA)
 
 
 def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels have cache hints, which PTX has from compute capability 7.0 on."""
     has("sm_61")
-    assert backends.backend_name(CUDA) == "torch"
-    assert backends.why_backend(CUDA) == "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    assert backends.choose_backend(CUDA).name == "torch"
+    said = "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    assert backends.choose_backend(CUDA).why == said
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
-        backends.backend_name(CUDA)
+        backends.choose_backend(CUDA)
     has("sm_75")
-    assert backends.backend_name(CUDA) == "triton"
+    assert backends.choose_backend(CUDA).name == "triton"
 
 
 def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,53 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import flce
 from flce.core.gemm import matmul
-from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from flce.testing.problem import make_problem, run_fused
 from flce.testing.tolerances import TOLERANCE
-from tests.helpers import BACKENDS, STATS, allpairs, assert_near, check, pairs, several_blocks
+from tests.helpers import BACKENDS, assert_near, check, pairs
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-
-FACTORS: dict[str, list[Any]] = {
-    "ranks": [(1,), (8, 16), (5, 1, 2), (40,)],
-    "dtype": [torch.float64, torch.float32],
-    "reduction": ["mean", "sum", "none"],
-    "chunking": ["default", "rows", "vocab", "blocks"],
-    "skip_ignored": [True, False],
-    "ignored": [0.0, 0.4, 1.0],
-    "bias": [False, True],
-    "class_weight": [False, True],
-    "token_weight": [False, True],
-    "softcap": [None, 3.0],
-    "logit_scale": [1.0, -0.7],
-    "label_smoothing": [0.0, 0.1],
-    "z_loss": [0.0, 0.01],
-    "shift": [0, 1],
-    "grads": [ALL_GRADS, ALL_GRADS, "xbaB", "aB", ""],
-}
-ROWS = allpairs(FACTORS)
-
-
-@pytest.mark.parametrize("index", range(len(ROWS)))
-def test_grid(index: int, backend: str, device: torch.device) -> None:
-    row = dict(ROWS[index])
-    chunking, grads = row.pop("chunking"), row.pop("grads")
-    grads = grads if row["bias"] else grads.replace("b", "")
-    options: dict[str, Any] = {"skip_ignored": row.pop("skip_ignored")}
-    problem = make_problem((3, 8), 16, 200, adapter_ranks=row.pop("ranks"), device=device, **row)
-    if chunking == "rows":
-        options |= {"strategy": "tokens", "chunk_rows": 7}
-    elif chunking == "vocab":
-        options |= {"strategy": "vocab"}
-    elif chunking == "blocks":
-        blocks = several_blocks(problem, grads=grads, stats=STATS)
-        options = {"strategy": "vocab", "max_workspace_bytes": blocks.max_workspace_bytes}
-    check(problem, options=flce.ChunkOptions(**options), grads=grads, stats=STATS)
-
 
 NEEDS = ["".join(wanted) for wanted in itertools.product(*(("", name) for name in "xwbaB"))]
 
@@ -140,19 +102,6 @@ def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: st
         rtol, atol = (1e-12, 1e-12) if dtype == torch.float64 else (2e-2, 1e-3)
         torch.testing.assert_close(got.loss, expected.loss, rtol=rtol, atol=atol)
         torch.testing.assert_close(got.grad_adapters, expected.grad_adapters, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("none", [(), []], ids=str)
-def test_no_adapters(none: Any, backend: str, device: torch.device) -> None:
-    p = make_problem((9,), 8, 30, device=device)
-    args = p.input, p.linear_weight, p.target
-    expected, got = (
-        flce.fused_linear_cross_entropy(*args),
-        flce.fused_linear_cross_entropy(*args, adapters=none),
-    )
-    assert isinstance(got, Tensor)
-    assert isinstance(expected, Tensor)
-    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)

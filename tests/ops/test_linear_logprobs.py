@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
 from flce.ops.linear_call import LinearCall
-from flce.planning.plan import ChunkPlan
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
 from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
@@ -394,53 +392,6 @@ def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.Monk
         assert leaf.dim() == 1 or relative_error(a, b) <= LIMITS[torch.float16][1]
 
 
-@pytest.mark.parametrize("feature", ["plain", "both", "bias"])
-def test_opcheck(feature: str, backend: str) -> None:
-    recorded = []
-    packet = torch.ops.flce.linear_logprobs.default
-    call = call_of(5, dtype=torch.float64, **FEATURES[feature])
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is packet:
-                recorded.append(args)
-            return function(*args, **(kwargs or {}))
-
-    with Record():
-        run(call, top_k=2)
-    (args,) = recorded
-    inputs, weights, *others = args
-    fresh = [[t.detach().requires_grad_() for t in tensors] for tensors in (inputs, weights)]
-    torch.library.opcheck(packet, (*fresh, *others))
-
-
-@pytest.mark.usefixtures("_no_compiled_code")
-def test_compiled(torch_backend: str) -> None:
-    """One graph, and one for other numbers of tokens."""
-    call = call_of(16, temperature="each")
-
-    def step(x: Tensor, y: Tensor, candidates: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        out: Any = flce.linear_logprobs(x, call.w, y, candidates=candidates, temperature=temperature, outputs=OUTPUTS)
-        return out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.mean(), out.correct
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (16, 9):
-        args = call.x[:n], call.y[:n], call.candidates[:n], call.kwargs["temperature"][:n]
-        (loss, correct), (expected, as_expected) = compiled(*args), step(*args)
-        torch.testing.assert_close(loss, expected)
-        assert torch.equal(correct, as_expected)
-        got, want = (torch.autograd.grad(t, (call.x, call.w)) for t in (loss, expected))
-        torch.testing.assert_close(got, want)
-
-
-def test_second_derivatives_are_refused() -> None:
-    call = call_of()
-    (grad,) = torch.autograd.grad(run(call).logprob.sum(), call.x)
-    assert not grad.requires_grad
-    with pytest.raises(RuntimeError, match="linear_logprobs cannot be differentiated twice"):
-        torch.autograd.grad(run(call).logprob.sum(), call.x, create_graph=True)
-
-
 class _Constant(torch.autograd.Function):
     """Whose gradient is 1, whatever is upstream: in a batch of gradients it has none."""
 
@@ -468,14 +419,6 @@ def test_several_upstream_gradients_at_once() -> None:
     expected = torch.stack([gradient(each, torch.ones(4)) for each in upstream])
     results = out.logprob, _Constant.apply(out.entropy)
     assert torch.equal(torch.autograd.grad(results, call.x, (upstream, upstream), is_grads_batched=True)[0], expected)
-
-
-def test_no_values(torch_backend: str) -> None:
-    """Tensors without values have results: nothing asks for those of a temperature, or of ids."""
-    with FakeTensorMode():
-        out = run(call_of(6, temperature="each"), top_k=2)
-        assert out.top_k_ids.shape == (6, 2)
-        out.logprob.sum().backward()
 
 
 def test_the_module() -> None:
@@ -611,18 +554,9 @@ def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
         flce.topk_kl(student, [0.0, 0.0])  # type: ignore[arg-type]
 
 
-def test_a_budget_that_backward_cannot_keep_is_an_error_of_forward() -> None:
-    call = call_of(256, 64, 2000, 0)
-    small = options(max_workspace_bytes=20000)
-    with pytest.raises(ValueError, match="max_workspace_bytes=20000 is too small"):
-        run(call, outputs=("logprob",), options=small)
-    with torch.no_grad():
-        run(call, outputs=("logprob",), options=small)
-
-
 @pytest.mark.parametrize("how", [{}, {"strategy": "vocab"}], ids=str)
 def test_the_least_budget_is_enough(how: dict[str, Any], torch_backend: str) -> None:
-    """For forward and backward: see `test_the_plan_is_kept`. One byte less is not."""
+    """For forward and backward. One byte less is not."""
     call = call_of(16, 16, 301, 3, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"the least is (\d+) bytes") as error:
         run(call, options=options(max_workspace_bytes=1, **how))
@@ -645,60 +579,6 @@ def test_no_candidates_have_a_gradient(needs: str, torch_backend: str) -> None:
         out.candidate_logprob.sum().backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in (call.x, call.w))
     assert (call.x.grad is not None, call.w.grad is not None) == ("x" in needs, "w" in needs)
-
-
-@pytest.mark.parametrize("k", [0, 32])
-@pytest.mark.parametrize("needs", [False, True])
-def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more memory than a budget says, by the count of the plan."""
-    budget = 1 << 19
-    taken: list[ChunkPlan] = []
-    before = vars(ops)["plan_of"]
-
-    def noted(*call: Any) -> ChunkPlan:
-        taken.append(before(*call))
-        return taken[-1]
-
-    monkeypatch.setattr(ops, "plan_of", noted)
-    call = call_of(128, 16, 2000, k)
-    out = run(
-        call,
-        outputs=("logprob", "entropy"),
-        candidates=call.candidates if k else None,
-        options=options(max_workspace_bytes=budget),
-    )
-    if needs:
-        out.logprob.sum().backward()
-    assert len(taken) == 2 + needs  # forward looks for that of backward, too
-    assert all(plan.workspace_bytes <= budget for plan in taken)
-
-
-def test_one_token_without_dimensions() -> None:
-    call = call_of(1)
-    several: Any = flce.linear_logprobs(call.x, call.w, call.y, candidates=call.candidates)
-    one: Any = flce.linear_logprobs(call.x[0], call.w, call.y[0], candidates=call.candidates[0])
-    for name in ("logprob", "entropy", "candidate_logprob"):
-        torch.testing.assert_close(getattr(one, name), getattr(several, name)[0])
-
-
-@pytest.mark.gpu
-def test_cuda_graph() -> None:
-    call = call_of(64, 64, 1000, dtype=torch.bfloat16, device="cuda", temperature="each")
-
-    def step() -> list[Tensor]:
-        out = run(call)
-        loss = out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()
-        return [loss.detach(), *torch.autograd.grad(loss, leaves(call))]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    graph.replay()
-    assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.gpu

@@ -17,16 +17,13 @@ from flce.engine.schedules import SCHEDULES
 from flce.testing.problem import Problem, make_problem, run_fused
 from tests.forced import force
 from tests.helpers import (
-    BACKENDS,
     LOSS_FACTORS,
     STATS,
-    STRATEGIES,
     allpairs,
     check,
     least_for,
     loss_arguments,
     num_blocks,
-    pairs,
     plan_for,
     row_id,
     upstream_of,
@@ -54,7 +51,8 @@ GRID = allpairs(
         "chunking": list(CHUNKING),
         **LOSS_FACTORS,
         "bias": [False, True],
-        "grads": ["xwb", "x", "w", "b", ""],
+        "ranks": [(), (3,), (8, 16), (5, 1, 2), (40,)],
+        "grads": ["xwb", "xwb", "xwbaB", "xbaB", "xB", "w", "b", ""],
         "skip": ["auto", True, False],
     }
 )
@@ -81,12 +79,14 @@ def chunk_options(
 def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
     leading, hidden, vocab = LAYOUTS[row["layout"]]
     arguments, stats = loss_arguments(row, device)
-    problem = make_problem(leading, hidden, vocab, bias=row["bias"] or row["grads"] == "b", **arguments)
+    bias, grads = row["bias"] or row["grads"] == "b", row["grads"]
+    problem = make_problem(leading, hidden, vocab, bias=bias, adapter_ranks=row["ranks"], **arguments)
+    grads = "".join(key for key in grads if (bias or key != "b") and (row["ranks"] or key not in "aB"))
     check(
         problem,
-        options=chunk_options(problem, CHUNKING[row["chunking"]], row["grads"], stats, skip_ignored=row["skip"]),
+        options=chunk_options(problem, CHUNKING[row["chunking"]], grads, stats, skip_ignored=row["skip"]),
         stats=stats,
-        grads=row["grads"] + "t" * ("T" in row["weights"]),
+        grads=grads + "t" * ("T" in row["weights"]),
         grad_output=upstream_of(problem),
     )
 
@@ -107,38 +107,6 @@ def test_vocabulary_of_several_kernel_blocks(vocab: int, backend: str, device: t
 def test_numbers_of_rows_around_chunk_edges(rows: int, backend: str, device: torch.device) -> None:
     problem = make_problem((rows,), 8, 40, ignored=0.2 if rows > 2 else 0.0, device=device)
     check(problem, options=flce.ChunkOptions(strategy="tokens", chunk_rows=16), stats=STATS)
-
-
-@pytest.mark.parametrize("hidden", [1, 3, 8, 17])
-def test_hidden_sizes(hidden: int, backend: str, device: torch.device) -> None:
-    for strategy in ("tokens", "vocab"):
-        check(make_problem((9,), hidden, 77, device=device), options=flce.ChunkOptions(strategy=strategy))
-
-
-@pairs(
-    stats=[*((name,) for name in STATS), ("correct", "lse"), tuple(reversed(STATS))],
-    strategy=STRATEGIES,
-    backend=BACKENDS,
-)
-def test_only_the_statistics_asked_for(
-    stats: tuple[str, ...], strategy: str, backend: str, device: torch.device
-) -> None:
-    problem = make_problem((3, 5), 8, 90, ignored=0.3, shift=1, softcap=5.0, device=device)
-    options = flce.ChunkOptions(strategy=strategy, chunk_rows=4 if strategy == "tokens" else None)  # type: ignore[arg-type]
-    check(problem, options=options, stats=stats)
-
-
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-def test_the_least_budget(strategy: str, backend: str, device: torch.device) -> None:
-    """A chunk of one row, or a block of one class."""
-    problem = make_problem((4,), 3, 11, bias=True, ignored=0.2, device=device)
-    for factor in (1.0, 1.3):
-        budget = int(factor * least_for(problem, strategy, stats=STATS))
-        check(
-            problem,
-            options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget),  # type: ignore[arg-type]
-            stats=STATS,
-        )
 
 
 @pytest.mark.parametrize("grads", ["x", "w", "b", "xw", "xwb"])

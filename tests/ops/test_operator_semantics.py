@@ -138,15 +138,6 @@ def test_empty_batch(
     assert bool(out.loss.isnan().any()) == (reduction == "mean")
 
 
-@combinations(skip=SKIP, ignored=[0.0, 0.1, 0.5, 0.95], strategy=STRATEGIES)
-def test_skipping_ignored_rows_changes_nothing(
-    skip: Any, ignored: float, strategy: str, backend: str, device: torch.device
-) -> None:
-    p = make_problem((2, 8), 8, 70, ignored=ignored, shift=1, label_smoothing=0.1, device=device)
-    check(p, options=options_for(strategy, skip_ignored=skip), stats=STATS)
-    check(p.with_(reduction="none"), options=options_for(strategy, skip_ignored=skip), stats=STATS)
-
-
 @both_strategies
 def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str, device: torch.device) -> None:
     for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1):
@@ -174,13 +165,6 @@ def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
 # Extreme logits
 
 
-@pairs(reduction=REDUCTIONS, strategy=STRATEGIES, backend=BACKENDS)
-def test_vocabulary_of_one(reduction: str, strategy: str, backend: str, device: torch.device) -> None:
-    p = make_problem((7,), 8, 1, bias=True, ignored=0.3, reduction=reduction, device=device)
-    out = check(p, options=options_for(strategy), stats=STATS)
-    assert not out.loss.any()
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The upstream gradient
 
@@ -193,17 +177,6 @@ def test_upstream_gradient(reduction: str, strategy: str, scale: float, backend:
         for grad in (out.grad_input, out.grad_weight, out.grad_bias):
             assert grad is not None
             assert not grad.any()
-
-
-@both_strategies
-def test_upstream_gradient_per_token(strategy: str, backend: str, device: torch.device) -> None:
-    """With some zeros in it: what a mask after the loss produces."""
-    p = make_problem(
-        (3, 7), 8, 70, bias=True, ignored=0.2, reduction="none", token_weight=True, z_loss=0.01, device=device
-    )
-    upstream = torch.randn(3, 7, dtype=torch.float64)
-    upstream[1] = 0.0
-    check(p, options=options_for(strategy), grad_output=upstream)
 
 
 def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: torch.device) -> None:
@@ -259,20 +232,6 @@ def test_rows_without_doubt_have_no_gradient(
 
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
-
-
-@pytest.mark.parametrize("kind", ["int", "int tensor", "float tensor", "on the CPU"])
-def test_num_items(kind: str, backend: str, device: torch.device) -> None:
-    if kind == "on the CPU" and device.type == "cpu":
-        pytest.skip("the same as an int tensor where everything is on the CPU")
-    value: Any = {
-        "int": 37,
-        "int tensor": torch.tensor(37, device=device),
-        "float tensor": torch.tensor(37.0, device=device),
-        "on the CPU": torch.tensor(37),
-    }[kind]
-    p = make_problem((13,), 8, 40, reduction="sum", ignored=0.3, z_loss=0.01, device=device)
-    check(p.with_(num_items=value))
 
 
 @pairs(reduction=REDUCTIONS, head=[True, False], inplace=[True, False], backend=BACKENDS)
@@ -375,14 +334,6 @@ def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -
         torch.testing.assert_close(out.loss, sliced, rtol=1e-12, atol=0)
     if shift == 7:
         assert not out.loss.nan_to_num().any()
-
-
-@pairs(leading=[(), (1,), (6,), (2, 3), (2, 1, 3), (1, 1, 1, 4)], reduction=REDUCTIONS, backend=BACKENDS)
-def test_any_leading_shape(leading: tuple[int, ...], reduction: str, backend: str, device: torch.device) -> None:
-    p = make_problem(leading, 8, 40, bias=True, reduction=reduction, device=device)
-    out = check(p, stats=STATS)
-    assert out.loss.shape == (leading if reduction == "none" else ())
-    assert out.output.lse.shape == leading
 
 
 ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -624,13 +575,6 @@ def test_the_same_bits_every_time(dtype: torch.dtype, strategy: str, backend: st
             assert torch.equal(getattr(first, name), getattr(second, name)), name
         for name in STATS:
             assert torch.equal(getattr(first.output, name), getattr(second.output, name)), name
-
-
-def test_statistics_keep_no_graph(backend: str, device: torch.device) -> None:
-    p = make_problem((5,), 8, 40, z_loss=0.1, device=device)
-    out = run_fused(p, stats=STATS)
-    for name in (*STATS, "z_loss"):
-        assert getattr(out.output, name).grad_fn is None, name
 
 
 def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:

@@ -102,25 +102,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     monkeypatch.setattr(softmax_launch, "row_launch", lambda *args: launch)
 
 
-@BOTH
-@pytest.mark.parametrize("shape, dim", [((3, 2, 151), -1), ((2, 151, 3), 1), ((6, 64), 1)])
-@pytest.mark.parametrize("launch", list(LAUNCHES))
-def test_launches(
-    launch: str,
-    shape: tuple[int, ...],
-    dim: int,
-    name: str,
-    triton_backend: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launched(monkeypatch, **LAUNCHES[launch])
-    x = torch.randn(shape, device=device).mul(3).to(bf16 if LAUNCHES[launch].get("narrow") else f32)
-    if shape == (6, 64):  # rows that lie in one place, as their results do not
-        x = LAYOUTS["expanded"](x)
-    both(name, x, dim=dim)
-
-
 # Vectors between edges of single elements, at every place that a row can begin
 EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, four rows"}
 EDGES_GRID = allpairs(
@@ -205,36 +186,6 @@ def test_launches_on_what_is_not_finite(
     held_to_pytorch(name, x.t().contiguous(), 0)
     monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
     held_to_pytorch(name, extreme_rows(133).to(x))
-
-
-def test_choice_of_launch(triton_backend: str) -> None:
-    """Short rows several to a program, long ones online, in blocks of at most 32 warps and 64K registers."""
-    from flce.backends.triton import softmax_launch
-
-    def launch(cols: int, dtype: torch.dtype, backward: bool = False, inner: int = 1) -> Any:
-        strides = ((cols * inner, inner, 1) if inner > 1 else (0, 1, cols),)
-        layout = softmax_launch.RowLayout(4096, cols, inner, strides)
-        return softmax_launch.row_launch(layout, dtype, dtype, backward, torch.device("cpu"))
-
-    for dtype in TOLERANCE:
-        for backward in (False, True):
-            for inner in (1, 3, 17, 1000):
-                was_resident = True
-                for cols in sorted([*(2**k for k in range(19)), *(3**k for k in range(12))]):
-                    chosen = launch(cols, dtype, backward, inner)
-                    assert was_resident or not chosen.resident, "from some size on online"  # but see below
-                    was_resident = chosen.resident
-                    assert 1 <= chosen.warps <= 32
-                    assert chosen.rows & (chosen.rows - 1) == 0
-                    if chosen.resident:
-                        values = chosen.rows * cols * dtype.itemsize * (2 if backward else 1)
-                        assert values <= 128 << 10
-                    else:
-                        assert chosen.rows == 1 or chosen.vector == 1
-                        assert 32 * chosen.warps >= chosen.rows
-                assert not was_resident
-    assert launch(4, bf16).rows > 100
-    assert launch(2048, f32).rows == 1
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))

@@ -102,7 +102,8 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed, and nothing is counted that kernels and casts take for a moment: real ones take it
     elsewhere."""
     monkeypatch.setattr("flce.core.gemm.matmul", lambda *args, **kwargs: None)
-    monkeypatch.setattr(Stage, "put_rows", lambda *args, **kwargs: None)
+    for name in ("matmul", "put_rows"):
+        monkeypatch.setattr(Stage, name, lambda *args, **kwargs: None)
     monkeypatch.setattr("flce.core.gemm.scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)

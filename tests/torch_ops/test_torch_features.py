@@ -26,11 +26,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.core.problem import OUTPUTS
+from flce.engine import case
 from flce.ops import linear_cross_entropy
+from flce.planning import plan, search
+from flce.testing.oracle import token_results
 from flce.testing.problem import ALL_GRADS, make_problem, stock_loss
 from tests import forced
 from tests.forced import force
 from tests.helpers import BATCHED, REDUCTIONS, STATS, STRATEGIES, batched_gradients, skip_without_gradient_edges
+from tests.hopper import logits_dtypes_on_a_gpu
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SCALARS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": 1}
@@ -178,6 +183,36 @@ def logits(
     return Row("cross_entropy", make, once=inplace)
 
 
+def logprobs() -> Row:
+    def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+        p = make_problem((2, tokens), 8, vocab, dtype=dtype, device=device, bias=True, adapter_ranks=(2,), ignored=0.2)
+        candidates = (p.target[..., None] + torch.tensor([0, 0, 5], device=device)) % vocab
+        temperature = torch.linspace(0.5, 2.0, tokens, device=device).repeat(2, 1)
+
+        def together(logprob: Tensor, entropy: Tensor, lse: Tensor, candidate_logprob: Tensor) -> Tensor:
+            return logprob + 0.3 * entropy - 0.1 * lse + candidate_logprob.sum(-1)
+
+        def call(data: Any, x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+            y, candidates, temperature = data
+            out: Any = flce.linear_logprobs(
+                x, w, y, candidates=candidates, top_k=2, outputs=OUTPUTS, linear_bias=b, adapters=[(a, up)],
+                temperature=temperature,
+            )  # fmt: skip
+            result = together(out.logprob, out.entropy, out.lse, out.candidate_logprob)
+            return result, out.argmax, out.correct, out.mean_logit, out.top_k_logprob, out.top_k_ids
+
+        def stock(x: Tensor, w: Tensor, b: Tensor, a: Tensor, up: Tensor) -> Tensor:
+            z = (F.linear(x, w, b) + F.linear(a, up)).to(f64 if dtype == f64 else f32) / temperature[..., None]
+            results = token_results(z.view(-1, vocab), p.target.view(-1), candidates.view(-1, 3))
+            return together(**results).view(2, tokens)
+
+        assert p.linear_bias is not None
+        leaves = (p.input, p.linear_weight, p.linear_bias, *p.adapters[0])
+        return Sample(tuple(t.requires_grad_() for t in leaves), (p.target, candidates, temperature), call, stock)
+
+    return Row("linear_logprobs", make)
+
+
 def softmax(name: str, dim: int = -1, out: torch.dtype | None = None, view: str = "whole") -> Row:
     mine, stock = getattr(flce, name), getattr(F, name)
 
@@ -219,6 +254,7 @@ ROWS: dict[str, Row] = {
     "logits weighted none": logits("none", weigh=True, view="transposed slice"),
     "logits weighted mean in place": logits(weigh=True, inplace=True),
     "logits weighted none in place": logits("none", weigh=True, inplace=True, view="transposed slice"),
+    "logprobs": logprobs(),
     "softmax": softmax("softmax"),
     "log_softmax": softmax("log_softmax", 1, view="transposed slice"),
 }
@@ -226,7 +262,7 @@ ROWS: dict[str, Row] = {
 INTERPRETED = (
     "linear mean tokens", "linear none vocab", "logits none", "logits mean in place", "logits none in place",
     "linear weighted mean", "logits weighted mean in place",
-    "softmax", "log_softmax",
+    "logprobs", "softmax", "log_softmax",
 )  # fmt: skip
 
 
@@ -378,7 +414,8 @@ def test_forward_mode(way: Any, row: Row, backend: str) -> None:
     """Not a derivative of zero, whichever tensor has a tangent."""
     sample = row.sample()
     values = [leaf.detach() for leaf in sample.leaves]
-    stock = "linear and torch.nn.functional.cross_entropy" if "linear" in row.name else row.name
+    of_head = {"fused_linear_cross_entropy": "cross_entropy", "linear_logprobs": "log_softmax"}
+    stock = f"linear and torch.nn.functional.{of_head[row.name]}" if row.name in of_head else row.name
     for k, value in enumerate(values):
         message = rf"flce\.{row.name} does not support forward-mode.*use torch\.nn\.functional\.{stock}"
         with pytest.raises(RuntimeError, match=message):
@@ -531,7 +568,14 @@ def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pyte
 def test_opcheck_of_half_precision(
     dtype: torch.dtype, row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_operators(row, dtype, device, monkeypatch)
+    """With the dtypes of a GPU on the CPU too: gradients of float16 in units, none of which a backward may change."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    # Plans of other tests have the dtypes of a CPU, and those that are made here may not outlive it.
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_known", plan.ChunkPlan)
+        search.plan_of_call.cache_clear()
+        check_operators(row, dtype, device, monkeypatch)
+    search.plan_of_call.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -541,7 +585,7 @@ def test_opcheck_of_half_precision(
 # Every operator, form and view; the same graphs with another reduction are left out.
 COMPILED = (
     "linear mean tokens", "linear none vocab", "linear frozen", "module", "stateless module",
-    "logits mean in place", "logits sum", "logits none", "softmax", "log_softmax",
+    "logits mean in place", "logits sum", "logits none", "logprobs", "softmax", "log_softmax",
 )  # fmt: skip
 
 
