@@ -16,49 +16,21 @@ from flce.huggingface.lazy.terms import Product
 from flce.huggingface.lazy.values import values_of
 
 
-def reshape(state: LazyState, *shape: Any) -> Any:
-    """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        shape = tuple(shape[0])
-    head = state.terms[0]
-    assert isinstance(head, Product)
-    vocab, rows = head.weight.shape[0], math.prod(head.hidden.shape[:-1])
-    if not shape or not all([isinstance(size, int) for size in shape]):  # noqa: C419 - faster
-        raise NoLazyFormError
-    sizes, last = shape[:-1], shape[-1]
-    if last != vocab and (last != -1 or -1 in sizes or math.prod(sizes) != rows):
-        raise NoLazyFormError
-    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, rows)):
-        torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
-    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
-
-
 def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
     """The state of the same tokens in other dimensions."""
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
-def _fit(sizes: tuple[int, ...], rows: int) -> bool:
-    """Whether it is plain that ``rows`` rows can be given these sizes, of which one may be -1."""
-    if min(sizes, default=0) < -1:
-        return False
-    known = math.prod([size for size in sizes if size != -1])
-    return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
-
-
-def resized(method: Callable[..., Tensor]) -> Callable[..., Any]:
-    """``flatten``, ``squeeze`` or ``unsqueeze`` of the token dimensions."""
+def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A method that gives the tokens other dimensions, such as ``view``; the vocabulary stays last."""
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        def shape(classes: int) -> list[int]:
-            """The result's shape for logits with so many classes. Raises PyTorch's error, if it is one."""
-            return list(method(torch.empty((*state.shape[:-1], classes), device="meta"), *args, **kwargs).shape)
-
-        now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
-        needs(now[-1:] == [state.vocab_size] and wider == [*now[:-1], state.vocab_size + 1])
-        if method is Tensor.flatten and now == list(state.shape):
+        # Raises PyTorch's error, if it is one.
+        shape = method(torch.empty(state.shape, device="meta"), *args, **kwargs).shape
+        needs(shape[-1:] == state.shape[-1:])
+        if method is Tensor.flatten and shape == state.shape:
             return state  # as stock's, itself
-        return of_sizes(state, now[:-1])
+        return of_sizes(state, shape[:-1])
 
     return handler
 

@@ -65,7 +65,7 @@ class LazyState:
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     one_class: bool = False
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was computed of the same tokens; states that operations on the logits make share it."""
+    """What was computed from the same terms; states that elementwise operations make share this dict."""
 
     # -- what it looks like
 
@@ -285,9 +285,7 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        # Results that a state has are no part of a graph. A checkpoint that logits come to from outside computes anew
-        # what its first pass has computed.
-        if torch.compiler.is_compiling() or any([call.is_outside for call in self.calls]):  # noqa: C419 - faster
+        if torch.compiler.is_compiling():  # results that a state has are no part of a graph
             made = self.per_token("lse", "entropy")
         else:
             with self.weights():  # results that are known already are of weights that have not changed
@@ -334,8 +332,8 @@ class LazyState:
         hidden, weights = products[0]
         # What was subtracted before a normalisation gets a gradient of zeros.
         cancelled = [row for place, row in enumerate(self.rows) if row.requires_grad and place != folded.normalizer]
-        if cancelled and requires_grad:
-            hidden = _WithZeros.apply(hidden, *cancelled)
+        for row in cancelled if requires_grad else ():
+            hidden = torch.where(torch.ones((), dtype=torch.bool, device=row.device), hidden, row.to(hidden.dtype))
         return self._in_head_autocast(
             function,
             hidden,
@@ -387,20 +385,6 @@ def head_state(
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
     """The calls that several states come from, each once."""
     return tuple({id(call): call for state in states for call in state.calls}.values())
-
-
-class _WithZeros(torch.autograd.Function):
-    """The first argument; the others get gradients of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
-        return grad, *zeros
 
 
 def behind(state: LazyState, copy: LazyState, hook: Hook) -> LazyState:
