@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flce.core.callers import caller
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
-from flce.huggingface.lazy.terms import Product
+from flce.huggingface.lazy.terms import Term
 from flce.huggingface.usage import Usage
 
 
@@ -29,7 +29,8 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
         passed_by: the graph has computed a loss, whose gradient does not pass through the logits.
     """
 
-    def call_of(term: Product) -> HeadCall:
+    def call_of(term: Term) -> HeadCall:
+        assert term.weight is not None
         layer = next((m for m in owner.modules() if m._parameters.get("weight") is term.weight), None)
         call = HeadCall(term.weight, term.bias, usage, layer, owner)
         call.passed_by = passed_by
@@ -38,7 +39,7 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
     return _replaced(outputs, call_of)
 
 
-def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
+def _replaced(value: Any, call_of: Callable[[Term], HeadCall]) -> Any:
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()
         return make_lazy(_watched(value._state, call_of)) if real is None else real
@@ -53,9 +54,9 @@ def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
     return value
 
 
-def _watched(state: Any, call_of: Callable[[Product], HeadCall]) -> Any:
+def _watched(state: Any, call_of: Callable[[Term], HeadCall]) -> Any:
     """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
-    return state.recorded(tuple(call_of(term) for term in state.terms if isinstance(term, Product)))
+    return state.recorded(tuple(call_of(term) for term in state.terms if term.weight is not None))
 
 
 def without_logits(outputs: Any) -> Any:

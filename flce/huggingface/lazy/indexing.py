@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flce.huggingface.lazy.fold import NoLazyFormError, needs
 from flce.huggingface.lazy.state import LazyState, dimension
-from flce.huggingface.lazy.terms import Product
 from flce.huggingface.lazy.values import values_of
 
 
@@ -58,7 +57,7 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Tokens cut apart along ``dim``."""
     needs(dimension(state, dim) != state.ndim - 1)
-    of_tokens = [*[term.hidden for term in state.terms if isinstance(term, Product)], *state.rows]
+    of_tokens = [*[term.hidden for term in state.terms if term.hidden is not None], *state.rows]
     pieces = [iter(together) for together in zip(*map(cut, of_tokens), strict=True)]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
 
@@ -89,8 +88,9 @@ def _slice_classes(state: LazyState, classes: slice) -> LazyState:
     needs(state.folded.form == "logits")  # over the whole vocabulary
     needs(state.folded.normalizer is None)
     with state.weights():
-        terms = [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
-    sliced = replace(state, terms=tuple(terms))
+        sliced = state.with_terms(
+            [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
+        )
     needs(sliced.vocab_size > 0)
     return sliced
 
@@ -111,7 +111,7 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
 def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
     """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    at, ellipsis_at, ndim = 0, None, state.terms[0].hidden.dim()  # type: ignore[union-attr]
+    at, ellipsis_at, ndim = 0, None, state.hidden.dim()
     for place, item in enumerate(items):
         if isinstance(item, slice) or type(item) is int:
             at += 1

@@ -7,7 +7,7 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,7 +22,7 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
-from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
+from flce.huggingface.lazy.terms import TENSORS, Term, in_float32
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
@@ -54,7 +54,7 @@ class LazyState:
         one_class: there is one class, and no dimension of classes.
     """
 
-    terms: tuple[Product | BiasTerm, ...]
+    terms: tuple[Term, ...]
     dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     device: torch.device
@@ -70,37 +70,43 @@ class LazyState:
     # -- what it looks like
 
     @property
-    def head(self) -> Product:
-        head = self.terms[0]
-        assert isinstance(head, Product)
-        return head
+    def hidden(self) -> Tensor:
+        """The hidden states of the head."""
+        hidden = self.terms[0].hidden
+        assert hidden is not None
+        return hidden
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the head."""
+        weight = self.terms[0].weight
+        assert weight is not None
+        return weight
 
     @property
     def shape(self) -> torch.Size:
-        head = self.head
-        tokens = head.hidden.shape[:-1]
-        return tokens if self.one_class else torch.Size((*tokens, head.weight.shape[0]))
+        tokens = self.hidden.shape[:-1]
+        return tokens if self.one_class else torch.Size((*tokens, self.vocab_size))
 
     @property
     def ndim(self) -> int:
-        return self.head.hidden.dim() - self.one_class
+        return self.hidden.dim() - self.one_class
 
     @property
     def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
+        return self.weight.shape[0]
 
     @property
     def home(self) -> torch.device:
         """Where the products are made."""
-        return self.head.hidden.device
+        return self.hidden.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = [getattr(term, name, None) for term in self.terms for name in TENSORS]
-        return (*[tensor for tensor in found if tensor is not None], *self.rows)
+        return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
 
     @property
-    def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
+    def whole_terms(self) -> tuple[Term, ...]:
         """The terms with their values, within :meth:`weights`."""
         return tuple([term.whole() for term in self.terms])
 
@@ -125,28 +131,30 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple([function(row) for row in self.rows])
-        return replace(self, terms=terms, rows=rows, known={})  # it would keep those of each piece
+        return self.with_terms([term.with_hidden(function) for term in self.terms], rows=tuple(map(function, self.rows)))
+
+    def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
+        """The state of another sum."""
+        return replace(self, terms=tuple(terms), known={}, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
-        terms = tuple(term.with_tensors(tensors) for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(islice(tensors, len(self.rows))))
+        terms = [term.with_tensors(tensors) for term in self.terms]
+        return self.with_terms(terms, rows=tuple(islice(tensors, len(self.rows))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(map(Tensor.detach, self.rows)))
+        rows = tuple([row.detach() if row.requires_grad else row for row in self.rows])
+        return replace(self, terms=terms, rows=rows)
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
         with self.weights():
-            terms = tuple(term.changed(in_float32, *TENSORS) for term in self.terms)
-        return replace(self, terms=terms, autocast_dtype=None)
+            return self.with_terms([term.changed(in_float32, *TENSORS) for term in self.terms], autocast_dtype=None)
 
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
-        return replace(self, terms=tuple([term.recorded() for term in self.terms]), calls=calls)
+        return self.with_terms([term.recorded() for term in self.terms], calls=calls)
 
     # -- what it is for
 
@@ -207,10 +215,10 @@ class LazyState:
     ) -> Tensor:
         total = None
         for term in self.whole_terms:
-            if isinstance(term, Product):
-                z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
-            else:
+            if term.hidden is None:
                 z = vector(term.bias)
+            else:
+                z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
             z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
@@ -297,10 +305,10 @@ class LazyState:
     def _known_results(self) -> LinearLogprobsOutput:
         """Those of an earlier call for the same z, if there was one."""
         folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        sources = self.terms, self.settings, None if folded.divisor is None else self.rows[folded.divisor]
-        key = *map(id, sources), folded.logit_scale, folded.softcap, *modes
+        divisor = None if folded.divisor is None else self.rows[folded.divisor]
+        key = self.requires_grad, id(divisor), folded.logit_scale, folded.softcap, *modes
         if key not in self.known:
-            self.known[key] = sources, self.per_token("lse", "entropy")  # kept, the objects keep their ids
+            self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
         made: LinearLogprobsOutput = self.known[key][1]
         return made
 
@@ -309,14 +317,14 @@ class LazyState:
     ) -> Any:
         """One of flce's functions of a head and its input."""
         products, biases = [], []
-        dtype = self.head.weight.dtype
+        dtype = self.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
         for term in self.whole_terms:
             factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if factor == 1.0 else bias * factor)
-            if isinstance(term, Product):
+            if term.hidden is not None:
                 hidden, weights = term.hidden, term.weight
                 hidden = hidden if factor == 1.0 else hidden * factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
@@ -376,7 +384,7 @@ def head_state(
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
-    term = Product(hidden, weight, bias, dtype)
+    term = Term(hidden, weight, bias)
     settings = Settings() if settings is None else settings
     state = LazyState((term,), dtype, autocast, device, settings)
     return state if call is None else state.recorded((call,))

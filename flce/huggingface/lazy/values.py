@@ -97,7 +97,7 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     needs(index.shape[:-1] == state.shape[:-1])
     # Each token's rows of the head are copied for its logits: more than those, if they are many.
     few = count <= (1 if state.folded.form == "logits" else MOST_ENTRIES)
-    needs(few or count * state.head.weight.shape[1] < state.vocab_size)
+    needs(few or count * state.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
         needs(not bool(((index < 0) | (index >= state.vocab_size)).any()))
