@@ -228,7 +228,7 @@ lazy  {y} = {x} + {o}
 real  {y} = {x} - {o}
 real  {y} = {x} * {o}
 lazy  {y} = {x} + {o} * 0.7
-real  {y} = {x} + {x}
+lazy  {y} = {x} + {x}
 real  {y} = ({x} * 0.5 + {x}) * 2.0 + noise({x}.shape[-1:])
 real  {y} = {x} - {x}.mean()
 real  {y} = torch.add({x}, {o}, alpha=2)

@@ -80,7 +80,8 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
             return lazy  # as stock: nothing to do
         if operation.kind == "in place":
-            return _changed(lazy, result)
+            of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
+            return NotImplemented if of_view else _changed(lazy, result)
         if operation.kind == "view" and (simple or func is not torch.Tensor.__getitem__ or not _copies(args[0])):
             return _view(lazy, result, _step(func, states, named))
         return _copy(lazy, result.copied() if result.ops == state.ops else result)
@@ -124,8 +125,6 @@ def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict
         return iter(torch.unbind(lazy))
     if real is None and func is torch.Tensor.requires_grad_ and (args or kwargs) in ((), {}, (True,)):
         return lazy if lazy._state.requires_grad else NotImplemented
-    if real is None and func is torch.Tensor.detach_:
-        return _detach(lazy)
     return NotImplemented
 
 
@@ -135,7 +134,15 @@ def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if (nowhere and isinstance(lazy, Tensor)) or asks_for_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    _check_graph(lazy, func)
+    if lazy._family.has_copies or any(call.passed_by for call in lazy._state.calls):
+        message = (
+            f"logits.{name_of(func)} after the loss, or after something else was made from the logits without "
+            "computing them: its gradient does not pass through them. Call logits.materialize() before that, and use "
+            "what it returns."
+        )
+        if name_of(func) != "grad_fn":
+            raise RuntimeError(message)
+        caller().warn(message, MaterializedLogitsWarning)  # perhaps only looked at
     if lazy._existing() is None:
         told(lazy._state, func, lazy._make_real)
     lazy._make_views_real()
@@ -144,17 +151,6 @@ def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(lazy._real, *args, **kwargs)
     lazy._follow(always=True)
     return result
-
-
-def _detach(lazy: Any) -> Any:
-    """``detach_()``, which changes no value. Of a view it is an error, PyTorch's."""
-    if lazy._is_view():
-        with private.disable_torch_function():
-            lazy._shadow.detach_()
-    if lazy._family.has_views or any(True for _ in alive(lazy._family.views)):  # whose gradients still come
-        return NotImplemented
-    lazy._become(lazy._state.detach())
-    return lazy
 
 
 def _is_contiguous(lazy: Any) -> bool:
@@ -183,7 +179,7 @@ def _changed(lazy: Any, result: LazyState) -> Any:
         return NotImplemented
     family.has_copies = False  # those that there are come from what was there before
     for member in members:
-        member._become(of_sizes(result, member._state.shape[:-1]))
+        member._become(result if member is lazy else of_sizes(result, member._state.shape[:-1]))
     return lazy
 
 
@@ -277,20 +273,6 @@ def _copies(index: Any) -> bool:
     """Whether indexing copies, rather than views."""
     items = index if isinstance(index, tuple) else (index,)
     return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
-
-
-def _check_graph(lazy: LazyBase, func: Any) -> None:
-    """RuntimeError for a hook that would wait in vain for a gradient that is computed without these logits."""
-    if not (lazy._family.has_copies or any(call.passed_by for call in lazy._state.calls)):
-        return
-    message = (
-        f"logits.{name_of(func)} after the loss, or after something else was made from the logits without computing "
-        "them: its gradient does not pass through them. Call logits.materialize() before that, and use what it returns."
-    )
-    if name_of(func) == "grad_fn":  # perhaps only looked at
-        caller().warn(message, MaterializedLogitsWarning)
-    else:
-        raise RuntimeError(message)
 
 
 def realise(value: Any, func: Any, detach: bool = False, small: bool = False) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.fold import UNCHANGED, NoLazyFormError, needs
-from flce.huggingface.lazy.state import LazyState, dimension, merged_calls
+from flce.huggingface.lazy.state import LazyState, dimension
 from flce.huggingface.lazy.terms import Term
 from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
@@ -94,7 +94,8 @@ def _add_adapter(state: LazyState, other: LazyState) -> Any:
     """The sum of products that different layers have computed for the same tokens."""
     needs((state.shape, state.device) == (other.shape, other.device))
     needs(state.autocast_dtype == other.autocast_dtype and state.home == other.home)
-    terms, calls = (*_as_terms(state), *_as_terms(other)), merged_calls(state, other)
+    terms = (*_as_terms(state), *_as_terms(other))
+    calls = tuple({id(call): call for call in (*state.calls, *other.calls)}.values())
     dtype = torch.promote_types(state.dtype, other.dtype)
     return state.with_terms(terms, ops=(), folded=UNCHANGED, dtype=dtype, calls=calls)
 
@@ -158,31 +159,20 @@ def to_dtype(state: LazyState, dtype: Any) -> LazyState:
     return state if dtype == state.dtype else state.with_op("to", dtype)
 
 
-def to(
-    state: LazyState,
-    *args: Any,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    other: Any = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> Any:
-    needs(memory_format == torch.preserve_format)
-    for arg in args:
-        if isinstance(arg, torch.dtype):
-            dtype = arg
-        elif isinstance(arg, (Tensor, LazyState)):
-            other = arg
-        elif isinstance(arg, (torch.device, str)) or (isinstance(arg, int) and not isinstance(arg, bool)):
-            device = arg
-    if other is not None:
-        dtype, device = other.dtype, other.device
-    if device is not None and torch.device(device) not in (state.device, torch.device(state.device.type)):
-        state = replace(state, device=torch.device(device))
-    if copy:
-        state = replace(state)
-    return state if dtype is None else to_dtype(state, dtype)
+def to(state: LazyState, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
+    """``Tensor.to``: PyTorch reads the arguments, for a tensor without entries."""
+    needs(kwargs.pop("memory_format", torch.preserve_format) == torch.preserve_format)
+    args = tuple([_empty_like(arg) if isinstance(arg, LazyState) else arg for arg in args])
+    before = _empty_like(state)
+    after = before.to(*args, copy=copy, **kwargs)
+    same = (after.dtype, after.device) == (before.dtype, before.device)
+    if same and not copy and (after is before or torch.compiler.is_compiling()):
+        return state
+    return to_dtype(replace(state, device=after.device), after.dtype)
+
+
+def _empty_like(state: LazyState) -> Tensor:
+    return torch.empty(0, dtype=state.dtype, device=state.device)
 
 
 def contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:

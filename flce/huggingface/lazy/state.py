@@ -21,10 +21,9 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
+from flce.huggingface.lazy.fold import UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, Term, in_float32
 from flce.huggingface.staleness import versions_of
-from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -118,7 +117,7 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        folded = STEPS[name](self.folded, value) if name in STEPS else self.folded
+        folded = self.folded.after(name, value)
         if folded is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
@@ -180,24 +179,15 @@ class LazyState:
             logits = self._sum_of_products(F.linear).to(self.device)
             return logits.squeeze(-1) if self.one_class else logits
 
-    def picked(self, index: Tensor) -> Tensor:
-        """Some logits of each token: ``index`` is of the tokens' shape and ends with the number of classes."""
+    def of_classes(self, index: Tensor) -> Tensor:
+        """The logits of some classes, which are last: ``index`` is ``(..., K)``, of each token, or ``(K,)``, of all."""
         index = index.to(self.home)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if index.dim() == 1:
+                return F.linear(hidden, weight[index], None if bias is None else bias[index])
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
-
-        self.note_values()
-        with self.weights():
-            return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
-
-    def columns(self, index: Tensor) -> Tensor:
-        """The logits of some classes, the same ones for all tokens: ``index`` is ``(k,)``, and the classes are last."""
-        index = index.to(self.home)
-
-        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
         self.note_values()
         with self.weights():
@@ -293,24 +283,19 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        if torch.compiler.is_compiling():  # results that a state has are no part of a graph
-            made = self.per_token("lse", "entropy")
-        else:
-            with self.weights():  # results that are known already are of weights that have not changed
-                made = self._known_results()
-        assert made.lse is not None
-        assert made.entropy is not None
-        return made.lse, made.entropy
-
-    def _known_results(self) -> LinearLogprobsOutput:
-        """Those of an earlier call for the same z, if there was one."""
         folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         divisor = None if folded.divisor is None else self.rows[folded.divisor]
         key = self.requires_grad, id(divisor), folded.logit_scale, folded.softcap, *modes
-        if key not in self.known:
-            self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
-        made: LinearLogprobsOutput = self.known[key][1]
-        return made
+        with self.weights():  # results that are known already are of weights that have not changed
+            if torch.compiler.is_compiling():  # such results are no part of a graph
+                made = self.per_token("lse", "entropy")
+            else:
+                if key not in self.known:
+                    self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
+                made = self.known[key][1]
+        assert made.lse is not None
+        assert made.entropy is not None
+        return made.lse, made.entropy
 
     def _operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
@@ -388,22 +373,6 @@ def head_state(
     settings = Settings() if settings is None else settings
     state = LazyState((term,), dtype, autocast, device, settings)
     return state if call is None else state.recorded((call,))
-
-
-def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
-    """The calls that several states come from, each once."""
-    return tuple({id(call): call for state in states for call in state.calls}.values())
-
-
-def behind(state: LazyState, copy: LazyState, hook: Hook) -> LazyState:
-    """The state of a copy that a wrapper's function made without gradients; those of the copy run ``hook`` first.
-
-    Args:
-        state: what was copied.
-        copy: the state that the copy has.
-        hook: what the function does in backward.
-    """
-    return replace(state, calls=tuple([call.behind(hook) for call in copy.calls]))
 
 
 def dimension(state: LazyState, dim: int) -> int:

@@ -77,6 +77,7 @@ _TABLE: dict[str, Operation] = {
     "sum": Operation(values.total, "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
+    "detach_": Operation(LazyState.detach, "training loops: outputs of a step", "in place"),
     "mul_ multiply_ __imul__": Operation(elementwise.times, "PEFT", "in place"),
     "div_ divide_ true_divide_ __itruediv__": Operation(
         elementwise.divide, "verl; OpenRLHF: a temperature", "in place"

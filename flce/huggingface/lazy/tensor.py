@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from flce.core import private
 from flce.huggingface.head_call import pass_gradient, weights_of
 from flce.huggingface.lazy.base import CLASSES, LazyBase, View, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import LazyState, behind
+from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
@@ -106,7 +107,8 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         if not private.is_node_of(copied, _InGraph):
             return False
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
-        self._state, self._node, self._view = behind(state, self._state, hook), place, None
+        calls = tuple([call.behind(hook) for call in self._state.calls])
+        self._state, self._node, self._view = replace(state, calls=calls), place, None
         return True
 
     def register_hook(self, hook: Any) -> Any:
