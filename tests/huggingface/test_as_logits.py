@@ -119,6 +119,12 @@ PROGRAMS = {
         loss1 = t2.square()
         loss2 = lg * 1.0
         loss3 = t1 * 1.0""",
+    "an index that is counted up": """
+        t1 = torch.tensor(1)
+        t2 = lg[:, t1]
+        t1 += 1
+        loss1 = t2.sin()
+        loss2 = loss_of(lg)""",
     "a copy is no view": """
         t1 = lg[torch.tensor([1])]
         t2 = lg.float()

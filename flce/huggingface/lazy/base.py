@@ -24,12 +24,13 @@ class View(NamedTuple):
 
     Attributes:
         root: the lazy logits that have the memory.
-        steps: functions that make the view from the root's real logits, in order.
+        steps: functions that cut the view from the root's real logits, in order. With each whether gradients were
+            recorded, and inference mode; None within a graph.
         is_full: the view has all entries of the root, in their order, and autograd lets it be written to.
     """
 
     root: LazyBase
-    steps: tuple[Callable[[Tensor], Tensor], ...]
+    steps: tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
     is_full: bool
 
     def real(self) -> Tensor:
@@ -37,8 +38,9 @@ class View(NamedTuple):
         real = self.root._real
         assert real is not None
         with outside(self.root._state):
-            for step in self.steps:
-                real = step(real)
+            for cut, mode in self.steps:
+                with contextlib.nullcontext() if mode is None else grad_mode(*mode):
+                    real = cut(real)
         return real
 
 
@@ -82,6 +84,8 @@ class LazyBase:
     _real: Tensor | None
     _view: View | None
     _family: Family
+    # Of the autograd graph, which these logits stand at: None for nowhere, True for a leaf, or within a graph.
+    _node: Any = True
     # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
     _shadow: Tensor | None
 

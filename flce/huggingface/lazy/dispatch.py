@@ -13,7 +13,7 @@ from flce.core import private
 from flce.core.callers import caller
 from flce.huggingface.head_call import add_hook
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, View, alive, grad_mode, is_lazy, made_of, make_lazy, note_passing, told
+from flce.huggingface.lazy.base import LazyBase, View, alive, is_lazy, made_of, make_lazy, note_passing, told
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import NoLazyFormError
 from flce.huggingface.lazy.indexing import of_sizes
@@ -56,7 +56,10 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
     outside = calls and private.saved_tensors_hooks(True) and any(call.is_outside for call in calls)
     if operation is None or lazy._state.one_class or outside:
         return _unlisted(lazy, real, func, args, kwargs)
-    if real is not None or (operation.kind == "elementwise" and _is_permuted(lazy._shadow)):
+    if real is not None:
+        return NotImplemented
+    shadow = lazy._shadow
+    if operation.kind == "elementwise" and shadow is not None and not shadow.is_contiguous() and _is_permuted(shadow):
         return NotImplemented
     state, states, named, plain, simple = lazy._state, args, kwargs, True, not kwargs
     for value in args:  # most have no lazy logits in them
@@ -82,32 +85,24 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         if operation.kind == "in place":
             of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
             return NotImplemented if of_view else _changed(lazy, result)
-        if operation.kind == "view" and (simple or func is not torch.Tensor.__getitem__ or not _copies(args[0])):
-            return _view(lazy, result, _step(func, states, named))
+        is_view = operation.kind == "view"
+        if is_view and func is torch.Tensor.__getitem__ and not simple:
+            items = args[0] if isinstance(args[0], tuple) else (args[0],)
+            # Such an index copies.
+            is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
+            if is_view and not torch.compiler.is_compiling():  # tensors may be written to later
+                states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
+        if is_view:
+            return _view(lazy, result, lambda x: func(x, *states, **named))
         return _copy(lazy, result.copied() if result.ops == state.ops else result)
     if type(result) is tuple:
-        pieces = _step(func, states, named)
+        pieces: Any = lambda x: func(x, *states, **named)  # noqa: E731
         if not torch.compiler.is_compiling():  # all are cut at once
             pieces = functools.lru_cache(maxsize=1)(pieces)
-        steps = [lambda real, place=place: pieces(real)[place] for place in range(len(result))]
-        return tuple([_view(lazy, part, step, is_piece=True) for part, step in zip(result, steps, strict=True)])
+        cuts = [lambda x, place=place: pieces(x)[place] for place in range(len(result))]
+        return tuple([_view(lazy, part, cut, is_piece=True) for part, cut in zip(result, cuts, strict=True)])
     made_of(state, (result,))
     return result
-
-
-def _step(func: Any, args: Any, named: Any) -> Callable[[Tensor], Any]:
-    """The function that makes a view from real logits, in the mode of now."""
-    if torch.compiler.is_compiling():
-        return lambda real: func(real, *args, **named)
-    mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def step(real: Tensor) -> Any:
-        if mode == (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
-            return func(real, *args, **named)
-        with grad_mode(*mode):
-            return func(real, *args, **named)
-
-    return step
 
 
 def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -157,10 +152,8 @@ def _is_contiguous(lazy: Any) -> bool:
     return not lazy._is_view() if lazy._shadow is None else bool(lazy._shadow.is_contiguous())
 
 
-def _is_permuted(shadow: Tensor | None) -> bool:
-    """Whether stock's copy of logits with these strides would have their order of dimensions."""
-    if shadow is None or shadow.is_contiguous():
-        return False
+def _is_permuted(shadow: Tensor) -> bool:
+    """Whether stock's copy of logits with these strides has its dimensions in another order in memory."""
     with private.disable_torch_function():
         return not torch.empty_like(shadow).is_contiguous()
 
@@ -249,30 +242,23 @@ def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
 def _copy(lazy: LazyBase, result: LazyState) -> Any:
     """Lazy logits with memory of their own."""
     made = make_lazy(result)
-    lazy._family.has_copies |= made.requires_grad
+    lazy._family.has_copies |= made._node is not None
     return made
 
 
-def _view(lazy: LazyBase, state: LazyState, step: Callable[[Tensor], Tensor], is_piece: bool = False) -> Any:
+def _view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], is_piece: bool = False) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
-    before, shadow = lazy._shadow, None
+    (root, steps, is_full), before = lazy._view or View(lazy, (), True), lazy._shadow
     if before is None:
         lazy._family.has_views = True
-    else:
-        with private.disable_torch_function():
-            shadow = step(before)
-        if shadow.untyped_storage()._cdata != before.untyped_storage()._cdata:
-            return _copy(lazy, state.copied())
-    is_full = lazy._is_full() and not is_piece and shadow is not None and shadow.numel() == before.numel()
-    is_full = is_full and shadow.is_contiguous()
-    root, steps = (lazy, ()) if lazy._view is None else lazy._view[:2]
-    return make_lazy(state, View(root, (*steps, step), is_full), shadow)
-
-
-def _copies(index: Any) -> bool:
-    """Whether indexing copies, rather than views."""
-    items = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
+        return make_lazy(state, View(root, (*steps, (cut, None)), False))
+    with private.disable_torch_function():
+        shadow = cut(before)
+    if shadow.untyped_storage()._cdata != before.untyped_storage()._cdata:
+        return _copy(lazy, state.copied())
+    is_full = is_full and not is_piece and shadow.is_contiguous() and shadow.numel() == before.numel()
+    mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return make_lazy(state, View(root, (*steps, (cut, mode)), is_full), shadow)
 
 
 def realise(value: Any, func: Any, detach: bool = False, small: bool = False) -> Any:

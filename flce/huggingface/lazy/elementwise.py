@@ -81,7 +81,7 @@ def add(state: LazyState, other: Any) -> Any:
         return _add_adapter(state, other)
     needs(isinstance(other, Tensor) and other.is_floating_point() and other.device == state.device == state.home)
     needs(0 < other.dim() <= state.ndim and other.numel() == state.vocab_size == other.shape[-1])
-    needs(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than the loss is computed in
+    needs(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than flce computes
     term = Term(None, None, other.reshape(-1))
     if not torch.compiler.is_compiling():
         needs(other.device.type != "cpu" or bool(other.isfinite().all()))  # a GPU does not wait for that
@@ -164,7 +164,7 @@ def to(state: LazyState, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
     needs(kwargs.pop("memory_format", torch.preserve_format) == torch.preserve_format)
     args = tuple([_empty_like(arg) if isinstance(arg, LazyState) else arg for arg in args])
     before = _empty_like(state)
-    after = before.to(*args, copy=copy, **kwargs)
+    after: Tensor = before.to(*args, copy=copy, **kwargs)  # type: ignore[call-overload]
     same = (after.dtype, after.device) == (before.dtype, before.device)
     if same and not copy and (after is before or torch.compiler.is_compiling()):
         return state

@@ -52,11 +52,6 @@ class Folded(NamedTuple):
     normalizer: int | None = None
     clamped: bool = False
 
-    def after(self, name: str, value: Any) -> Folded | None:
-        """The normal form after one more operation, if it has one."""
-        step = STEPS[name].fold
-        return self if step is None else step(self, value)
-
     @property
     def linear(self) -> bool:
         plain = self.softcap is None and self.divisor is None and self.normalizer is None
@@ -88,8 +83,9 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     """
     folded: Folded | None = UNCHANGED
     for name, value in ops:
-        if folded is not None:
-            folded = folded.after(name, value)
+        step = STEPS[name].fold
+        if folded is not None and step is not None:
+            folded = step(folded, value)
     return folded
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +23,13 @@ def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
     """A method that gives the tokens other dimensions, such as ``view``; the vocabulary stays last."""
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        # Raises PyTorch's error, if it is one.
-        shape = method(torch.empty(state.shape, device="meta"), *args, **kwargs).shape
-        needs(shape[-1:] == state.shape[-1:])
-        if method is Tensor.flatten and shape == state.shape:
+        before = state.shape
+        after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # PyTorch's error, if it is one
+        if after[-1:] != before[-1:]:
+            raise NoLazyFormError
+        if method is Tensor.flatten and after == before:
             return state  # as stock's, itself
-        return of_sizes(state, shape[:-1])
+        return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
 
     return handler
 

@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
+from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, Term, in_float32
 from flce.huggingface.staleness import versions_of
 from flce.ops.arguments import autocast_dtype, narrowed, widened
@@ -84,8 +84,11 @@ class LazyState:
 
     @property
     def shape(self) -> torch.Size:
-        tokens = self.hidden.shape[:-1]
-        return tokens if self.one_class else torch.Size((*tokens, self.vocab_size))
+        head = self.terms[0]
+        assert head.hidden is not None
+        assert head.weight is not None
+        tokens = head.hidden.shape[:-1]
+        return tokens if self.one_class else torch.Size((*tokens, head.weight.shape[0]))
 
     @property
     def ndim(self) -> int:
@@ -102,7 +105,8 @@ class LazyState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
+        found = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
+        return (*[tensor for tensor in found if tensor is not None], *self.rows)
 
     @property
     def whole_terms(self) -> tuple[Term, ...]:
@@ -117,7 +121,8 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        folded = self.folded.after(name, value)
+        step = STEPS[name].fold
+        folded = self.folded if step is None else step(self.folded, value)
         if folded is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
@@ -130,7 +135,8 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        return self.with_terms([term.with_hidden(function) for term in self.terms], rows=tuple(map(function, self.rows)))
+        terms = tuple([term.with_hidden(function) for term in self.terms])
+        return replace(self, terms=terms, rows=tuple(map(function, self.rows)), known={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """The state of another sum."""
@@ -205,7 +211,7 @@ class LazyState:
     ) -> Tensor:
         total = None
         for term in self.whole_terms:
-            if term.hidden is None:
+            if term.hidden is None and term.bias is not None:
                 z = vector(term.bias)
             else:
                 z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
@@ -309,7 +315,7 @@ class LazyState:
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if factor == 1.0 else bias * factor)
-            if term.hidden is not None:
+            if term.hidden is not None and term.weight is not None:
                 hidden, weights = term.hidden, term.weight
                 hidden = hidden if factor == 1.0 else hidden * factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head

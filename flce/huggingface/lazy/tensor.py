@@ -22,9 +22,6 @@ from flce.torch_ops.frames import never_compiled
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
-    _node: Any
-    """Of the autograd graph, which this tensor stands at: None for nowhere, True for a leaf."""
-
     @staticmethod
     def _wrap(state: LazyState, view: View | None = None, shadow: Tensor | None = None) -> LazyLogits:
         if shadow is None:
