@@ -103,7 +103,8 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
     needs(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
     needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
     columns = index.flatten()
-    values = values_of(state, columns.where(columns >= 0, columns + state.vocab_size))
+    kept = (columns >= 0) | (columns < -state.vocab_size)  # the latter is an error
+    values = values_of(state, columns.where(kept, columns + state.vocab_size))
     return values.contiguous().reshape((*values.shape[:-1], *index.shape))
 
 

@@ -289,16 +289,17 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        divisor = None if folded.divisor is None else self.rows[folded.divisor]
-        key = self.requires_grad, id(divisor), folded.logit_scale, folded.softcap, *modes
-        with self.weights():  # results that are known already are of weights that have not changed
-            if torch.compiler.is_compiling():  # such results are no part of a graph
-                made = self.per_token("lse", "entropy")
-            else:
+        if torch.compiler.is_compiling():  # results that are known already are no part of a graph
+            made = self.per_token("lse", "entropy")
+        else:
+            folded = self.folded
+            divisor = None if folded.divisor is None else self.rows[folded.divisor]
+            modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            key = id(divisor), folded.logit_scale, folded.softcap, *modes
+            with self.weights():  # known results are of weights that have not changed
                 if key not in self.known:
                     self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
-                made = self.known[key][1]
+            made = self.known[key][1]
         assert made.lse is not None
         assert made.entropy is not None
         return made.lse, made.entropy
