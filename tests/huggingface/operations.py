@@ -50,6 +50,7 @@ lazy  {y} = {l}[:, 1:].flatten(0, 1)
 lazy  note({g}.flatten(0, -2) is {g})
 real  {y} = {x}.flatten()
 real  {y} = {x}.transpose({d}, {e})
+real  {y} = {x}.permute({p})
 lazy  {y} = {l}.transpose(0, 1)[1:]
 real  {y} = {g}[0].T
 lazy  {y} = {x}.unsqueeze({d})
