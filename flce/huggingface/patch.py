@@ -40,7 +40,7 @@ from flce.huggingface.find_heads import (
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
-from flce.huggingface.lazy.terms import Product
+from flce.huggingface.lazy.terms import Term
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
@@ -343,7 +343,7 @@ class _Call:
             if real is not None:
                 return real
             # From now on changes of what the logits are made from are noticed, and hooks of wrappers are called.
-            return make_lazy(state.recorded(tuple(self._head_call(t) for t in state.terms if isinstance(t, Product))))
+            return make_lazy(state.recorded(tuple(self._head_call(t) for t in state.terms if t.weight is not None)))
         if isinstance(value, MutableMapping):
             for key, item in list(value.items()):
                 if not (item is None or isinstance(item, Tensor)) and (new := self._as_tensors(item)) is not item:
@@ -352,7 +352,8 @@ class _Call:
             return type(value)(item if isinstance(item, Tensor) else self._as_tensors(item) for item in value)
         return value
 
-    def _head_call(self, term: Product) -> HeadCall:
+    def _head_call(self, term: Term) -> HeadCall:
+        assert term.weight is not None
         layer = next((m for m in self.owner.modules() if m._parameters.get("weight") is term.weight), None)
         call = HeadCall(term.weight, term.bias, self.patch.usage, layer, self.owner)
         call.passed_by = self.labels  # the graph has computed a loss, whose gradient does not pass through the logits

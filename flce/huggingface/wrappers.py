@@ -201,18 +201,6 @@ def pack_of_checkpoint() -> Any:
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
 
 
-def is_in_nested_checkpoints() -> bool:
-    """Whether this code is in the first pass of a ``checkpoint(use_reentrant=False)`` within another one."""
-    packs = []
-    with contextlib.ExitStack() as stack:
-        while (hooks := private.saved_tensors_hooks(True)) is not None:
-            packs.append(pack_of_checkpoint())
-            context = torch.autograd.graph.saved_tensors_hooks(*hooks)
-            context.__exit__()
-            stack.callback(context.__enter__)
-    return sum(pack is not None for pack in packs) > 1
-
-
 @contextlib.contextmanager
 def outside_of_checkpoint() -> Iterator[None]:
     """Autograd saves tensors as outside of a checkpoint, and that keeps none of these operations' results either."""

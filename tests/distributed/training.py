@@ -523,7 +523,7 @@ def late_reads(wrapping: str) -> None:
         return logits
 
     if wrapping == "head, resharded":  # the gathered weight is not kept
-        assert model(input_ids=ids).logits._state.head.weight.untyped_storage().size() == 0
+        assert model(input_ids=ids).logits._state.weight.untyped_storage().size() == 0
         with torch.no_grad(), flce.huggingface.lazy_logits(patched):  # no model and no hook tells the head's unit
             late = patched.lm_head(torch.ones(2, 32, device=device()))
         assert late.argmax(-1).shape == (2,)

@@ -577,14 +577,12 @@ GIVEN = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
     """Whether gradients are of no use: limits of flce (docs/support.md), or of PyTorch.
 
-    flce: autograd.Functions and checkpoints of logits that were read, and then written to through a view of them; hooks
-    that are set after a write without gradients, of which older copies know nothing.
+    flce: autograd.Functions of logits that were read, and then written to through a view of them.
     PyTorch: whether a hook is called that was set before a tensor was changed in place depends on whether that is a
     view.
     """
     written: set[str] = set()
     hooked: set[str] = set()
-    unseen = False
     for step in steps:
         now = {name for names in GIVEN.findall(step) for name in names if name}
         writes = {name for names in WRITE.findall(step) for name in names if name}
@@ -592,8 +590,7 @@ def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
             writes.add("a view")
         if HOOKS.search(step):
             hooked.update(_names(step))
-        unseen |= bool(writes) and "no_grad" in step
-        if (hooked and unseen) or (now and written - now) or (hooked and writes) or (loose and "InPlace" in step):
+        if (now and written - now) or (hooked and writes) or (loose and "InPlace" in step):
             return True
         written |= writes
     return False
@@ -690,9 +687,6 @@ def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
         + [TOLERANCE[torch.float16] for step in program.steps if ".half()" in step]
     )
     reads = [_values, _gradients] if program.read_first else [_gradients, _values]
-    # A copy that is made real late, for a hook on its source, is made of what the source holds by then.
-    if how.limits and any(map(UNSEEN.search, program.steps)) and any(map(HOOKS.search, program.steps)):
-        return None
     for read in reads:
         difference = read(program, stock, lazy, tolerance, loose, how)
         if difference is not None:
@@ -722,13 +716,11 @@ def _gradients(
     if how.limits and (want is not None or any(map(UNSEEN.search, program.steps)) or _beyond(program.steps, loose)):
         return None  # stock cannot differentiate this; it is no harm if flce can
     told = _told(got if want is None else want)
-    # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
     if how.limits and (
         STALE.search(told)
         or (CHANGED in told and any("rescale_hidden" in step for step in program.steps))
         or HOOKED_LATE in told
         or ("does not require" in told and loose)
-        or told.startswith("Checkpoint")
     ):
         return None
     if want is not None or got is not None:

@@ -49,11 +49,10 @@ lazy  {y} = {l}.flatten(0, 1)
 lazy  {y} = {l}[:, 1:].flatten(0, 1)
 lazy  note({g}.flatten(0, -2) is {g})
 real  {y} = {x}.flatten()
-real  {y} = {x}.unflatten(0, (1, -1))
 real  {y} = {x}.transpose({d}, {e})
+real  {y} = {x}.permute({p})
 lazy  {y} = {l}.transpose(0, 1)[1:]
 real  {y} = {g}[0].T
-real  {y} = {x}.permute({p})
 lazy  {y} = {x}.unsqueeze({d})
 real  {y} = {x}.unsqueeze(-1)
 lazy  {y} = {x}.squeeze()
@@ -91,7 +90,6 @@ lazy  {y} = {x}.split(2, {d})[-1]
 lazy  {y}, {z} = {x}.split([1, {x}.shape[{d}] - 1], {d})
 lazy  {y}, {z} = torch.split({l}, [1, 3], dim=1)
 lazy  {y} = {x}.chunk(2, {d})[0]
-real  {y} = {x}.expand(2, *{x}.shape)
 real  {y} = {g}.diagonal(dim1=-2, dim2=-1)
 lazy  {y} = next(iter({x}))
 lazy  {y} = [row for row in {x}][-1]
@@ -108,7 +106,7 @@ lazy  {y} = {x}.contiguous()
 lazy  {y} = {l}.view(-1, 13).contiguous()
 lazy  {y} = {g}[0].contiguous()
 lazy  {y} = {l}[:, 1:].contiguous()
-lazy  {y} = {l}.transpose(0, 1).clone()
+real  {y} = {l}.transpose(0, 1).clone()
 lazy  {y} = {x}.float()
 lazy  {y} = {l}[:, 1:].float()
 lazy  {y} = {x}.double()
@@ -150,17 +148,11 @@ real  {y} = {l}[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([3, 4])
 value {y} = {l}[..., [0, 1, 2, 3]]
 real  {y} = {l}[..., [0, 1, 2, 3, 4]]
 real  {y} = {x}.index_select({d}, index({x}, {d}))
-real  {y} = {l}.index_select(-1, torch.arange(13))
-real  {y} = {x}.repeat(2, *[1] * ({x}.ndim - 1))
-real  {y} = {x}.repeat_interleave(2, {d})
 real  {y} = {x}.flip({d})
-real  {y} = {x}.roll(1, {d})
 real  {y} = copy.deepcopy({x}.detach())
 real  {y} = copy.copy({x})
 real  {y} = {x}.as_subclass(torch.Tensor)
 real  {y} = pickle.loads(pickle.dumps({x}.detach()))
-real  {y} = torch.tensor({x}.tolist(), dtype={x}.dtype)
-real  {y} = torch.empty_like({x}).copy_({x})
 value {y} = torch.zeros_like({x})
 value {y} = torch.ones_like({x})
 value {y} = {x}.new_zeros({x}.shape)
@@ -185,8 +177,6 @@ lazy  {y} = {x} * scalar({n})
 lazy  {y} = {x} / scalar({n})
 lazy  {y} = scalar({n}) * {x}
 real  {y} = {x} * torch.tensor(2)
-real  {y} = {x} + scalar({n})
-real  {y} = {x} * torch.arange({x}.shape[-1])
 real  {y} = {x} + torch.arange({x}.shape[-1])
 real  {y} = torch.arange({x}.shape[-1]) - {x}
 lazy  {y} = {x} + noise({x}.shape[-1:])
@@ -198,7 +188,6 @@ lazy  {y} = {x}.float() + noise({x}.shape[-1:])
 lazy  {y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))
 lazy  {y} = noise((13,)).view(1, -1) + {l}
 real  {y} = {l} + noise((13,)).view(1, 1, 1, -1)
-real  {y} = (-2.0 * {l} - noise((13,)))[..., 2:9]
 real  {y} = torch.add({x}, noise({x}.shape[-1:]), alpha=2)
 real  {y} = {x}.tanh() + noise({x}.shape[-1:])
 real  {y} = {x} * noise({x}.shape[-1:])
@@ -207,8 +196,6 @@ lazy  {y} = {x} - {x}.logsumexp(-1, keepdim=True)
 real  {y} = (torch.tanh({l}) - noise((4, 1)).float())[:, 1:].reshape(-1, 13) * 3.0
 lazy  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).float().log_softmax(-1)
 real  {y} = ({x}.log_softmax(-1) + row({x})).log_softmax(-1)
-real  {y} = ({x}.log_softmax(-1) + row({x})).softmax(-1)
-real  {y} = ({x}.log_softmax(-1) - row({x})).log_softmax(-1).exp()
 real  {y} = ({x} - learned(row({x}))).log_softmax(-1)
 real  {y} = {x} * learned(scalar(1.3))
 real  {y} = {x} / learned(scalar(1.3))
@@ -216,7 +203,6 @@ real  {y} = learned(scalar(2.0)) * torch.tanh({x} / learned(scalar(2.0)))
 lazy  {y} = {x} + learned(noise({x}.shape[-1:])) * learned(scalar(1.3))
 real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), -5.0) * learned(scalar(1.3))
 real  {y} = {x} + spike({x}, float('inf'))
-real  {y} = {x} + spike({x}, float('nan'))
 real  {y} = torch.tanh({x} - noise((1,)))
 real  {y} = {x} * noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)
@@ -228,30 +214,18 @@ lazy  {y} = {x} + {o}
 real  {y} = {x} - {o}
 real  {y} = {x} * {o}
 lazy  {y} = {x} + {o} * 0.7
-real  {y} = {x} + {x}
+lazy  {y} = {x} + {x}
 real  {y} = ({x} * 0.5 + {x}) * 2.0 + noise({x}.shape[-1:])
-real  {y} = {x} - {x}.mean()
-real  {y} = torch.add({x}, {o}, alpha=2)
-real  {y} = torch.lerp({x}, {o}, 0.3)
 lazy  {y} = torch.tanh({x} / {n}) * {n}
 lazy  {y} = ({x} / 3.0).tanh() * -3.0 / 2.0
 real  {y} = torch.tanh(torch.tanh({x}))
 lazy  {y} = {x}.tanh()
 real  {y} = {x}.sin()
-real  {y} = {x}.sigmoid()
-real  {y} = {x}.relu()
-real  {y} = {x}.abs()
 real  {y} = {x} ** 2
 real  {y} = {x}.clamp(-0.5, 0.5)
 lazy  {y} = torch.clamp({x}, min=torch.finfo({x}.dtype).min)
-real  {y} = {x}.nan_to_num(0.5, 2.0, -2.0)
 real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
-real  {y} = {x}.masked_fill(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
-real  {y} = {x}.masked_fill(bits({x}.shape), {inf})
 real  {y} = torch.where(bits({x}.shape), {x}, {n})
-real  {y} = torch.where(bits({x}.shape[:-1]).unsqueeze(-1), {x}, {o})
-real  {y} = torch.where(bits({x}.shape[-1:]), {x}, {inf})
-real  {y} = torch.where({x} > 0, {x}, 0.0)
 lazy  {y} = {x}.log_softmax(-1)
 lazy  {y} = {x}.log_softmax(-1)
 lazy  {y} = {x}.log_softmax(-1).clone()
@@ -264,7 +238,6 @@ lazy  {y} = F.log_softmax(3.0 * torch.tanh({l} / 3.0), dim=-1, dtype=torch.float
 real  {y} = {x}.log_softmax(-1) * 2
 lazy  {y} = -F.log_softmax({x}, dim=-1)
 real  {y} = {x}.log_softmax(-1) + noise({x}.shape[-1:])
-real  {y} = {x}.log_softmax(-1) * scalar(2.0)
 real  {y} = {x}.log_softmax(-1)[..., :4]
 real  {y} = {x}.log_softmax(-1).tanh()
 real  {y} = {x}.log_softmax({d})
@@ -283,13 +256,8 @@ real  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
 real  {y} = {x}.softmax(-1) * {o}.log_softmax(-1)
 real  {y} = {x}.softmax(-1) * {x} * {x}
 real  {y} = {x}.softmax(-1) / {x}
-real  {y} = {x}.cumsum({d})
-real  {y} = {x}.index_fill(-1, index({x}, -1), {inf})
 real  {y} = {x}.scatter(-1, chosen({x}), {n})
 real  {y} = {g} @ noise(({g}.shape[-1], 2))
-real  {y} = F.pad({x}, (0, 1))
-real  {y} = F.cosine_similarity({x}, {x}.roll(1, 0), dim=-1)
-real  {y} = torch.einsum('...v,...v->...', {x}, {o})
 """
 
 REDUCTIONS = """
@@ -318,8 +286,6 @@ loss  {y} = ({x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)).log_softmax(-1).ga
 real  {y} = {x}.sum({d}, keepdim=True)
 loss  {y} = (-F.log_softmax({x}, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32)
 real  {y} = {x}.mean()
-real  {y} = {x}.mean({d})
-real  {y} = {x}.mean(-1)
 loss  {y} = {x}.logsumexp(-1)
 real  {y} = ({x} + spike({x}, float('inf'))).logsumexp(-1)
 real  {y} = {x}.masked_fill(bits({x}.shape[-1:]) | True, float('-inf')).logsumexp(-1)
@@ -330,13 +296,8 @@ loss  {y} = {x}.argmax(-1)
 real  {y} = {x}.argmax({d})
 loss  {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
 loss  {y} = {x}.log_softmax(-1).argmax(-1)
-real  {y} = {x}.amax(-1)
 real  {y} = {x}.max(-1).values
-real  {y} = {x}.max(-1)[1]
-real  {y} = {x}.max()
-real  {y} = {x}.min()
 real  {y} = {x}.topk(1).values
-real  {y} = {x}.sort(-1).values
 value {y} = {x}.gather(-1, chosen({x}))
 value {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
 value {y} = {x}.gather(-1, few({x}))
@@ -350,27 +311,15 @@ loss  {y} = ({x} / 2.0).log_softmax(-1)[..., few({x}).flatten()[:2]]
 loss  {y} = {x}.gather(-1, chosen({x}))[..., 0] - {x}.logsumexp(-1)
 real  note(close({x}.gather(-1, chosen({x})), {x}))
 real  note(close({x}.log_softmax(-1).gather(-1, chosen({x})), {x}.log_softmax(-1)))
-real  {y} = {x}.isnan()
 real  {y} = {x} > 0
 real  {y} = {x} == {x}
 real  {y} = {x}.isnan().any()
-real  {y} = {x}.square().mean()
-real  {y} = {x}.norm()
-real  {y} = {x}.var(-1)
 """
 
 TOGETHER = """
 real  {y} = torch.cat([{x}, {o}], {d})
-real  {y} = torch.cat([{x}, {o}], -1)
-real  {y} = torch.cat([{x}, {o}])
-real  {y} = torch.cat([{x}, noise({x}.shape)])
-real  {y} = torch.cat([{x}, noise({x}.shape)], -1)
 real  {y} = torch.stack([{x}, {o}])
-real  {y} = torch.stack([{x}, {o}], -1)
-real  {y} = torch.stack([{x}, {o}]).mean(0)
 real  {y} = torch.stack(list({x}))
-real  {y} = torch.cat([{x}, {o}]).view(2, *{x}.shape)
-real  {y} = torch.cat([{x}, {o}])[{x}.shape[0]:]
 """
 
 HEADS = """
@@ -395,32 +344,21 @@ lazy  del {x}
 
 WRITES = """
 real  {x}[0] = {n}
-real  {x}[-1] = {inf}
 real  {x}[{s}] = {n}
-real  {x}[..., {c}] = {n}
 real  {x}[..., {c}] = noise({x}.shape[:-1])
-real  {x}[..., [0, -1]] = {inf}
 real  {x}[..., bits({x}.shape[-1:])] = {inf}
 real  {x}[bits({x}.shape)] = {inf}
-real  {x}[bits({x}.shape[:-1])] = {n}
 real  {x}[{x} < 0] = {n}
-real  {x}[0] = {o}[-1]
-real  {x}[{s}] = noise({x}[{s}].shape)
 real  {x}[:] = {o}
-real  {x}[...] = {n}
 real  {x}[{s}] *= {n}
-real  {x}[..., {c}] += {n}
 real  {x}[{i0}] += {o}[{i0}]
 real  {x}[:-1] = {x}[1:].clone()
 real  {x}[{x} < {x}.topk(1).values] = {inf}
 lazy  note({x}.mul_({n}) is {x})
 lazy  note({x}.add_(noise({x}.shape[-1:])) is {x})
-real  note({x}.masked_fill_(bits({x}.shape[-1:]), {inf}) is {x})
 real  note({x}.zero_() is {x})
-real  note({x}.clamp_(max=0.5) is {x})
 real  note(torch.exp_({x}) is {x})
 real  note(F.relu({x}, inplace=True) is {x})
-real  note({x}.copy_(noise({x}.shape[-1:])) is {x})
 real  note({x}.__iadd__({n}) is {x})
 lazy  {y} = {x}.mul_({n})
 lazy  {y} = {x}.mul_({n})
@@ -440,23 +378,11 @@ lazy  {y} = {x}.add_(noise({x}.shape[-1:]))
 real  {x}.sub_({n})
 real  {y} = {x}.tanh_()
 real  note({x}.tanh_() is {x})
-real  {x}.zero_()
-real  {x}.zero_()
 real  {x}.fill_({n})
-real  {y} = {x}.masked_fill_(bits({x}.shape[-1:]), {inf})
-real  {x}.masked_fill_(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
 real  {x}.masked_fill_(bits({x}.shape), {inf})
-real  {x}.copy_({o})
 real  {x}.copy_({o})
 real  {x}.copy_(noise({x}.shape))
 real  {y} = {x}.clamp_(-0.5, 0.5)
-real  {x}.index_fill_(-1, index({x}, -1), {inf})
-real  {x}.index_copy_(0, index({x}, 0)[:1], noise({x}[:1].shape))
-real  {x}.scatter_(-1, chosen({x}), {n})
-real  {x}.scatter_add_(-1, chosen({x}), noise(chosen({x}).shape))
-real  {x}.addcmul_({o}, {o})
-real  {x}.relu_()
-real  {x}.exp_()
 lazy  {y} = {x} * {n}; note({y}.detach_() is {y})
 lazy  note({x}.view(-1, {x}.shape[-1]).mul_({n}).shape)
 lazy  {x}.flatten(0, -2).div_({n})
@@ -486,29 +412,19 @@ real  {x}.detach().numpy().fill({n})
 real  {y} = F.dropout({x}, 0.5, training=False)
 lazy  {y} = functools.reduce(lambda x, _: x * (0.5, 2.0)[_ % 2], range(500), {x})
 lazy  {y} = functools.reduce(lambda x, _: x.view(x.shape)[:], range(250), {x})
-lazy  {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
+real  {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
 """
 
 READS = """
 real  note({x}.isnan().any().item())
-real  note({x}.isnan().any().item())
-real  note({x}.sum().item())
-real  note({x}.detach().sum().item())
 real  note({x}.tolist())
 real  note({x}.detach().numpy())
 real  note(np.asarray({x}.detach()))
-real  note(np.from_dlpack({x}.detach()))
-real  note(torch.utils.dlpack.from_dlpack({x}.detach()))
 real  note({x}.detach().cpu().float().numpy())
-real  note({x}.max().item())
 lazy  note({x}.argmax(-1).tolist())
-real  note(bool(({x} > 0).any()))
-real  note(f'{{{x}.isfinite().all()}}')
 lazy  note(len({x}))
 real  note([row.sum().item() for row in {x}])
 real  note(torch.allclose({x}, {o}.to({x}.dtype), equal_nan=True))
-real  note(torch.allclose({x}, {x}))
-real  note({x}.isclose({o}.to({x}.dtype)).sum().item())
 lazy  note({x}.shape, {x}.size(), {x}.size(-1), {x}.dim(), {x}.ndim, {x}.numel())
 lazy  note(torch.numel({x}), {x}.device.type, {x}.dtype, {x}.nbytes, {x}.is_cuda, {x}.is_leaf, {x}.element_size())
 real  note({x}.data_ptr() > 0)
@@ -520,7 +436,6 @@ real  note({x}.grad_fn is None)
 lazy  note(len({x}[:0].unbind(0)), len(list({x}[torch.zeros({x}.shape[:1], dtype=torch.bool)])))
 lazy  note(flce.cross_entropy({g}, labels({g}), stats=('lse', 'logprob', 'entropy', 'argmax', 'correct'), shift=1)[1:])
 real  note(tangent({x}))
-real  note(repr({x}.isfinite()))
 """
 
 LOSSES = """
@@ -570,19 +485,16 @@ loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
 loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=noise({g}.shape[:-1]).abs())
 loss  {loss} = loss_of({g})
-real  {loss} = loss_of(torch.stack([{g}, {o}], 1)[:, 0])
 loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
 loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
 loss  {loss} = {g}.logsumexp(-1).square().mean()
 real  {loss} = F.kl_div({g}.log_softmax(-1), {o}.softmax(-1), reduction='batchmean')
-real  {loss} = F.kl_div({g}.log_softmax(-1), {o}.log_softmax(-1), log_target=True)
 loss  {loss} = -({g}.softmax(-1) * {g}.log_softmax(-1)).sum(-1).mean()
 loss  {loss} = (Categorical(logits={g}).log_prob(chosen({g}).squeeze(-1)) + 0.1 * entropy({g})).sum()
 real  {loss} = F.cross_entropy(({g} - noise((1,))).flatten(0, -2), labels({g}).flatten())
 real  {loss} = F.cross_entropy({g}.softmax(-1).flatten(0, -2), labels({g}).flatten())
 real  {loss} = F.cross_entropy(({g} / noise((1,)).abs()).flatten(0, -2), labels({g}).flatten())
 real  {loss} = F.nll_loss({g}.softmax(-1).flatten(0, -2), labels({g}).flatten())
-real  {loss} = F.mse_loss({g}, {o})
 loss  {loss} = -F.logsigmoid(picked({g}).sum() - picked({o}).sum())
 real  {loss} = {g}.log_softmax(-1).sum()
 real  {loss} = {x}.sum()

@@ -119,6 +119,12 @@ PROGRAMS = {
         loss1 = t2.square()
         loss2 = lg * 1.0
         loss3 = t1 * 1.0""",
+    "an index that is counted up": """
+        t1 = torch.tensor(1)
+        t2 = lg[:, t1]
+        t1 += 1
+        loss1 = t2.sin()
+        loss2 = loss_of(lg)""",
     "a copy is no view": """
         t1 = lg[torch.tensor([1])]
         t2 = lg.float()
@@ -155,11 +161,6 @@ PROGRAMS = {
         t1.view(-1, 13).mul_(3.0)
         loss1 = loss_of(lg)
         note(t2.logsumexp(-1), t1.argmax(-1))""",
-    "a copy of a view of all logits is changed in place, and a hook waits": """
-        t1 = lg.float()
-        t1.view(-1, 13).div_(0.7)
-        hook(lg, lambda gradient: gradient * 3)
-        loss1 = loss_of(t1)""",
     "a copy from before a change, and a hook after it": """
         t1 = lg * 2
         lg.mul_(3.0)
@@ -259,10 +260,6 @@ PROGRAMS = {
         model().head.register_full_backward_pre_hook(lambda module, outputs: doubled(outputs))
         lg = a(ids)
         loss1 = loss_of(lg)""",
-    "a hook after a copy": """
-        t1 = lg * 2
-        hook(lg, lambda gradient: gradient * 3)
-        loss1 = loss_of(t1)""",
     "a hook, the gradient of the logits, and the loss": """
         hook(lg, keep('lg'))
         retain(lg)
@@ -270,11 +267,10 @@ PROGRAMS = {
     # Stock returns the object itself: a hook on it is one on the logits.
     "a hook on what there was nothing to do to": """
         t1 = lg.view(-1, 13)
-        t2 = t1 * 2
         t3 = t1.flatten(0, -2)
         note(t3 is t1)
         hook(t3, lambda gradient: gradient * 3)
-        loss1 = t2.square()""",
+        loss1 = (t1 * 2).square()""",
     "picked without gradients, written to with them": """
         with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
         t1[:] = lg[..., :1]
@@ -463,9 +459,14 @@ def after_the_loss() -> fuzz.Run:
 def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
     with pytest.raises(RuntimeError, match="after the loss"):
         after_the_loss().step(code)
+    run = fuzz.Run(fuzz.Setup(), True)
+    for step in ("lg = a(ids)", "t1 = lg[:, :-1].float()"):
+        run.step(step)
+    with pytest.raises(RuntimeError, match="after something else was made"):
+        run.step(code)
 
 
-@pytest.mark.parametrize("given", ["lg", "lg[:, :-1]", "lg.clone()"])
+@pytest.mark.parametrize("given", ["lg", "lg[:, :-1]"])
 @pytest.mark.parametrize("hook", ["lg.register_hook(F.normalize)", "lg.retain_grad()"])
 def test_a_hook_after_a_function_is_an_error(given: str, hook: str) -> None:
     """It would not see the Function's gradient. A hook that is set before does (`PROGRAMS`)."""
@@ -551,7 +552,7 @@ def test_operations_are_what_torch_hands_over() -> None:
         name = full.split(".")[-1]
         if function is None or (name not in known and function not in OPERATIONS):
             continue
-        x = torch.ones(2, 2).as_subclass(Recorder)
+        x = Tensor._make_subclass(Recorder, torch.ones(2, 2))  # not a view
         HANDED.clear()
         function(x, *arguments.get(name, ()))
         operations = [OPERATIONS[handed] for handed in HANDED if handed in OPERATIONS]

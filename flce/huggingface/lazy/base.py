@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,154 +19,48 @@ from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materiali
 from flce.huggingface.wrappers import outside_of_checkpoint
 
 
-@dataclass(eq=False)
-class Step:
-    """One operation that made a view or a copy, to be repeated.
+class View(NamedTuple):
+    """How lazy logits share the memory of others.
 
     Attributes:
-        func: the function of PyTorch.
-        run: the same of a state.
-        args, named: arguments behind the first, without lazy logits.
-        piece: which of several results; None: there is one.
-        mode: whether gradients were recorded, and inference mode; None: within a graph.
-        versions: of arguments that are tensors.
+        root: the lazy logits that have the memory.
+        steps: functions that cut the view from the root's real logits, in order. With each whether gradients were
+            recorded, and inference mode; None within a graph.
+        is_full: the view has all entries of the root, in their order, and autograd lets it be written to.
     """
 
-    func: Callable[..., Any]
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    named: Mapping[str, Any]
-    piece: int | None
-    mode: tuple[bool, bool] | None
-    versions: list[tuple[Tensor, Any]]
-
-    def of_state(self, state: LazyState) -> LazyState:
-        return self._repeat(self.run, state)
-
-    def of_real(self, real: Tensor) -> Tensor:
-        return self._repeat(self.func, real)
-
-    def can_repeat(self) -> bool:
-        """Whether the arguments are what they were."""
-        return all(versions_of(tensor) == version for tensor, version in self.versions)
-
-    def _repeat(self, function: Callable[..., Any], first: Any) -> Any:
-        mode = self.mode
-        if mode is None or mode == (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
-            made = function(first, *self.args, **self.named)
-        else:
-            with grad_mode(*mode):
-                made = function(first, *self.args, **self.named)
-        return made if self.piece is None else made[self.piece]
-
-
-@dataclass(eq=False)
-class Origin:
-    """What lazy logits are a view or a copy of.
-
-    Attributes:
-        lazy: other lazy logits; of a view those that have the memory.
-        steps: what makes these logits of those.
-        is_view: they share the memory.
-        changes: those of the family at that time.
-    """
-
-    lazy: LazyBase
-    steps: tuple[Step, ...]
-    is_view: bool
-    changes: int
-
-    def state(self) -> LazyState:
-        state = self.lazy._state
-        for step in self.steps:
-            state = step.of_state(state)
-        return state
+    root: LazyBase
+    steps: tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
+    is_full: bool
 
     def real(self) -> Tensor:
-        """The real logits. Those of the origin have to exist."""
-        real = self.lazy._real
+        """The real logits of the view. Those of the root have to exist."""
+        real = self.root._real
         assert real is not None
-        with outside(self.lazy._state):
-            for step in self.steps:
-                real = step.of_real(real)
+        with outside(self.root._state):
+            for cut, mode in self.steps:
+                with contextlib.nullcontext() if mode is None else grad_mode(*mode):
+                    real = cut(real)
         return real
-
-    def is_unchanged(self) -> bool:
-        """Whether a copy can still be made of the real logits of its origin."""
-        family = self.lazy._family
-        return family.changes == self.changes and not family.is_written() and all(s.can_repeat() for s in self.steps)
-
-    @property
-    def is_piece(self) -> bool:
-        """Whether an operation with several results has made it."""
-        return any(step.piece is not None for step in self.steps)
-
-
-@dataclass(eq=False)
-class Hooked:
-    """Whether a hook waits for the gradient of lazy logits. Their places in the autograd graph refer to it.
-
-    Attributes:
-        source: the same of what these logits are a copy of.
-    """
-
-    source: Hooked | None = None
-    now: bool = False
-
-    def anywhere(self) -> bool:
-        """Whether one waits here, or at what these logits come from."""
-        hooked: Hooked | None = self
-        while hooked is not None and not hooked.now:
-            hooked = hooked.source
-        return hooked is not None
 
 
 @dataclass(eq=False)
 class Family:
-    """Lazy logits and their views, which share one memory, and the copies that were made of them.
+    """Lazy logits and their views, which share one memory.
 
     Attributes:
-        memory: the real logits of what has the memory; None: they do not exist.
-        changes: how many operations in place were recorded.
         views: all but the root.
-        copies: of which the gradients may have to come to a hook.
+        hooks: hooks of users that wait for the gradient. Nodes of the autograd graph refer to this set.
+        has_copies: a copy was made that needs a gradient, which does not pass through these logits.
         has_views: within a graph of ``torch.compile``, where they are not listed.
+        seen: the version of the real logits when they were last looked at.
     """
 
-    hooked: Hooked
-    memory: Tensor | None = None
-    changes: int = 0
     views: list[weakref.ref[Any]] = field(default_factory=list)
-    copies: list[weakref.ref[Any]] = field(default_factory=list)
+    hooks: set[str] = field(default_factory=set)
+    has_copies: bool = False
     has_views: bool = False
-    _made_as: Any = None
-    _seen: Any = None
-
-    def set_memory(self, real: Tensor) -> None:
-        self.memory, self._made_as, self._seen = real, versions_of(real), versions_of(real)
-
-    def is_written(self) -> bool:
-        """Whether the real logits were changed since they were made."""
-        return self.memory is not None and versions_of(self.memory) != self._made_as
-
-    def was_written_now(self) -> bool:
-        """Whether the real logits were changed since the last call."""
-        before, self._seen = self._seen, None if self.memory is None else versions_of(self.memory)
-        return bool(before != self._seen)
-
-    def make_real(self) -> None:
-        """Make the views real, if the memory exists: it may be written to."""
-        if self.memory is not None:
-            for view in alive(self.views):
-                with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
-                    view._existing()
-
-    def allows_change(self, requires_grad: bool) -> bool:
-        """Whether autograd would let the views of logits see an operation in place."""
-        for view in alive(self.views):
-            if view._state.requires_grad != requires_grad or (requires_grad and view._origin.is_piece):
-                return False
-        return not self.has_views
+    seen: Any = None
 
 
 def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
@@ -183,35 +77,28 @@ class LazyBase:
     """What both kinds of lazy logits share: the state, and the real logits once they exist.
 
     Whatever makes one member of a family real makes the root real, and repeats the views on it. So a write to one shows
-    in all, as in stock. A copy has a family of its own. It is made from its origin only if a hook waits there.
+    in all, as in stock. A copy has a family of its own.
     """
 
     _state: LazyState
     _real: Tensor | None
-    _origin: Origin | None
-    # The values of a small view, in memory of their own, for operations that only read.
-    _values: Tensor | None
+    _view: View | None
     _family: Family
-    _changes: int  # of the family, that are in the state
+    # Of the autograd graph, which these logits stand at: None for nowhere, True for a leaf, or within a graph.
+    _node: Any = True
     # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
     _shadow: Tensor | None
 
-    def _init(self, state: LazyState, origin: Origin | None, shadow: Tensor | None) -> None:
-        self._state, self._origin, self._shadow, self._real, self._values = state, origin, shadow, None, None
-        if origin is None:
-            self._family = Family(Hooked())
-        else:
-            family = origin.lazy._family
-            self._family = family if origin.is_view else Family(Hooked(family.hooked))
-        self._changes = self._family.changes
-
-    def _is_view(self) -> bool:
-        return self._origin is not None and self._origin.is_view
+    def _init(self, state: LazyState, view: View | None, shadow: Tensor | None) -> None:
+        self._state, self._view, self._shadow, self._real = state, view, shadow, None
+        self._family = Family() if view is None else view.root._family
 
     def _root(self) -> LazyBase:
-        """What has the memory."""
-        origin = self._origin
-        return origin.lazy if origin is not None and origin.is_view else self
+        """The lazy logits that have the memory."""
+        return self if self._view is None else self._view.root
+
+    def _is_full(self) -> bool:
+        return self._view is None or self._view.is_full
 
     def _become(self, state: LazyState) -> None:
         """Change in place."""
@@ -241,50 +128,41 @@ class LazyBase:
         return self._existing() is not None
 
     def _existing(self) -> Tensor | None:
-        """The real logits, if they exist. Brings this object up to date."""
-        origin = self._origin
-        if self._real is None and origin is not None and origin.is_view:
-            root = origin.lazy
-            if root._existing() is not None:
-                self._set_real(origin.real())
-            elif self._changes != self._family.changes:
-                self._state, self._values, self._changes = origin.state(), None, self._family.changes
+        """The real logits, if they exist."""
+        if self._real is None and self._view is not None and self._view.root._existing() is not None:
+            self._real = self._view.real()
         return self._real
-
-    def _set_real(self, real: Tensor | None) -> None:
-        self._real, self._values = real, None
-        if real is not None and not self._is_view():
-            self._family.set_memory(real)
 
     def _make_real(self) -> Tensor:
         if self._existing() is None:
             root = self._root()
             root._set_real(root._compute())
-            if root._origin is not None:  # a copy, not made from what it is a copy of
-                note_passing(root._state.calls, root._state)
         real = self._existing()
         assert real is not None
         return real
 
-    def _await_gradient(self) -> None:
-        """Make copies real from here on down: a hook, or who asks for the place in the graph, waits for gradients."""
-        self._make_real()
-        families = [self._family]
-        while families:
-            family = families.pop()
-            copies, family.copies = family.copies, []
-            for copy in alive(copies):
-                if copy._existing() is None and copy._origin is not None and copy._origin.is_unchanged():
-                    copy._origin.lazy._existing()
-                    copy._set_real(copy._origin.real())
-                    families.append(copy._family)
+    def _set_real(self, real: Tensor) -> None:
+        self._real = real
+        if self._view is None:
+            self._family.seen = versions_of(real)
+
+    def _make_views_real(self) -> None:
+        """Make the views real, if the memory exists: it may be written to."""
+        if self._root()._real is not None:
+            for view in alive(self._family.views):
+                with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
+                    view._existing()
 
     def _follow(self, always: bool = False) -> None:
         """After an operation of real logits: if it has written to them, give the family their places in the graph."""
-        family, written = self._family, self._family.was_written_now()
+        root, family = self._root(), self._family
+        version = None if root._real is None else versions_of(root._real)
+        written, family.seen = version != family.seen, version
+        if written:
+            family.has_copies = False  # those that there are come from what was there before
         if written or always:
             family.views = [ref for ref in family.views if ref() is not None]
-            for lazy in (self._root(), *alive(family.views)):
+            for lazy in (root, *alive(family.views)):
                 lazy._stand_behind(written)
 
     def _stand_behind(self, written: bool) -> None:
@@ -298,36 +176,26 @@ class LazyBase:
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
         inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
         with grad_mode(True, inference), outside(state):
-            real = watch_gradient(state.logits(), state.calls)
-            return real if self._shadow is None or self._is_view() else _laid_out(real, self._shadow)
+            return watch_gradient(state.logits(), state.calls)
 
     def _read(self) -> Tensor:
-        """The values of a small view."""
-        if self._values is None:
-            self._values = self._compute()
-            self._state.note_values()
-        return self._values
+        """The values of a small view, in memory of their own."""
+        values = self._compute()
+        self._state.note_values()
+        return values
 
     def _is_small(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
         # A graph drops what it does not use: there each view is made by itself.
-        if not self._is_view():
+        if self._view is None:
             return False
-        return self._shadow is None or 4 * self._shadow.numel() <= math.prod(self._root()._state.shape)
+        return self._shadow is None or 4 * self._shadow.numel() <= math.prod(self._view.root._state.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        state, values = self._state, self._values if self._existing() is None else self._real
-        if values is not None:
-            return repr(values)
+        state, real = self._state, self._existing()
+        if real is not None:
+            return repr(real)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
-
-
-def _laid_out(real: Tensor, shadow: Tensor) -> Tensor:
-    """With the strides that stock's logits would have; those made from hidden states have their classes last."""
-    sizes = zip(real.shape, real.stride(), shadow.stride(), strict=True)
-    if all(size == 1 or mine == stocks for size, mine, stocks in sizes):
-        return real
-    return torch.empty_strided(shadow.shape, shadow.stride(), dtype=real.dtype, device=real.device).copy_(real)
 
 
 def is_lazy(value: Any) -> bool:
@@ -339,13 +207,13 @@ def is_lazy(value: Any) -> bool:
 CLASSES: dict[bool, Any] = {}
 
 
-def make_lazy(state: LazyState, origin: Origin | None = None, shadow: Tensor | None = None) -> Any:
+def make_lazy(state: LazyState, view: View | None = None, shadow: Tensor | None = None) -> Any:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
     if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
     # Graphs have no writes that would show: they need no shadow.
-    return CLASSES[compiling]._wrap(state, origin, None if compiling else shadow)
+    return CLASSES[compiling]._wrap(state, view, None if compiling else shadow)
 
 
 @contextlib.contextmanager

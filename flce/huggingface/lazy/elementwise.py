@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.fold import UNCHANGED, NoLazyFormError, needs
-from flce.huggingface.lazy.state import LazyState, dimension, merged_calls
-from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
+from flce.huggingface.lazy.state import LazyState, dimension
+from flce.huggingface.lazy.terms import Term
 from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
 
@@ -35,10 +35,9 @@ def times(state: LazyState, other: Any) -> Any:
         return scaled(state, "mul", other)
     if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
         state, other = state.detach(), other.detach()
-    needs(same_sum(state.terms, other.terms) and state.device == other.device)
-    needs(state.autocast_dtype == other.autocast_dtype)
+    needs(state.known is other.known and state.requires_grad == other.requires_grad and state.device == other.device)
     shorter, rows = sorted((state.rows, other.rows), key=len)
-    needs(all(same(*both) for both in zip(shorter, rows, strict=False)))
+    needs(all(mine is theirs for mine, theirs in zip(shorter, rows, strict=False)))
     dtype = torch.promote_types(state.dtype, other.dtype)
     return replace(state, rows=rows, dtype=dtype).with_op("times", other.ops)
 
@@ -49,7 +48,7 @@ def _by_row(state: LazyState, name: str, other: Tensor) -> Any:
     missing = state.ndim - other.dim()
     needs(other.dim() > 0 and missing >= 0 and other.device == state.device == state.home)
     needs(all(size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)))
-    needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than flce computes
+    needs(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than flce computes
     copy = other.expand(sizes).clone()  # the vector may be written to later
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
     return replace(state, rows=(*state.rows, copy)).with_op(name, len(state.rows))
@@ -70,12 +69,10 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
         return _divide_by_row(state, other)
     needs(other.dim() == 0 and state.folded.linear)
     scale, other = torch.mul if name == "mul" else torch.div, other.detach()
-    terms: list[Product | BiasTerm] = []
     with state.weights():
-        for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
-            term = term.changed(lambda bias: scale(whole(bias), other), "bias")
-            terms.append(replace(term, watched=None) if isinstance(term, BiasTerm) else term)
-    return replace(state, terms=tuple(terms))
+        terms = [term.with_hidden(lambda hidden: scale(hidden, other)) for term in state.terms]
+        terms = [term.changed(lambda bias: scale(whole(bias), other), "bias") for term in terms]
+    return state.with_terms([replace(term, watched=None) if term.hidden is None else term for term in terms])
 
 
 def add(state: LazyState, other: Any) -> Any:
@@ -84,13 +81,13 @@ def add(state: LazyState, other: Any) -> Any:
         return _add_adapter(state, other)
     needs(isinstance(other, Tensor) and other.is_floating_point() and other.device == state.device == state.home)
     needs(0 < other.dim() <= state.ndim and other.numel() == state.vocab_size == other.shape[-1])
-    needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than the loss is computed in
-    term = BiasTerm(other.reshape(-1))
+    needs(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than flce computes
+    term = Term(None, None, other.reshape(-1))
     if not torch.compiler.is_compiling():
         needs(other.device.type != "cpu" or bool(other.isfinite().all()))  # a GPU does not wait for that
         term = term.recorded()
     dtype = torch.promote_types(state.dtype, other.dtype)
-    return replace(state, terms=(*_as_terms(state), term), ops=(), folded=UNCHANGED, dtype=dtype)
+    return state.with_terms((*_as_terms(state), term), ops=(), folded=UNCHANGED, dtype=dtype)
 
 
 def _add_adapter(state: LazyState, other: LazyState) -> Any:
@@ -98,10 +95,9 @@ def _add_adapter(state: LazyState, other: LazyState) -> Any:
     needs((state.shape, state.device) == (other.shape, other.device))
     needs(state.autocast_dtype == other.autocast_dtype and state.home == other.home)
     terms = (*_as_terms(state), *_as_terms(other))
-    heads = [term.weight for term in terms if isinstance(term, Product)]
-    needs(not any(same(a, b) for place, a in enumerate(heads) for b in heads[:place]))
-    dtype, calls = torch.promote_types(state.dtype, other.dtype), merged_calls(state, other)
-    return replace(state, terms=terms, ops=(), folded=UNCHANGED, dtype=dtype, calls=calls)
+    calls = tuple({id(call): call for call in (*state.calls, *other.calls)}.values())
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return state.with_terms(terms, ops=(), folded=UNCHANGED, dtype=dtype, calls=calls)
 
 
 def subtract(state: LazyState, other: Any) -> Any:
@@ -110,7 +106,7 @@ def subtract(state: LazyState, other: Any) -> Any:
     return _by_row(state, "sub_row", other)
 
 
-def _as_terms(state: LazyState) -> tuple[Product | BiasTerm, ...]:
+def _as_terms(state: LazyState) -> tuple[Term, ...]:
     """The terms with the state's operations in them, if a sum of terms allows that."""
     needs(state.folded.linear)
     if not state.ops:
@@ -163,31 +159,20 @@ def to_dtype(state: LazyState, dtype: Any) -> LazyState:
     return state if dtype == state.dtype else state.with_op("to", dtype)
 
 
-def to(
-    state: LazyState,
-    *args: Any,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    other: Any = None,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> Any:
-    needs(memory_format == torch.preserve_format)
-    for arg in args:
-        if isinstance(arg, torch.dtype):
-            dtype = arg
-        elif isinstance(arg, (Tensor, LazyState)):
-            other = arg
-        elif isinstance(arg, (torch.device, str)) or (isinstance(arg, int) and not isinstance(arg, bool)):
-            device = arg
-    if other is not None:
-        dtype, device = other.dtype, other.device
-    if device is not None and torch.device(device) not in (state.device, torch.device(state.device.type)):
-        state = replace(state, device=torch.device(device))
-    if copy:
-        state = replace(state)
-    return state if dtype is None else to_dtype(state, dtype)
+def to(state: LazyState, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
+    """``Tensor.to``: PyTorch reads the arguments, for a tensor without entries."""
+    needs(kwargs.pop("memory_format", torch.preserve_format) == torch.preserve_format)
+    args = tuple([_empty_like(arg) if isinstance(arg, LazyState) else arg for arg in args])
+    before = _empty_like(state)
+    after: Tensor = before.to(*args, copy=copy, **kwargs)  # type: ignore[call-overload]
+    same = (after.dtype, after.device) == (before.dtype, before.device)
+    if same and not copy and (after is before or torch.compiler.is_compiling()):
+        return state
+    return to_dtype(replace(state, device=after.device), after.dtype)
+
+
+def _empty_like(state: LazyState) -> Tensor:
+    return torch.empty(0, dtype=state.dtype, device=state.device)
 
 
 def contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:

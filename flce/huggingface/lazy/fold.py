@@ -83,8 +83,9 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     """
     folded: Folded | None = UNCHANGED
     for name, value in ops:
-        if name in STEPS and folded is not None:
-            folded = STEPS[name](folded, value)
+        step = STEPS[name].fold
+        if folded is not None and step is not None:
+            folded = step(folded, value)
     return folded
 
 
@@ -155,32 +156,27 @@ def _times(f: Folded, ops: tuple[Op, ...]) -> Folded | None:
 _WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
 
 
-STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
-    "mul": _multiplied,
-    "div": _divided,
-    "tanh": _tanh,
-    "log_softmax": _log_softmax,
-    "softmax": _softmax,
-    "exp": _exp,
-    "clamp": _clamp,
-    "div_row": _divided_by_row,
-    "sub_row": _normalised_by_row,
-    "times": _times,
-}
+class Step(NamedTuple):
+    """One operation: on the normal form, and on real logits. None: it changes no value, but for roundings."""
+
+    fold: Callable[[Folded, Any], Folded | None] | None
+    replay: Callable[[Tensor, Any], Tensor]
 
 
-_REPLAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "mul": torch.mul,
-    "div": torch.div,
-    "tanh": lambda z, _: torch.tanh(z),
-    "log_softmax": lambda z, _: torch.log_softmax(z, -1),
-    "softmax": lambda z, _: torch.softmax(z, -1),
-    "exp": lambda z, _: torch.exp(z),
-    "clamp": lambda z, least: torch.clamp(z, min=least),
-    "clone": lambda z, _: z.clone(),
-    "to": Tensor.to,
+STEPS: dict[str, Step] = {
+    "mul": Step(_multiplied, torch.mul),
+    "div": Step(_divided, torch.div),
+    "tanh": Step(_tanh, lambda z, _: torch.tanh(z)),
+    "log_softmax": Step(_log_softmax, lambda z, _: torch.log_softmax(z, -1)),
+    "softmax": Step(_softmax, lambda z, _: torch.softmax(z, -1)),
+    "exp": Step(_exp, lambda z, _: torch.exp(z)),
+    "clamp": Step(_clamp, lambda z, least: torch.clamp(z, min=least)),
+    "div_row": Step(_divided_by_row, torch.div),
+    "sub_row": Step(_normalised_by_row, torch.sub),
+    "times": Step(_times, torch.mul),
+    "clone": Step(None, lambda z, _: z.clone()),
+    "to": Step(None, Tensor.to),
 }
-_ROW_REPLAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"div_row": torch.div, "sub_row": torch.sub}
 
 
 def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tensor:
@@ -193,10 +189,6 @@ def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tenso
     """
     start = z
     for name, value in ops:
-        if name == "times":
-            z = z * replay(start, value, rows)
-        elif name in _ROW_REPLAYS:
-            z = _ROW_REPLAYS[name](z, rows[value])
-        else:
-            z = _REPLAYS[name](z, value)
+        other = replay(start, value, rows) if name == "times" else rows[value] if name.endswith("_row") else value
+        z = STEPS[name].replay(z, other)
     return z

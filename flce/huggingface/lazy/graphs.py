@@ -38,9 +38,9 @@ class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
-    def _wrap(state: LazyState, origin: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+    def _wrap(state: LazyState, view: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
-        lazy._init(state, origin, shadow)
+        lazy._init(state, view, shadow)
         return lazy
 
     def _become(self, state: LazyState) -> None:

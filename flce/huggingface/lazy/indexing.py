@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,25 +11,7 @@ from torch import Tensor
 
 from flce.huggingface.lazy.fold import NoLazyFormError, needs
 from flce.huggingface.lazy.state import LazyState, dimension
-from flce.huggingface.lazy.terms import Product
 from flce.huggingface.lazy.values import values_of
-
-
-def reshape(state: LazyState, *shape: Any) -> Any:
-    """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        shape = tuple(shape[0])
-    head = state.terms[0]
-    assert isinstance(head, Product)
-    vocab, rows = head.weight.shape[0], math.prod(head.hidden.shape[:-1])
-    if not shape or not all([isinstance(size, int) for size in shape]):  # noqa: C419 - faster
-        raise NoLazyFormError
-    sizes, last = shape[:-1], shape[-1]
-    if last != vocab and (last != -1 or -1 in sizes or math.prod(sizes) != rows):
-        raise NoLazyFormError
-    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, rows)):
-        torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
-    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
 def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
@@ -38,27 +19,17 @@ def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
-def _fit(sizes: tuple[int, ...], rows: int) -> bool:
-    """Whether it is plain that ``rows`` rows can be given these sizes, of which one may be -1."""
-    if min(sizes, default=0) < -1:
-        return False
-    known = math.prod([size for size in sizes if size != -1])
-    return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
-
-
-def resized(method: Callable[..., Tensor]) -> Callable[..., Any]:
-    """``flatten``, ``squeeze`` or ``unsqueeze`` of the token dimensions."""
+def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A method that gives the tokens other dimensions, such as ``view``; the vocabulary stays last."""
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        def shape(classes: int) -> list[int]:
-            """The result's shape for logits with so many classes. Raises PyTorch's error, if it is one."""
-            return list(method(torch.empty((*state.shape[:-1], classes), device="meta"), *args, **kwargs).shape)
-
-        now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
-        needs(now[-1:] == [state.vocab_size] and wider == [*now[:-1], state.vocab_size + 1])
-        if method is Tensor.flatten and now == list(state.shape):
+        before = state.shape
+        after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # PyTorch's error, if it is one
+        if after[-1:] != before[-1:]:
+            raise NoLazyFormError
+        if method is Tensor.flatten and after == before:
             return state  # as stock's, itself
-        return of_sizes(state, now[:-1])
+        return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
 
     return handler
 
@@ -86,7 +57,7 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Tokens cut apart along ``dim``."""
     needs(dimension(state, dim) != state.ndim - 1)
-    of_tokens = [*[term.hidden for term in state.terms if isinstance(term, Product)], *state.rows]
+    of_tokens = [*[term.hidden for term in state.terms if term.hidden is not None], *state.rows]
     pieces = [iter(together) for together in zip(*map(cut, of_tokens), strict=True)]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
 
@@ -117,8 +88,9 @@ def _slice_classes(state: LazyState, classes: slice) -> LazyState:
     needs(state.folded.form == "logits")  # over the whole vocabulary
     needs(state.folded.normalizer is None)
     with state.weights():
-        terms = [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
-    sliced = replace(state, terms=tuple(terms))
+        sliced = state.with_terms(
+            [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
+        )
     needs(sliced.vocab_size > 0)
     return sliced
 
@@ -131,15 +103,15 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
     needs(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
     needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
     columns = index.flatten()
-    positive = columns.where(columns >= 0, columns + state.vocab_size)
-    values = values_of(state, positive, lambda logits: logits.columns(columns))
+    kept = (columns >= 0) | (columns < -state.vocab_size)  # the latter is an error
+    values = values_of(state, columns.where(kept, columns + state.vocab_size))
     return values.contiguous().reshape((*values.shape[:-1], *index.shape))
 
 
 def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
     """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    at, ellipsis_at, ndim = 0, None, state.terms[0].hidden.dim()  # type: ignore[union-attr]
+    at, ellipsis_at, ndim = 0, None, state.hidden.dim()
     for place, item in enumerate(items):
         if isinstance(item, slice) or type(item) is int:
             at += 1

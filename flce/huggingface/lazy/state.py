@@ -7,7 +7,7 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,9 +22,8 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
-from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
+from flce.huggingface.lazy.terms import TENSORS, Term, in_float32
 from flce.huggingface.staleness import versions_of
-from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -54,7 +53,7 @@ class LazyState:
         one_class: there is one class, and no dimension of classes.
     """
 
-    terms: tuple[Product | BiasTerm, ...]
+    terms: tuple[Term, ...]
     dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     device: torch.device
@@ -65,42 +64,52 @@ class LazyState:
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     one_class: bool = False
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was computed of the same tokens; states that operations on the logits make share it."""
+    """What was computed from the same terms; states that elementwise operations make share this dict."""
 
     # -- what it looks like
 
     @property
-    def head(self) -> Product:
-        head = self.terms[0]
-        assert isinstance(head, Product)
-        return head
+    def hidden(self) -> Tensor:
+        """The hidden states of the head."""
+        hidden = self.terms[0].hidden
+        assert hidden is not None
+        return hidden
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the head."""
+        weight = self.terms[0].weight
+        assert weight is not None
+        return weight
 
     @property
     def shape(self) -> torch.Size:
-        head = self.head
+        head = self.terms[0]
+        assert head.hidden is not None
+        assert head.weight is not None
         tokens = head.hidden.shape[:-1]
         return tokens if self.one_class else torch.Size((*tokens, head.weight.shape[0]))
 
     @property
     def ndim(self) -> int:
-        return self.head.hidden.dim() - self.one_class
+        return self.hidden.dim() - self.one_class
 
     @property
     def vocab_size(self) -> int:
-        return self.head.weight.shape[0]
+        return self.weight.shape[0]
 
     @property
     def home(self) -> torch.device:
         """Where the products are made."""
-        return self.head.hidden.device
+        return self.hidden.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = [getattr(term, name, None) for term in self.terms for name in TENSORS]
+        found = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
         return (*[tensor for tensor in found if tensor is not None], *self.rows)
 
     @property
-    def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
+    def whole_terms(self) -> tuple[Term, ...]:
         """The terms with their values, within :meth:`weights`."""
         return tuple([term.whole() for term in self.terms])
 
@@ -112,7 +121,8 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        folded = STEPS[name](self.folded, value) if name in STEPS else self.folded
+        step = STEPS[name].fold
+        folded = self.folded if step is None else step(self.folded, value)
         if folded is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
@@ -125,28 +135,31 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple([function(row) for row in self.rows])
-        return replace(self, terms=terms, rows=rows, known={})  # it would keep those of each piece
+        terms = tuple([term.with_hidden(function) for term in self.terms])
+        return replace(self, terms=terms, rows=tuple(map(function, self.rows)), known={})
+
+    def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
+        """The state of another sum."""
+        return replace(self, terms=tuple(terms), known={}, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
-        terms = tuple(term.with_tensors(tensors) for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(islice(tensors, len(self.rows))))
+        terms = [term.with_tensors(tensors) for term in self.terms]
+        return self.with_terms(terms, rows=tuple(islice(tensors, len(self.rows))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(map(Tensor.detach, self.rows)))
+        rows = tuple([row.detach() if row.requires_grad else row for row in self.rows])
+        return replace(self, terms=terms, rows=rows)
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
         with self.weights():
-            terms = tuple(term.changed(in_float32, *TENSORS) for term in self.terms)
-        return replace(self, terms=terms, autocast_dtype=None)
+            return self.with_terms([term.changed(in_float32, *TENSORS) for term in self.terms], autocast_dtype=None)
 
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
-        return replace(self, terms=tuple([term.recorded() for term in self.terms]), calls=calls)
+        return self.with_terms([term.recorded() for term in self.terms], calls=calls)
 
     # -- what it is for
 
@@ -172,24 +185,15 @@ class LazyState:
             logits = self._sum_of_products(F.linear).to(self.device)
             return logits.squeeze(-1) if self.one_class else logits
 
-    def picked(self, index: Tensor) -> Tensor:
-        """Some logits of each token: ``index`` is of the tokens' shape and ends with the number of classes."""
+    def of_classes(self, index: Tensor) -> Tensor:
+        """The logits of some classes, which are last: ``index`` is ``(..., K)``, of each token, or ``(K,)``, of all."""
         index = index.to(self.home)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if index.dim() == 1:
+                return F.linear(hidden, weight[index], None if bias is None else bias[index])
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
-
-        self.note_values()
-        with self.weights():
-            return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
-
-    def columns(self, index: Tensor) -> Tensor:
-        """The logits of some classes, the same ones for all tokens: ``index`` is ``(k,)``, and the classes are last."""
-        index = index.to(self.home)
-
-        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
         self.note_values()
         with self.weights():
@@ -207,10 +211,10 @@ class LazyState:
     ) -> Tensor:
         total = None
         for term in self.whole_terms:
-            if isinstance(term, Product):
-                z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
-            else:
+            if term.hidden is None and term.bias is not None:
                 z = vector(term.bias)
+            else:
+                z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
             z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
@@ -285,40 +289,34 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        # Results that a state has are no part of a graph. A checkpoint that logits come to from outside computes anew
-        # what its first pass has computed.
-        if torch.compiler.is_compiling() or any([call.is_outside for call in self.calls]):  # noqa: C419 - faster
+        if torch.compiler.is_compiling():  # results that are known already are no part of a graph
             made = self.per_token("lse", "entropy")
         else:
-            with self.weights():  # results that are known already are of weights that have not changed
-                made = self._known_results()
+            folded = self.folded
+            divisor = None if folded.divisor is None else self.rows[folded.divisor]
+            modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            key = id(divisor), folded.logit_scale, folded.softcap, *modes
+            with self.weights():  # known results are of weights that have not changed
+                if key not in self.known:
+                    self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
+            made = self.known[key][1]
         assert made.lse is not None
         assert made.entropy is not None
         return made.lse, made.entropy
-
-    def _known_results(self) -> LinearLogprobsOutput:
-        """Those of an earlier call for the same z, if there was one."""
-        folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        sources = self.terms, self.settings, None if folded.divisor is None else self.rows[folded.divisor]
-        key = *map(id, sources), folded.logit_scale, folded.softcap, *modes
-        if key not in self.known:
-            self.known[key] = sources, self.per_token("lse", "entropy")  # kept, the objects keep their ids
-        made: LinearLogprobsOutput = self.known[key][1]
-        return made
 
     def _operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
     ) -> Any:
         """One of flce's functions of a head and its input."""
         products, biases = [], []
-        dtype = self.head.weight.dtype
+        dtype = self.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
         for term in self.whole_terms:
             factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if factor == 1.0 else bias * factor)
-            if isinstance(term, Product):
+            if term.hidden is not None and term.weight is not None:
                 hidden, weights = term.hidden, term.weight
                 hidden = hidden if factor == 1.0 else hidden * factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
@@ -334,8 +332,8 @@ class LazyState:
         hidden, weights = products[0]
         # What was subtracted before a normalisation gets a gradient of zeros.
         cancelled = [row for place, row in enumerate(self.rows) if row.requires_grad and place != folded.normalizer]
-        if cancelled and requires_grad:
-            hidden = _WithZeros.apply(hidden, *cancelled)
+        for row in cancelled if requires_grad else ():
+            hidden = torch.where(torch.ones((), dtype=torch.bool, device=row.device), hidden, row.to(hidden.dtype))
         return self._in_head_autocast(
             function,
             hidden,
@@ -378,40 +376,10 @@ def head_state(
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
-    term = Product(hidden, weight, bias, dtype)
+    term = Term(hidden, weight, bias)
     settings = Settings() if settings is None else settings
     state = LazyState((term,), dtype, autocast, device, settings)
     return state if call is None else state.recorded((call,))
-
-
-def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
-    """The calls that several states come from, each once."""
-    return tuple({id(call): call for state in states for call in state.calls}.values())
-
-
-class _WithZeros(torch.autograd.Function):
-    """The first argument; the others get gradients of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
-        return grad, *zeros
-
-
-def behind(state: LazyState, copy: LazyState, hook: Hook) -> LazyState:
-    """The state of a copy that a wrapper's function made without gradients; those of the copy run ``hook`` first.
-
-    Args:
-        state: what was copied.
-        copy: the state that the copy has.
-        hook: what the function does in backward.
-    """
-    return replace(state, calls=tuple([call.behind(hook) for call in copy.calls]))
 
 
 def dimension(state: LazyState, dim: int) -> int:

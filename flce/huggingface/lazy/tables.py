@@ -42,10 +42,10 @@ class Operation(NamedTuple):
 _cast = elementwise.cast
 # An operation without a reason here computes the real logits: a wrong result is worse than a warning.
 _TABLE: dict[str, Operation] = {
-    "view reshape": Operation(indexing.reshape, "Transformers: its loss of causal models", "view"),
-    "flatten": Operation(indexing.resized(Tensor.flatten), "training loops: tokens as rows", "view"),
-    "squeeze": Operation(indexing.resized(Tensor.squeeze), "verl: sequences without padding", "view"),
-    "unsqueeze": Operation(indexing.resized(Tensor.unsqueeze), "verl: sequences without padding", "view"),
+    "view reshape": Operation(indexing.reshaped(Tensor.reshape), "Transformers: its loss of causal models", "view"),
+    "flatten": Operation(indexing.reshaped(Tensor.flatten), "training loops: tokens as rows", "view"),
+    "squeeze": Operation(indexing.reshaped(Tensor.squeeze), "verl: sequences without padding", "view"),
+    "unsqueeze": Operation(indexing.reshaped(Tensor.unsqueeze), "verl: sequences without padding", "view"),
     "transpose": Operation(indexing.transpose, "ProphetNet", "view"),
     "split": Operation(indexing.split, "TRL: entropies, piece by piece", "view"),
     "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
@@ -77,6 +77,7 @@ _TABLE: dict[str, Operation] = {
     "sum": Operation(values.total, "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
+    "detach_": Operation(LazyState.detach, "training loops: outputs of a step", "in place"),
     "mul_ multiply_ __imul__": Operation(elementwise.times, "PEFT", "in place"),
     "div_ divide_ true_divide_ __itruediv__": Operation(
         elementwise.divide, "verl; OpenRLHF: a temperature", "in place"

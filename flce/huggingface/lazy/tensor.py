@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.head_call import pass_gradient, weights_of
-from flce.huggingface.lazy.base import CLASSES, LazyBase, Origin, told
+from flce.huggingface.lazy.base import CLASSES, LazyBase, View, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import LazyState, behind
+from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
@@ -21,24 +22,19 @@ from flce.torch_ops.frames import never_compiled
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
-    _node: Any
-    """Of the autograd graph, which this tensor stands at: None for nowhere, True for a leaf."""
-
     @staticmethod
-    def _wrap(state: LazyState, origin: Origin | None = None, shadow: Tensor | None = None) -> LazyLogits:
+    def _wrap(state: LazyState, view: View | None = None, shadow: Tensor | None = None) -> LazyLogits:
         if shadow is None:
             shadow = torch.empty(state.shape, dtype=state.dtype, device="meta")
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
-        lazy._init(state, origin, shadow)
+        lazy._init(state, view, shadow)
         with torch._C.DisableTorchFunctionSubclass():
             node: Any = lazy.grad_fn
         lazy._node = node
         if node is not None:
-            node.hooked = lazy._family.hooked
-        if origin is not None and origin.is_view:
+            node.hooks = lazy._family.hooks
+        if view is not None:
             lazy._family.views.append(weakref.ref(lazy))
-        elif origin is not None and node is not None:
-            origin.lazy._family.copies.append(weakref.ref(lazy))
         return lazy
 
     def _become(self, state: LazyState) -> None:
@@ -49,14 +45,14 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
                 self.detach_()
         self._state, self._node = state, self._place()
         if private.is_node_of(self._node, _InGraph):
-            self._node.hooked = self._family.hooked
+            self._node.hooks = self._family.hooks
 
     def _existing(self) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             place = (self.grad_fn or True) if self.requires_grad else None
         if place is not self._node and not self._adopt(place):
             self._take_place(place)
-        return self._real if self._origin is None else LazyBase._existing(self)
+        return self._real if self._view is None else LazyBase._existing(self)
 
     def _catch_up(self, real: Tensor) -> None:
         self._follow()
@@ -108,7 +104,8 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         if not private.is_node_of(copied, _InGraph):
             return False
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
-        self._state, self._node, self._origin = behind(state, self._state, hook), place, None
+        calls = tuple([call.behind(hook) for call in self._state.calls])
+        self._state, self._node, self._view = replace(state, calls=calls), place, None
         return True
 
     def register_hook(self, hook: Any) -> Any:
@@ -145,7 +142,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: LazyState, shadow: Any, *tensors: Tensor) -> Tensor:
-        ctx.state, ctx.hooked = state, None
+        ctx.state, ctx.hooks = state, None
         ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
@@ -167,7 +164,7 @@ class _InGraph(torch.autograd.Function):
         wanted, state = ctx.needs_input_grad[3:], ctx.state
         if grad is None:
             return None, None, None, *(None for _ in wanted)
-        if ctx.hooked is not None and ctx.hooked.anywhere():
+        if ctx.hooks:
             raise RuntimeError(
                 "a hook was set on logits, or retain_grad() called, after an autograd.Function had been given them: "
                 "its gradient does not pass there. Call logits.materialize() before both, and use what it returns."

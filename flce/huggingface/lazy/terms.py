@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from flce.huggingface.lazy.fold import Op, fold
 from flce.huggingface.partitioned import is_partitioned, parameters_of, stand_in, whole
@@ -19,22 +18,27 @@ TENSORS = ("hidden", "weight", "bias")
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of logits.
+    """One summand of logits: a matrix product, or a vector that was added to the logits of every token.
 
     Attributes:
+        hidden: the logits' shape, with the hidden size H in place of the vocabulary V. Everything that
+            happens to the token dimensions of the logits happens to this tensor. None of a vector.
+        weight: ``(V, H)``; None of a vector.
+        bias: ``(V,)``, of a product or by itself, where it may be wider than the logits; or None.
+        ops: factors and casts, before the term was added to others.
         watched: the first of `tensors` as it was at the call, if that or a view of it is the term's; None: nothing else
             can change it. The head's call watches its parameters.
-        ops: factors and casts, before the term was added to others.
     """
 
-    watched: Watched | None = field(default=None, compare=False, repr=False, kw_only=True)
-    ops: tuple[Op, ...] = field(default=(), kw_only=True)
-    what: ClassVar[str]
-    """What is watched, for messages."""
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    ops: tuple[Op, ...] = ()
+    watched: Watched | None = field(default=None, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+        return tuple([x for x in (self.hidden, self.weight, self.bias) if x is not None])
 
     @property
     def factor(self) -> float:
@@ -42,80 +46,39 @@ class Term:
         assert folded is not None
         return folded.logit_scale
 
-    def changed(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Self:
+    def changed(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """The term with ``function`` done to the tensors of these names, those that there are; others replaced."""
         for name in names:
-            tensor = getattr(self, name, None)
+            tensor = getattr(self, name)
             if tensor is not None:
                 others[name] = function(tensor)
         return replace(self, **others)
 
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
         """The term on the next of other tensors, which are not changed in place."""
         return self.changed(lambda _: next(tensors), *TENSORS, watched=None)
 
-    def detach(self) -> Self:
-        return self.changed(Tensor.detach, *TENSORS)
-
-    def whole(self) -> Self:
-        """The term with the values of parameters that are only gathered for a while, which they have to be now."""
-        return self.changed(whole, "weight", "bias") if parameters_of(self.tensors) else self
-
-    def recorded(self) -> Self:
-        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
-        now = [recorded(tensor) for tensor in self.tensors]
-        rest = iter(now)
-        return self.changed(lambda _: next(rest), *TENSORS, watched=Watched(now[0], self.what))
-
-
-@dataclass(frozen=True)
-class Product(Term):
-    """One matrix product, and what was done to it before it was added to others.
-
-    Attributes:
-        hidden: the logits' shape, with the hidden size H in place of the vocabulary V. Everything that
-            happens to the token dimensions of the logits happens to this tensor.
-        weight: ``(V, H)``.
-        bias: ``(V,)`` or None.
-        dtype: the product's.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    what = "the hidden states were"
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
-
-    def with_hidden(self, hidden: Tensor) -> Product:
-        """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
-        watched = self.watched
+    def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
+        """The term after an operation on the token dimensions."""
+        if self.hidden is None:
+            return self
+        hidden, watched = function(self.hidden), self.watched
         if watched is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
             watched = watched.of_a_copy()
         return replace(self, hidden=hidden, watched=watched)
 
+    def detach(self) -> Term:
+        return self.changed(Tensor.detach, *TENSORS)
 
-@dataclass(frozen=True)
-class BiasTerm(Term):
-    """A vector that was added to the logits of every token, as it was: it may be wider than they are.
+    def whole(self) -> Term:
+        """The term with the values of parameters that are only gathered for a while, which they have to be now."""
+        return self.changed(whole, "weight", "bias") if parameters_of(self.tensors) else self
 
-    Attributes:
-        bias: ``(V,)``.
-    """
-
-    bias: Tensor
-    what = "a vector that was added to the logits was"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.bias.dtype
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.bias,)
+    def recorded(self) -> Term:
+        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
+        now = [recorded(tensor) for tensor in self.tensors]
+        what = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
+        return replace(self.with_tensors(iter(now)), watched=Watched(now[0], what))
 
 
 def recorded(tensor: Tensor) -> Tensor:
@@ -134,26 +97,3 @@ def recorded(tensor: Tensor) -> Tensor:
 def in_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32, within :meth:`LazyState.weights`."""
     return tensor if tensor.dtype == torch.float32 else whole(tensor).float()
-
-
-def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors are one, or recorded or detached from one."""
-    if a is b or a is None or b is None or torch.compiler.is_compiling():
-        return a is b
-    if a.requires_grad or b.requires_grad:  # their gradients have to go to the same place, too
-        base = a._base
-        if base is None or base is not b._base or a.requires_grad != b.requires_grad:
-            return False
-    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
-    return places[0] == places[1]
-
-
-def same_sum(terms: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
-    """Whether two sums of terms are one, or recorded or detached from one."""
-    return len(terms) == len(others) and all(_same_term(*both) for both in zip(terms, others, strict=True))
-
-
-def _same_term(term: Term, other: Term) -> bool:
-    if type(term) is not type(other) or term.ops != other.ops or len(term.tensors) != len(other.tensors):
-        return False
-    return all(same(*both) for both in zip(term.tensors, other.tensors, strict=True))

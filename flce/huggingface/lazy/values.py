@@ -18,16 +18,15 @@ from flce.huggingface.staleness import versions_of
 from flce.ops.arguments import widened
 
 
-def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tensor]) -> Tensor:
-    """The logits of some classes, classes last, with ``take``; or their log-probabilities.
+def values_of(state: LazyState, index: Tensor) -> Tensor:
+    """The logits of some classes, classes last; or their log-probabilities.
 
     Args:
         state: of the logits.
         index: in [0, V): ``(..., K)``, of the tokens' shape, or ``(K,)``.
-        take: computes logits of these classes.
     """
     if state.folded.form == "logits":
-        return take(state.copied())
+        return state.copied().of_classes(index)
     needs(not state.folded.form.startswith("weighted"))
     at, dtype = next((at, value) for at, (name, value) in enumerate(state.ops) if name in _NORMALISING)
     count, folded = index.shape[-1], fold(state.ops[:at])
@@ -43,7 +42,7 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
             assert made is not None
             values = made
         else:
-            values = take(logits) - logsumexp_of(logits).unsqueeze(-1)
+            values = logits.of_classes(index) - logsumexp_of(logits).unsqueeze(-1)
     # They are normalised already, and not over these few classes. A log-probability of 0 is a positive zero, as
     # stock's: 1 / x tells them apart.
     values = (values + 0.0).to(state.device, logits.dtype)
@@ -97,11 +96,11 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     needs(index.shape[:-1] == state.shape[:-1])
     # Each token's rows of the head are copied for its logits: more than those, if they are many.
     few = count <= (1 if state.folded.form == "logits" else MOST_ENTRIES)
-    needs(few or count * state.head.weight.shape[1] < state.vocab_size)
+    needs(few or count * state.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
         needs(not bool(((index < 0) | (index >= state.vocab_size)).any()))
-    return _of_its_own(values_of(state, index, lambda logits: logits.picked(index)).contiguous())
+    return _of_its_own(values_of(state, index).contiguous())
 
 
 def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
