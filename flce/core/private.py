@@ -383,6 +383,7 @@ DOCUMENTED: dict[str, str] = {
     "torch._dynamo.graph_break": "the reference of torch.compile",
     "torch.utils._python_dispatch.TorchDispatchMode": "the notes of PyTorch on extending it; only `flce plan` uses it",
     "torch.utils._pytree.tree_map_only": "used with that mode; only `flce plan` uses it",
+    "torch.utils._pytree.tree_leaves": "used with that mode; only `flce plan` uses it",
     "_base": "the notes of PyTorch on views",
     "_version": "the notes of PyTorch on autograd",
     "_raw_saved_result": "the notes of PyTorch on autograd; looked for, and may be missing",

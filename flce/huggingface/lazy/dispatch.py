@@ -149,7 +149,7 @@ def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_contiguous(lazy: Any) -> bool:
-    return not lazy._is_view() if lazy._shadow is None else bool(lazy._shadow.is_contiguous())
+    return lazy._base is None if lazy._shadow is None else bool(lazy._shadow.is_contiguous())
 
 
 def _is_permuted(shadow: Tensor) -> bool:
