@@ -26,12 +26,12 @@ class BenchCase:
         raise NotImplementedError
 
     @property
-    def asked(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether anything is to be measured on it."""
         return True
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         return True
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
     return [*contenders, replace(first, name=first.name + AGAIN, title=f"{first.title}, again", family="repeat")]
 
 
-def known(table: Sequence[ContenderT], names: Sequence[str]) -> list[ContenderT]:
+def select_contenders(table: Sequence[ContenderT], names: Sequence[str]) -> list[ContenderT]:
     """The contenders of these names, in their order."""
     found = {contender.name: contender for contender in table}
     unknown = sorted(set(names) - set(found))

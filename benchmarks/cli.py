@@ -26,14 +26,14 @@ from benchmarks.operator import OPERATOR
 from benchmarks.pages import filled
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
-from benchmarks.runs import Run, described_run
+from benchmarks.runs import Run, describe_run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.split_head import SPLIT_HEAD
 from benchmarks.tables import absences, markdown, shortfalls
 from benchmarks.wrapped import WRAPPED
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
-from flce.tools.cli.output import given
+from flce.tools.cli.output import parse_option
 
 MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
@@ -74,7 +74,7 @@ def measure(
 ) -> None:
     """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
     started, several = time.monotonic(), dist.is_torchelastic_launched()
-    where = processes.begin() if several else given("--device", find_device, device, ("cuda", "cpu"))
+    where = processes.begin() if several else parse_option("--device", find_device, device, ("cuda", "cpu"))
     first = not several or dist.get_rank() == 0
     benchmark = BENCHMARKS[str(context.info_name)]
     cases = chosen(benchmark, preset, shape, changes or ())
@@ -82,7 +82,7 @@ def measure(
     out = out or Path("results") / f"{benchmark.kind}.json"
     launcher = f"torch.distributed.run --nproc-per-node {dist.get_world_size()} -m " if several else ""
     benchmark.begin(where)
-    run = Run(benchmark.kind, described_run(where, f"python -m {launcher}benchmarks", sys.argv[1:]))
+    run = Run(benchmark.kind, describe_run(where, f"python -m {launcher}benchmarks", sys.argv[1:]))
 
     def show(*texts: str) -> None:
         if first:
@@ -144,7 +144,7 @@ def chosen(benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | Non
         raise typer.BadParameter("give --preset or --shape" + (", not both" if shapes else ""))
     if preset is None:
         names = benchmark.sizes.split(",")
-        sizes = [given("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
+        sizes = [parse_option("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
         made = [{**dict(zip(names, size, strict=True)), **more} for size in sizes for more in benchmark.defaults]
         plan = [(benchmark.case_type(**case), EFFORT) for case in made]
     elif preset in benchmark.presets:
@@ -153,7 +153,7 @@ def chosen(benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | Non
         raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
     every = list(changed(benchmark, changes))
     found = {replace(case, **values): effort for case, effort in plan for values in every}
-    plan = [(case, effort) for case, effort in found.items() if case.asked]
+    plan = [(case, effort) for case, effort in found.items() if case.is_measured]
     if not plan:
         raise typer.BadParameter("nothing to measure: these options leave no case")
     for case, _ in plan:

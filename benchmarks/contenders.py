@@ -1,7 +1,8 @@
 """Who is measured on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
 
 To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
-or their own trainer calls them, and imported inside. Any workspace budget of ours is a contender too, see `in_budget`.
+or their own trainer calls them, and imported inside. Any workspace budget of ours is a contender too, see
+`contender_of_budget`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from benchmarks.cases import (
     Step,
     StepOutcome,
     Unavailable,
-    known,
     needs_cuda,
     needs_package,
+    select_contenders,
 )
 from benchmarks.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
 from flce.core.sizes import MIB
@@ -46,15 +47,17 @@ class OperatorContender(Contender):
 
 
 # Where a contender is measured that is not measured everywhere: where it means something and repeats no other.
-ONLY: dict[str, Condition] = {
+CONDITIONS: dict[str, Condition] = {
     "": lambda case, device: True,
     "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
     "bfloat16": lambda case, device: case.dtype == "bfloat16",  # float16 sums are not allowed
     "ignored": lambda case, device: case.ignored > 0,
     "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no per-token losses
     # Most CPUs only emulate half precision: bare products in it are no floor there.
-    "products": lambda case, device: case.time and (device.type == "cuda" or not ONLY["half precision"](case, device)),
-    "training": lambda case, device: case.mode == "forward+backward" and ONLY["products"](case, device),
+    "products": lambda case, device: (
+        case.time and (device.type == "cuda" or not CONDITIONS["half precision"](case, device))
+    ),
+    "training": lambda case, device: case.mode == "forward+backward" and CONDITIONS["products"](case, device),
     "unaligned": lambda case, device: case.time and device.type == "cuda" and case.aligned() != case,
 }
 
@@ -143,10 +146,10 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
     def prepare(problem: OperatorProblem) -> Step:
         return autograd_step(problem, our_loss(options=chunking(problem.case), **problem.more))
 
-    return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
+    return OperatorContender(name, title, "ours", prepare, applies=CONDITIONS[only], planned_bytes=planned)
 
 
-def elsewhere(problem: OperatorProblem, loss: LossFunction, **changed: Any) -> Step:
+def step_on_changed_problem(problem: OperatorProblem, loss: LossFunction, **changed: Any) -> Step:
     """On another problem: time and workspace are told, the results are not compared."""
     solve = autograd_step(problem.changed(**changed), loss)
 
@@ -158,13 +161,13 @@ def elsewhere(problem: OperatorProblem, loss: LossFunction, **changed: Any) -> S
 
 
 def ours_full(problem: OperatorProblem) -> Step:
-    return elsewhere(problem, our_loss(**problem.more), target=problem.full_target)
+    return step_on_changed_problem(problem, our_loss(**problem.more), target=problem.full_target)
 
 
 BUDGET = re.compile(r"ours(?P<bf16>-bf16)?-(?P<mib>[1-9]\d*)MiB")
 
 
-def in_budget(name: str) -> OperatorContender | None:
+def contender_of_budget(name: str) -> OperatorContender | None:
     """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums)."""
     match = BUDGET.fullmatch(name)
     if match is None:
@@ -176,7 +179,7 @@ def in_budget(name: str) -> OperatorContender | None:
 
 
 def budget_name(mib: int, kind: str = "") -> str:
-    """What `in_budget` understands."""
+    """What `contender_of_budget` understands."""
     return f"ours{kind and '-' + kind}-{mib}MiB"
 
 
@@ -258,7 +261,7 @@ def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: st
     prepare = functools.partial(autograd_step, loss_function=loss)
 
     def applies(case: OperatorCase, device: torch.device) -> bool:
-        return not case.feature and ONLY[only](case, device)
+        return not case.feature and CONDITIONS[only](case, device)
 
     return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=applies)
 
@@ -282,14 +285,26 @@ BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare products", "floor", floor_step, applies=ONLY["products"]),
-    C("floor-aligned", "bare products, next aligned shape", "floor", aligned_floor_step, applies=ONLY["unaligned"]),
-    C("floor-recomputed", "bare products, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
+    C("floor", "bare products", "floor", floor_step, applies=CONDITIONS["products"]),
+    C(
+        "floor-aligned",
+        "bare products, next aligned shape",
+        "floor",
+        aligned_floor_step,
+        applies=CONDITIONS["unaligned"],
+    ),
+    C(
+        "floor-recomputed",
+        "bare products, logits twice",
+        "floor",
+        recomputed_floor_step,
+        applies=CONDITIONS["training"],
+    ),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
     ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
-    C("ours-full", "flce, no label ignored", "ours", ours_full, applies=ONLY["ignored"]),
+    C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
@@ -309,7 +324,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
     """CCE skips blocks of 128 x 128 logits whose gradients are all below 2.4e-4 (bfloat16). With logits of standard
     deviation 4 there are none, with 1 about half are: its time depends on the data."""
     hidden = problem.input.detach() / problem.case.logits_std
-    return elsewhere(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))
+    return step_on_changed_problem(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))
 
 
 # Measured only where a case names them.
@@ -322,5 +337,5 @@ NAMED = [
 def select(names: Iterable[str] | None) -> list[OperatorContender]:
     """The contenders of these names, budgets among them, in their order; all that are listed by default."""
     names = list(names or ())
-    budgets = [contender for name in names if (contender := in_budget(name)) is not None]
-    return known([*CONTENDERS, *NAMED, *budgets], names) if names else CONTENDERS
+    budgets = [contender for name in names if (contender := contender_of_budget(name)) is not None]
+    return select_contenders([*CONTENDERS, *NAMED, *budgets], names) if names else CONTENDERS

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Plan, planned
-from benchmarks.cases import Contender, known, needs_package
+from benchmarks.cases import Contender, needs_package, select_contenders
 from benchmarks.measure import Prepared, release
 from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, in_turn, make_batch
 from flce.huggingface import NotFusedWarning
@@ -270,7 +270,7 @@ GRPO = replace(
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,
-    contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
+    contenders=lambda case: select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
     choices={"model": ARCHITECTURES, "part": PARTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),

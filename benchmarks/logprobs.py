@@ -23,17 +23,17 @@ from torch import Tensor
 import flce
 from benchmarks import operator, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import Step, known, needs_package
+from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import (
     BOUNDED,
-    ONLY,
+    CONDITIONS,
     TRL_CHUNK,
     LossFunction,
     OperatorContender,
     budget_name,
-    elsewhere,
     floor_step,
     needs_trl,
+    step_on_changed_problem,
 )
 from benchmarks.measure import Entrant, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
@@ -55,7 +55,7 @@ from benchmarks.targets import (
 )
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
-from flce.ops.linear_call import plan_of
+from flce.ops.linear_call import plan_for_problem
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import IGNORED
 
@@ -117,7 +117,7 @@ def ours(
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
         how: dict[str, Any] = {"outputs": outputs or ("logprob", "entropy"), "options": flce.ChunkOptions(**options)}
-        return elsewhere(problem, partial(our_number, **how, **arguments(problem)), **changed(problem))
+        return step_on_changed_problem(problem, partial(our_number, **how, **arguments(problem)), **changed(problem))
 
     return OperatorContender(name, title, "ours", prepare)
 
@@ -127,7 +127,9 @@ def forward_floor_step(problem: OperatorProblem) -> Step:
 
 
 def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    return OperatorContender(name, title, "peer", partial(elsewhere, loss=number), unavailable=unavailable)
+    return OperatorContender(
+        name, title, "peer", partial(step_on_changed_problem, loss=number), unavailable=unavailable
+    )
 
 
 def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -155,7 +157,7 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
         found: Tensor = of_batch(x.view(*labels.shape, -1), w, labels, mask, advantages, old_per_token_logps=old)[0]
         return found
 
-    return elsewhere(problem, loss, case=replace(problem.case, mode="forward+backward"))
+    return step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -175,8 +177,8 @@ def needs_verl(device: torch.device) -> str | None:
 
 C = OperatorContender
 CONTENDERS = [
-    C("floor", "four bare products", "floor", floor_step, applies=ONLY["products"]),
-    C("floor-forward", "one bare product", "floor", forward_floor_step, applies=ONLY["products"]),
+    C("floor", "four bare products", "floor", floor_step, applies=CONDITIONS["products"]),
+    C("floor-forward", "one bare product", "floor", forward_floor_step, applies=CONDITIONS["products"]),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
     ours(
@@ -203,10 +205,10 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
         plans: list[ChunkPlan] = []
 
         def noted(*call: Any) -> ChunkPlan:
-            plans.append(plan_of(*call))
+            plans.append(plan_for_problem(*call))
             return plans[-1]
 
-        with mock.patch.object(ops, "plan_of", noted):
+        with mock.patch.object(ops, "plan_for_problem", noted):
             entrant = enter(contender, result)
         if contender.family != "peer":
             result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
@@ -264,7 +266,7 @@ LOGPROBS = Benchmark(
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,
-    contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
+    contenders=lambda case: select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
     table=operator.table,
     tables=tables.overview(

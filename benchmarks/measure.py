@@ -122,7 +122,7 @@ class Entrant:
 
     step: Step
     turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each of its timed calls
-    keep: Callable[[Sample], None] | None = None  # takes more from a sample than is taken of all
+    on_sample: Callable[[Sample], None] | None = None  # takes more from a sample than is taken of all
     spent: float = 0.0  # seconds of timed calls
 
 
@@ -140,7 +140,7 @@ def compete(
     """Warms up all that apply and times them in turn, the first of ours twice. Failures become part of the results."""
     meter, enter = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
-    contenders = with_repeat(contenders) if case.timed else contenders
+    contenders = with_repeat(contenders) if case.is_timed else contenders
     results = [BenchResult.of(contender) for contender in contenders]
     entrants: list[tuple[BenchResult, Entrant]] = []
     # What exists now is left out of the collections before first and timed calls, which are then quick; see `release`.
@@ -154,7 +154,7 @@ def compete(
             say(f"first call of {contender.title}")
             if (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
                 entrants.append((result, entrant))
-    if case.timed:
+    if case.is_timed:
         gc.collect()
         gc.freeze()
         say("all in turn")
@@ -194,8 +194,8 @@ def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> Non
                 sample = meter.sample(entrant.step)
             finally:
                 gc.enable()
-        if entrant.keep is not None:
-            entrant.keep(sample)
+        if entrant.on_sample is not None:
+            entrant.on_sample(sample)
         return sample
 
     start = time.perf_counter()

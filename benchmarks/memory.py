@@ -15,7 +15,7 @@ from pathlib import Path
 
 import flce
 from benchmarks.models import SHORT, TINY, TrainingStep, build, make_batch, ours
-from benchmarks.runs import described_run
+from benchmarks.runs import describe_run
 from flce.core.devices import find_device
 
 
@@ -29,7 +29,7 @@ def main(picture: Path) -> None:
             step = TrainingStep(model, None, batch)
             step()
             profiles[name] = flce.profile_memory(step)
-    head = described_run(device, "python -m benchmarks.memory", sys.argv[1:])
+    head = describe_run(device, "python -m benchmarks.memory", sys.argv[1:])
     title = f"{case.title}, gradient checkpointing, {head['device']['name']}"
     flce.MemoryProfile.plot_side_by_side(profiles, picture, title)
     peaks = {name: profile.peak for name, profile in profiles.items()}

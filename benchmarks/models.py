@@ -22,7 +22,7 @@ from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Step, known, needs_package
+from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
@@ -206,7 +206,7 @@ def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case in the order of the table, with one for each budget."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
+    chosen = select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
         if contender.name != "ours-budget":

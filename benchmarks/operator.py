@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
+from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
 from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
@@ -81,28 +81,28 @@ def call_case(shape: Shape) -> OperatorCase:
 
 def tiny() -> Plan:
     """Seconds on a CPU; for the tests."""
-    whole = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
+    all_modes = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
     three = ("floor", "ours", "stock")
     featured = OperatorCase(*TINY, dtype="float32", own_products=False, contenders=three, errors=True)
     features = [replace(featured, feature=feature) for feature in FEATURES]
-    return planned([*whole, skipping, *features, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
+    return planned([*all_modes, skipping, *features, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
 
 
 # The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
 # promised of speed, a matter of one percent, and our settings and the peers, one of ten percent.
 CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
-PROMISED = planned(target_cases(), rounds=24, seconds=0.8)
-EXACTLY = planned(EXACT, rounds=1, seconds=0.0)
-BESIDE_PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
+TARGETS_PLAN = planned(target_cases(), rounds=24, seconds=0.8)
+EXACTNESS_PLAN = planned(EXACT, rounds=1, seconds=0.0)
+PEER_PLAN = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": tiny,
     "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
-    "targets": lambda: PROMISED,
-    "peers": lambda: EXACTLY + BESIDE_PEERS,
-    "h200": lambda: PROMISED + EXACTLY + BESIDE_PEERS,
+    "targets": lambda: TARGETS_PLAN,
+    "peers": lambda: EXACTNESS_PLAN + PEER_PLAN,
+    "h200": lambda: TARGETS_PLAN + EXACTNESS_PLAN + PEER_PLAN,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
     "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
     # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.
@@ -191,7 +191,7 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
     return replace(made, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *made.notes])
 
 
-def three_times(entry: Entry, result: BenchResult) -> str:
+def format_times(entry: Entry, result: BenchResult) -> str:
     if result.family == "floor" or result.host_ms is None:
         return tables.milliseconds(result.alone_ms or result.median_ms)
     parts = [tables.ratio(ms, products_ms(entry)) for ms in (result.median_ms, result.alone_ms)]
@@ -200,20 +200,20 @@ def three_times(entry: Entry, result: BenchResult) -> str:
 
 def call_table(entries: Sequence[Entry]) -> Table:
     title = "As called and alone, of the bare products alone; host ms"
-    made = tables.summary(title, "tokens x hidden x vocabulary", entries, three_times)
+    made = tables.summary(title, "tokens x hidden x vocabulary", entries, format_times)
     notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
     return replace(made, notes=[*notes, *made.notes])
 
 
-def promised(runs: Sequence[Run]) -> list[Table]:
+def target_and_plan_tables(runs: Sequence[Run]) -> list[Table]:
     """Targets, peers and plans, those that the runs have figures of."""
     measured = [table for table in (*target_tables(runs), dominance_table(runs)) if table.rows]
     return measured + plan_tables(runs)
 
 
-def whole(run: Run, brief: bool) -> list[Table]:
+def run_tables(run: Run, brief: bool) -> list[Table]:
     """First what is promised."""
-    found = promised([run])
+    found = target_and_plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
     found += [call_table(called)] if called else []
@@ -251,7 +251,7 @@ def points(entry: Entry) -> list[Any]:
 
 def in_curve(contender: str) -> bool:
     """Whether it is flce in a budget with the numerics of the default: a point of the curve."""
-    return in_budget(contender) is not None and not sums_in_bfloat16(contender)
+    return contender_of_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
 def panel(entry: Entry, unit_ms: float) -> Panel:
@@ -283,8 +283,8 @@ OPERATOR = Benchmark(
     contenders=lambda case: select(case.contenders),
     prepare=prepare,
     table=table,
-    tables=whole,
+    tables=run_tables,
     figure=figure,
-    targets=lambda runs, brief: promised(runs) or target_tables(runs)[:1],
+    targets=lambda runs, brief: target_and_plan_tables(runs) or target_tables(runs)[:1],
     choices={"mode": CALLS, "feature": FEATURES},
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import device_plans
 from benchmarks.benchmark import Benchmark
-from benchmarks.contenders import budget_name, in_budget
+from benchmarks.contenders import budget_name, contender_of_budget
 from benchmarks.models import MODEL, speed
 from benchmarks.operator import OPERATOR, error_columns, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
@@ -22,12 +22,12 @@ from benchmarks.tables import (
     Columns,
     Table,
     absences,
+    format_or_dash,
     measured_on,
     mebibytes,
     milliseconds,
     ratio,
     tabulate,
-    written,
 )
 from benchmarks.targets import CURVE_SHAPES
 from flce.core.sizes import GIB
@@ -67,7 +67,7 @@ def heads(run: Run) -> Table:
     rows = [
         [title, *(cell for entry in entries for cell in head_cells(entry.by_name(name)))]
         for name, title in shown(entries).items()
-        if in_budget(name) is None or name in BUDGETS
+        if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
 
@@ -86,7 +86,7 @@ def head(run: Run) -> Table:
         "workspace, MiB": lambda r: mebibytes(r.workspace_bytes),
         **{f"error of {name}": show for name, show in error_columns().items() if name != "loss"},
     }
-    return tabulate("", [result for result in timed if in_budget(result.contender) is None], columns, [])
+    return tabulate("", [result for result in timed if contender_of_budget(result.contender) is None], columns, [])
 
 
 def models(run: Run, settings: int | None = None) -> Table:
@@ -103,8 +103,8 @@ def models(run: Run, settings: int | None = None) -> Table:
 
 
 def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
-    tokens = written(lambda rate: f"{rate:,.0f}")(speed(result, entry.case))
-    peak = written(lambda size: f"{size / GIB:.1f}")(result.peak_bytes if result.samples_ms else None)
+    tokens = format_or_dash(lambda rate: f"{rate:,.0f}")(speed(result, entry.case))
+    peak = format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes if result.samples_ms else None)
     return WHY_NOT.get(result.status, tokens), peak
 
 

@@ -73,11 +73,11 @@ class OperatorCase(BenchCase):
     label: str = ""  # tells apart cases of the same problem with other contenders
 
     @property
-    def asked(self) -> bool:
+    def is_measured(self) -> bool:
         return self.time or self.errors
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         return self.time
 
     @property

@@ -20,11 +20,11 @@ from benchmarks.cases import Effort
 from benchmarks.contenders import budget_name
 from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, figure, table
 from benchmarks.problem import OperatorCase, Shape
-from benchmarks.runs import Entry, Run, described_run
+from benchmarks.runs import Entry, Run, describe_run
 from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
 from flce.testing.tolerances import Bound
-from flce.tools.cli.output import given, wrong
+from flce.tools.cli.output import parse_option, usage_error
 from flce.tools.machine import DTYPES
 
 EFFORT = Effort(rounds=50, seconds=1.0)
@@ -51,23 +51,23 @@ def quick(
 
     Exit status 1: a call of flce failed, or is not as exact as stock.
     """
-    started, where = time.monotonic(), given("--device", find_device, device, ("cuda", "cpu"))
-    tokens, hidden, vocab = given("--shape", parse_sizes, shape) if shape else default_shape(where)
+    started, where = time.monotonic(), parse_option("--device", find_device, device, ("cuda", "cpu"))
+    tokens, hidden, vocab = parse_option("--shape", parse_sizes, shape) if shape else default_shape(where)
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if dtype not in DTYPES:
-        raise wrong("--dtype", f"one of {', '.join(DTYPES)}, got {dtype!r}")
-    budgets = [budget_name(given("--budget", whole_mebibytes, text)) for text in budget or ()]
+        raise usage_error("--dtype", f"one of {', '.join(DTYPES)}, got {dtype!r}")
+    budgets = [budget_name(parse_option("--budget", parse_mebibytes, text)) for text in budget or ()]
     case = OperatorCase(tokens, hidden, vocab, dtype, contenders=(*FLOORS, OURS, *budgets, *OTHERS))
     needed, there = operand_bytes(case), memory_of(where)
     if needed > there:
         figures = f"{size_text(needed)}, and {where} has {size_text(there)}"
-        raise wrong("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
+        raise usage_error("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
     case = replace(case, errors=float64_is_cheap(case, where))
 
     def say(what: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {what}", err=True)
 
-    run = Run(OPERATOR.kind, described_run(where, "python -m benchmarks", sys.argv[1:]))
+    run = Run(OPERATOR.kind, describe_run(where, "python -m benchmarks", sys.argv[1:]))
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), current:  # libraries print
         run.cases.append(OPERATOR.measure(case, where, EFFORT, say=say))
@@ -104,7 +104,7 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def whole_mebibytes(text: str) -> int:
+def parse_mebibytes(text: str) -> int:
     if (size := parse_bytes(text)) < MIB:
         raise ValueError(f"expected at least 1MiB, got {text!r}")
     return size // MIB

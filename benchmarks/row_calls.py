@@ -83,18 +83,18 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     """Also warms up: kernels are compiled here."""
     calls.once()
     if device.type != "cuda":
-        return launched(calls)
+        return launched_region(calls)
     torch.cuda.synchronize(device)
-    note = why_it_waits(calls)
+    note = find_synchronization(calls)
     if note is not None:
-        return launched(calls, note)
+        return launched_region(calls, note)
     current = torch.cuda.current_stream(device)
     try:
-        region = captured(calls, device)
+        region = captured_region(calls, device)
     except Exception as error:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)
-        region = launched(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
+        region = launched_region(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
     # The device is given work for twice the time that the host takes.
     region.before()
     torch.cuda.synchronize(device)
@@ -105,7 +105,7 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     return replace(region, head_start=min(max(2 * spent, LEAST_HEAD_START), MOST_HEAD_START))
 
 
-def why_it_waits(calls: Calls) -> str | None:
+def find_synchronization(calls: Calls) -> str | None:
     """What PyTorch says of a call that waits for the device; None of one that does not."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -120,7 +120,7 @@ def why_it_waits(calls: Calls) -> str | None:
     return None
 
 
-def launched(calls: Calls, note: str | None = None) -> Region:
+def launched_region(calls: Calls, note: str | None = None) -> Region:
     ready: list[Any] = []
 
     def before() -> None:
@@ -131,7 +131,7 @@ def launched(calls: Calls, note: str | None = None) -> Region:
     return Region(lambda: calls.run(ready), "launched", before, note)
 
 
-def captured(calls: Calls, device: torch.device) -> Region:
+def captured_region(calls: Calls, device: torch.device) -> Region:
     # Backward passes run on the stream of their forward passes: all is done on the one that captures.
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream(device))

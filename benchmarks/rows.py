@@ -74,7 +74,7 @@ class RowCase(BenchCase):
     calls: int | None = None  # in one timed region; None: more than the cache can hold the inputs of
 
     @property
-    def asked(self) -> bool:
+    def is_measured(self) -> bool:
         return (self.operation, self.direction) in TASKS
 
     @property
@@ -345,7 +345,7 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
     return meter, enter
 
 
-def whole(run: Run, brief: bool) -> list[Table]:
+def run_tables(run: Run, brief: bool) -> list[Table]:
     return [
         speed_table(f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows", entries)
         for group, entries in grouped(run).items()
@@ -371,7 +371,7 @@ ROWS = Benchmark(
     contenders=lambda case: CONTENDERS,
     prepare=prepare,
     table=lambda entry: speed_table(entry.case.title, [entry]),
-    tables=whole,
+    tables=run_tables,
     figure=figure,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
 )

@@ -136,7 +136,7 @@ class Run:
     """All cases, and what they were measured on."""
 
     kind: str  # the benchmark
-    head: dict[str, Any]  # date, command, versions, device: see `described_run`
+    head: dict[str, Any]  # date, command, versions, device: see `describe_run`
     cases: list[Entry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Run:
         return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
 
 
-def described_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
+def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
     """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
     load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}

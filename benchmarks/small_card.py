@@ -36,12 +36,12 @@ from benchmarks.models import (
     make_batch,
 )
 from benchmarks.runs import BenchResult, Entry
-from benchmarks.tables import Columns, Table, failure_notes, ratio, tabulate, written
-from flce.core.device_record import KNOWN
+from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
+from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
 from flce.core.sizes import GIB, MIB
 from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
-from flce.planning.device_kinds import described
+from flce.planning.device_kinds import resolve_device
 from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB
@@ -92,11 +92,11 @@ def predicted(case: ModelCase, patched: bool) -> int:
     """As ``flce plan --device-kind RTX-4090 --gpu-memory 23GiB``, which has no adapters, says it."""
     from transformers import AutoConfig
 
-    gpu = described(torch.device("cuda"), KIND, MEMORY)
+    gpu = resolve_device(torch.device("cuda"), KIND, MEMORY)
     training = Training(case.batch, DTYPES[case.dtype], optimizer=case.optimizer)
     planned = TrainingMemory(AutoConfig.for_model(**ARCHITECTURES[case.model]), training, gpu)
     add_lora(planned.model, case.lora_rank)
-    return planned.longest(Variant(patched, case.checkpointing), MEMORY).tokens
+    return planned.find_longest(Variant(patched, case.checkpointing), MEMORY).tokens
 
 
 def prepare(case: CardCase, device: torch.device) -> Prepared:
@@ -142,7 +142,7 @@ def simulate(device: torch.device) -> None:
     """Make this process believe that a GPU is a card of `KIND`, and have no more memory."""
     if device.type != "cuda":
         return
-    record = KNOWN[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)
+    record = KNOWN_KINDS[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)
     fields = {name: value for name, value in record._asdict().items() if name != "profile"}
     profile = Path(tempfile.mkdtemp(), "small-card.json")
     profile.write_text(json.dumps(fields))
@@ -152,7 +152,7 @@ def simulate(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(MEMORY / total, device)
 
 
-tokens = written("{:,}".format)
+tokens = format_or_dash("{:,}".format)
 
 
 def table(entry: Entry) -> Table:

@@ -30,7 +30,7 @@ from benchmarks.measure import BenchMeter, Entrant, Prepared, nothing
 from benchmarks.runs import BenchResult
 from benchmarks.targets import figures
 from flce.core import shard
-from flce.core.shard import bounds
+from flce.core.shard import shard_bounds
 from flce.tools.machine import DTYPES
 
 HEAD_START = 0.03  # seconds; the host launches a call in less
@@ -61,7 +61,7 @@ class Operands:
         self.case, self.group = case, dist.group.WORLD
         rank, draw = dist.get_rank(), torch.Generator(device).manual_seed(1)
         how: dict[str, Any] = {"device": device, "dtype": DTYPES[case.dtype], "generator": draw}
-        self.start, self.stop = bounds(case.vocab, case.processes, rank)
+        self.start, self.stop = shard_bounds(case.vocab, case.processes, rank)
         self.whole = torch.randn(case.tokens, case.hidden, **how)
         shares = case.processes if case.sequence_parallel else 1
         self.x = self.whole.chunk(shares)[rank % shares].detach().clone().requires_grad_()
@@ -99,7 +99,7 @@ def products(made: Operands) -> tuple[Tensor, Tensor]:
 def one_after_the_other(made: Operands) -> object:
     """The products, a gather of three numbers for each token, and the sum of dX."""
     dx, dw = products(made)
-    shard.gather(torch.zeros(3, len(dx), device=dx.device), made.group)
+    shard.all_gather(torch.zeros(3, len(dx), device=dx.device), made.group)
     dist.all_reduce(dx, group=made.group)
     return dx, dw
 
@@ -185,9 +185,9 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
     def turn() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if case.alone:
-                stack.enter_context(mock.patch("flce.engine.shards.gather", copied))
+                stack.enter_context(mock.patch("flce.engine.shards.all_gather", copied))
                 # Nobody is there to agree with.
-                stack.enter_context(mock.patch("flce.ops.split_head.looks_at_values", return_value=False))
+                stack.enter_context(mock.patch("flce.ops.split_head.can_read_values", return_value=False))
             yield
 
     def enter(contender: SplitContender, result: BenchResult) -> Entrant:

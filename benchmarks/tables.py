@@ -57,17 +57,17 @@ def table_of(entry: Entry, results: Iterable[BenchResult], columns: Columns) -> 
 # --- figures ---
 
 
-def written(write: Callable[[float], str]) -> Callable[[float | None], str]:
+def format_or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
     """That way, where there is a figure."""
     return lambda value: NONE if value is None else write(value)
 
 
-milliseconds = written(lambda ms: f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3g}")
-mebibytes = written(lambda size: f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.2f}")
-gibibytes = written(lambda size: f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}")
-gigabytes = written(lambda speed: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}")
-percent = written(lambda share: f"{share:.0%}")
-relative = written(lambda error: f"{error:.1e}" if math.isfinite(error) else "not finite")
+milliseconds = format_or_dash(lambda ms: f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3g}")
+mebibytes = format_or_dash(lambda size: f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.2f}")
+gibibytes = format_or_dash(lambda size: f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}")
+gigabytes = format_or_dash(lambda speed: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}")
+percent = format_or_dash(lambda share: f"{share:.0%}")
+relative = format_or_dash(lambda error: f"{error:.1e}" if math.isfinite(error) else "not finite")
 
 
 def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:

@@ -33,7 +33,7 @@ class Target:
     reference: str = "floor"
     workspace_mib: int | None = None
     workspace_tolerance: float = 0.0
-    beside: tuple[str, ...] = ()  # who is measured with them, for the reader
+    also_measured: tuple[str, ...] = ()  # who is measured with them, for the reader
     figure: str = "median_ms"  # of a result: its time
 
     def on(self, shape: Shape, limit: float | None = None, **fields: Any) -> Target:
@@ -42,12 +42,12 @@ class Target:
         case = replace(self.case, tokens=tokens, hidden=hidden, vocab=vocab, **fields)
         return replace(self, case=case, limit=self.limit if limit is None else limit)
 
-    def is_of(self, case: OperatorCase) -> bool:
+    def matches(self, case: OperatorCase) -> bool:
         return case.problem == self.case
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return (self.contender,) if self.limit is None else (self.reference, *self.beside, self.contender)
+        return (self.contender,) if self.limit is None else (self.reference, *self.also_measured, self.contender)
 
 
 HEADS: list[Shape] = [(8192, 4096, 128256), (4096, 4096, 128256), (8192, 3584, 152064), (8192, 2304, 256000)]
@@ -57,14 +57,16 @@ MAIN = HEADS[0]
 FIRST = OperatorCase(*MAIN)
 
 
-def on_heads(target: Target, narrow: float, **fields: Any) -> list[Target]:
+def for_heads(target: Target, narrow: float, **fields: Any) -> list[Target]:
     """The same promise for all wide heads, and another limit for the narrow one."""
     return [*(target.on(shape, **fields) for shape in HEADS), target.on(NARROW, narrow, **fields)]
 
 
 # Beside a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power
 # and, where that is the limit, less time.
-HALF_IGNORED = Target("half of the labels ignored", FIRST, 0.54, "ours-skipping", "ours-full", beside=("ours-keeping",))
+HALF_IGNORED = Target(
+    "half of the labels ignored", FIRST, 0.54, "ours-skipping", "ours-full", also_measured=("ours-keeping",)
+)
 VOCAB = Target("vocab, 256 MiB budget", FIRST, 1.10, "ours-vocab", "floor-recomputed", workspace_mib=256)
 DEFAULT = Target("default options", FIRST, 1.05)
 UNALIGNED = Target("unaligned vocabulary", FIRST, 1.15, reference="floor-aligned")
@@ -72,15 +74,15 @@ UNALIGNED = Target("unaligned vocabulary", FIRST, 1.15, reference="floor-aligned
 # Those first that matter most: a run measures them in this order, until its deadline.
 TARGETS = [
     *(DEFAULT.on(shape, limit) for shape, limit in zip([*HEADS, NARROW], (1.05, 1.05, 1.06, 1.09, 1.15), strict=True)),
-    *on_heads(VOCAB, narrow=1.20),
+    *for_heads(VOCAB, narrow=1.20),
     Target("64 MiB budget", FIRST, 1.85, budget_name(64), workspace_mib=64),
     Target("64 MiB budget, bfloat16 sums", FIRST, 1.40, budget_name(64, "bf16"), workspace_mib=64),
     UNALIGNED.on((8192, 2048, 49153)),
     replace(UNALIGNED, call="odd number of tokens").on((7777, 2048, 128256)),
     UNALIGNED.on((16384, 768, 50257), 1.35),
-    *on_heads(Target("no gradient", FIRST, 1.08, workspace_mib=128), narrow=1.20, mode="forward"),
-    *on_heads(Target("frozen head", FIRST, 1.07), narrow=1.20, mode="frozen-head"),
-    *on_heads(Target('reduction="none"', FIRST, 1.08), narrow=1.18, mode="reduction-none"),
+    *for_heads(Target("no gradient", FIRST, 1.08, workspace_mib=128), narrow=1.20, mode="forward"),
+    *for_heads(Target("frozen head", FIRST, 1.07), narrow=1.20, mode="frozen-head"),
+    *for_heads(Target('reduction="none"', FIRST, 1.08), narrow=1.18, mode="reduction-none"),
     *[HALF_IGNORED.on(shape, ignored=0.5) for shape in HEADS],
     Target("workspace as of 16,384 tokens", OperatorCase(131072, 2048, 128256), workspace_mib=4137),
 ]
@@ -99,7 +101,7 @@ LEAST_HOST_MS = 1.2
 LONG_PRODUCTS_MS = 3.9  # 4, less what a GPU that runs cooler needs less
 
 
-def of_calls(shape: Shape) -> list[Target]:
+def call_targets(shape: Shape) -> list[Target]:
     """The host at most 1.2 ms or 1.2 times torch.compile's; none faster as called; alone beside the bare products."""
     case = OperatorCase(*shape, calls=True)
     host = Target("host", case, lambda ms: max(1.2, LEAST_HOST_MS / ms), reference="torch-compile", figure="host_ms")
@@ -108,7 +110,7 @@ def of_calls(shape: Shape) -> list[Target]:
     return [host, *called, alone]
 
 
-CALL_TARGETS = [target for shape in SMALL for target in of_calls(shape)]
+CALL_TARGETS = [target for shape in SMALL for target in call_targets(shape)]
 CALL_TARGETS.append(
     Target("alone", replace(FIRST, calls=True), 1.05, figure="alone_ms")
 )  # where launching was never a matter
@@ -132,10 +134,10 @@ EXACT_SHAPES: list[Shape] = [
 LONG_PRODUCTS = 5e11  # N H V from which the three products take 4 ms
 MANY_LOGITS = 2**28
 EXACT = replace(FIRST, calls=True, label="exact")
-ALONE = Target("alone", EXACT, reference="ours-rounded", figure="alone_ms", beside=("floor",))
+ALONE = Target("alone", EXACT, reference="ours-rounded", figure="alone_ms", also_measured=("floor",))
 
 
-def of_exact(shape: Shape) -> list[Target]:
+def exact_targets(shape: Shape) -> list[Target]:
     tokens, hidden, vocab = shape
     many = 1.02 if tokens * vocab > MANY_LOGITS else 1.05
     alone = ALONE.on(shape, many if tokens * hidden * vocab >= LONG_PRODUCTS else 1.15)
@@ -144,14 +146,14 @@ def of_exact(shape: Shape) -> list[Target]:
 
 
 def without_products(shape: Shape, limits: Mapping[str, float]) -> list[Target]:
-    of = replace(ALONE, reference="floor", beside=("ours-rounded",)).on(shape, own_products=False)
+    of = replace(ALONE, reference="floor", also_measured=("ours-rounded",)).on(shape, own_products=False)
     return [replace(of, call=name, contender=name, limit=limit) for name, limit in limits.items()]
 
 
 NAMES_OFF = ("ours", budget_name(512), budget_name(64))
 SHORTER: Shape = (8192, *NARROW[1:])
 EXACT_TARGETS = [
-    *[target for shape in EXACT_SHAPES for target in of_exact(shape)],
+    *[target for shape in EXACT_SHAPES for target in exact_targets(shape)],
     replace(ALONE, call="workspace", workspace_mib=300).on(EXACT_SHAPES[5]),
     *[ALONE.on(EXACT_SHAPES[n], 1.05, mode="forward") for n in (0, 5, 9, 10)],
     # Calls that our own products cannot make, or not always. All have products of 4 ms and more.
@@ -167,7 +169,7 @@ EXACT_TARGETS = [
     *without_products(HEADS[3], dict(zip(NAMES_OFF, (1.15, 1.60, 1.65), strict=True))),
     *without_products(NARROW, dict(zip(NAMES_OFF, (1.34, 1.65, 2.00), strict=True))),
     *[
-        replace(target, reference="floor-training", beside=("ours-rounded", "floor", "ours")).on(
+        replace(target, reference="floor-training", also_measured=("ours-rounded", "floor", "ours")).on(
             MAIN, mode="frozen-head"
         )
         for target in without_products(MAIN, {budget_name(512): 0.80})
@@ -252,7 +254,7 @@ def judge(value: float | None, limit: float | None, tolerance: float = TOLERANCE
     return MET if value <= limit else NEARLY if value <= (1 + tolerance) * limit else MISSED
 
 
-def middle(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
+def median_findings(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
     """For every promise the finding that is the median of the runs that measured it; of two the worse."""
     groups: dict[Any, list[Finding]] = {}
     for finding in (finding for findings in runs for finding in findings):
@@ -291,9 +293,11 @@ def check(run: Run, target: Target) -> Finding:
     time, base = getattr(ours, target.figure), getattr(reference, target.figure)
     times = time / base if time and base else None
     limit = target.limit if not callable(target.limit) else target.limit(base) if base else None
-    room = None if target.workspace_mib is None else target.workspace_mib * MIB
-    asked = [] if target.limit is None else [judge(times, limit)]
-    asked += [] if room is None else [judge(ours.workspace_bytes, room, target.workspace_tolerance)]
+    workspace_limit = None if target.workspace_mib is None else target.workspace_mib * MIB
+    verdicts = [] if target.limit is None else [judge(times, limit)]
+    verdicts += (
+        [] if workspace_limit is None else [judge(ours.workspace_bytes, workspace_limit, target.workspace_tolerance)]
+    )
     cells = {
         "": target.call,
         "tokens x hidden x vocabulary": " x ".join(map(str, target.case.shape)),
@@ -301,14 +305,14 @@ def check(run: Run, target: Target) -> Finding:
         "times": tables.ratio(times, digits=3),
         "limit": tables.NONE if limit is None else f"{limit:.2f} x {target.reference}",
         "MiB": tables.mebibytes(ours.workspace_bytes),
-        "limit MiB": tables.mebibytes(room),
+        "limit MiB": tables.mebibytes(workspace_limit),
     }
-    return Finding(target, times, max(asked, key=VERDICTS.index), cells)
+    return Finding(target, times, max(verdicts, key=VERDICTS.index), cells)
 
 
 def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
     """The contender and the reference of a target, of one case: only then did they take turns."""
-    for entry in entries_of([run], target.is_of):
+    for entry in entries_of([run], target.matches):
         results = [entry.by_name(name) for name in target.contenders]
         if all(result.samples_ms for result in results):
             return results[-1], results[0]
@@ -317,7 +321,7 @@ def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
 
 def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Finding]:
     """All targets, also those that the runs have nothing about."""
-    return middle([[check(run, target) for target in targets] for run in runs])
+    return median_findings([[check(run, target) for target in targets] for run in runs])
 
 
 def target_tables(runs: Sequence[Run]) -> list[Table]:
@@ -333,7 +337,7 @@ def target_tables(runs: Sequence[Run]) -> list[Table]:
 
 def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES, mode: Mode = "forward+backward") -> list[Finding]:
     """Every rule on every case of bfloat16, in this mode, on which its peer was measured."""
-    return middle(
+    return median_findings(
         [
             duel(entry, rule)
             for entry in run.cases

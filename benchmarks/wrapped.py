@@ -184,7 +184,7 @@ def prepare(case: WrappedCase, device: torch.device) -> Prepared:
         step = way.divided(model, tokens)
         for _ in range(2):  # the first makes the states of the optimizer
             step()
-        return Entrant(step, keep=functools.partial(keep, step, result))
+        return Entrant(step, on_sample=functools.partial(keep, step, result))
 
     return BenchMeter(device, dist.barrier), enter
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-log.follow_environment()
+log.configure_from_environment()
 
 __all__ = [
     "ChunkOptions",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import LEAST_LOGPROB, RowOutputs, log_sum_exp
-from flce.core.numbers import check_bool, check_dtype, integer
+from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -23,34 +23,34 @@ from flce.core.problem import (
     accumulation_dtype,
     loss_spec,
 )
-from flce.core.shard import bounds
+from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
+    check_linear_arguments,
+    check_logits_arguments,
+    check_logprob_arguments,
     check_options,
     check_tensors,
-    linear_arguments,
-    logits_arguments,
-    logprob_arguments,
-    overridable,
-    shifted,
+    dispatches_torch_function,
+    shift_target,
 )
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
-from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
-from flce.ops.split_head import SplitHead
-from flce.planning.collectives import split_of
-from flce.planning.device_kinds import described, kind_text
+from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
+from flce.ops.split_head import SplitHeadArguments
+from flce.planning.collectives import split_from_arguments
+from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import plan_of_call
+from flce.planning.search import plan_for_case
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flce.core.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
 
-_DEFAULT = ChunkOptions()
+_DEFAULT_OPTIONS = ChunkOptions()
 
 
 @overload
@@ -169,18 +169,20 @@ def fused_linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-    args = linear_arguments(
+    args = check_linear_arguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
-        SplitHead(process_group, vocab_size, sequence_parallel),
+        SplitHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    if args.composed:
+    if args.is_composed:
         return composed.linear_cross_entropy(args, spec)
-    problem = linear_problem(args, spec)
-    out = linear_cross_entropy(problem, options or _DEFAULT)
-    return _output(out, problem.target, args.target.shape, spec)
+    problem = make_linear_problem(args, spec)
+    out = linear_cross_entropy(problem, options or _DEFAULT_OPTIONS)
+    return _make_output(out, problem.target, args.target.shape, spec)
 
 
-def _output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+def _make_output(
+    rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec
+) -> Tensor | LinearCrossEntropyOutput:
     """Return the loss, or with statistics all results.
 
     Args:
@@ -191,20 +193,22 @@ def _output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec)
     loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
     if not spec.stats:
         return loss
-    made = rows._asdict() | {"lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None}
-    shaped = _shaped(made, target, shape, spec)
+    results = rows._asdict() | {"lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None}
+    shaped = _reshape_results(results, target, shape, spec)
     statistics = (name for name in LinearCrossEntropyOutput._fields[1:] if name in shaped)
     return LinearCrossEntropyOutput(loss, **{name: shaped[name].detach() for name in statistics})
 
 
-def _shaped(made: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec) -> dict[str, Tensor]:
+def _reshape_results(
+    results: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec
+) -> dict[str, Tensor]:
     """Return the results by name, those of tokens in the shape of all tokens.
 
     Args:
-        made: by name, reduced or of each target; the argmax also for "correct". None: not computed.
+        results: by name, reduced or of each target; the argmax also for "correct". None: not computed.
         target: as the operator saw it.
     """
-    named, argmax = dict(made), made["argmax"]
+    named, argmax = dict(results), results["argmax"]
     if argmax is not None and "correct" in spec.stats:  # argmax is -1 where ignored, which `ignore_index` may be too
         named["correct"] = (argmax == target) & (target != spec.ignore_index)
     if "argmax" not in spec.stats:
@@ -216,7 +220,7 @@ def _shaped(made: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size
     }
 
 
-def linear_problem(
+def make_linear_problem(
     args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
 ) -> LinearCrossEntropyProblem:
     """Return the problem of checked arguments."""
@@ -224,7 +228,7 @@ def linear_problem(
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
     target = args.target.to(torch.int64)
     if args.shift:
-        target = shifted(target, args.shift, spec.ignore_index)
+        target = shift_target(target, args.shift, spec.ignore_index)
     if weight is not None:
         weight = weight.detach().to(accumulation_dtype(args.input.dtype)).contiguous()
     if token_weight is not None:
@@ -321,18 +325,18 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    args, spec, wanted, row_factor = logprob_arguments(
+    args, spec, flat_candidates, row_factor = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
-        logit_scale, ignore_index, shift, options, SplitHead(process_group, vocab_size, sequence_parallel),
+        logit_scale, ignore_index, shift, options, SplitHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    problem, tokens = linear_problem(args, spec, row_factor), args.input.shape[:-1]
-    made = linear_logprobs_of(problem, wanted, options or _DEFAULT)
-    shaped = _shaped(made, problem.target, tokens, spec)
-    return LinearLogprobsOutput(**{name: shaped.get(name) for name in _OF_LOGPROBS})
+    problem, tokens = make_linear_problem(args, spec, row_factor), args.input.shape[:-1]
+    results = run_linear_logprobs(problem, flat_candidates, options or _DEFAULT_OPTIONS)
+    shaped = _reshape_results(results, problem.target, tokens, spec)
+    return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})
 
 
 # A compiler cannot look at fields.
-_OF_LOGPROBS = tuple(field.name for field in fields(LinearLogprobsOutput))
+_LOGPROB_FIELDS = tuple(field.name for field in fields(LinearLogprobsOutput))
 
 
 def topk_kl(
@@ -409,7 +413,7 @@ def cross_entropy(
     stats: tuple[str, ...],
     **rest: Unpack[LogitsLossArguments],
 ) -> Tensor | LinearCrossEntropyOutput: ...
-@overridable
+@dispatches_torch_function
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -500,7 +504,7 @@ def cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-    problem = logits_arguments(
+    problem = check_logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
     if problem.target.is_floating_point():
@@ -511,7 +515,7 @@ def cross_entropy(
     out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor counts its versions apart from what is in it
         torch.autograd.graph.increment_version(logits)
-    return _output(out, problem.target, problem.target.shape, spec)
+    return _make_output(out, problem.target, problem.target.shape, spec)
 
 
 def plan(
@@ -546,7 +550,7 @@ def plan(
         device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
             kind: its memory is no bound, and kernels that need a certain kind are not counted on.
         device_kind: the kind of GPU to plan for, whatever this machine has: a name of
-            `flce.core.device_record.KNOWN` such as ``"RTX-4090"``, spaces, hyphens and case ignored, or a compute
+            `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"``, spaces, hyphens and case ignored, or a compute
             capability such as ``"sm_90"``. With it the plan is the same on every machine.
         device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
             call takes at most 1/24 of them.
@@ -578,7 +582,7 @@ def plan(
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
     sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
     sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
-    sizes = {name: integer(name, value) for name, value in sizes.items()}
+    sizes = {name: check_int(name, value) for name, value in sizes.items()}
     for name, value in sizes.items():
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
@@ -589,17 +593,17 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    of_adapters, split = (True,) * len(ranks), split_of(shards, sequence_parallel, num_tokens)
+    of_adapters, split = (True,) * len(ranks), split_from_arguments(shards, sequence_parallel, num_tokens)
     c = Case(
         num_tokens,
         (hidden_size, *ranks),
-        vocab_size if split is None else bounds(vocab_size, split.processes, 0)[1],
+        vocab_size if split is None else shard_bounds(vocab_size, split.num_processes, 0)[1],
         dtype,
         device.type,
-        *described(device, device_kind, device_memory),
+        *resolve_device(device, device_kind, device_memory),
         LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
-        options or _DEFAULT,
+        options or _DEFAULT_OPTIONS,
         split,
     )
-    return plan_of_call(c).made_for(kind_text(device, device_kind))
+    return plan_for_case(c).made_for(kind_text(device, device_kind))

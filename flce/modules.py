@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.core.numbers import check_bool, check_dtype, integer
+from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
 InitT = TypeVar("InitT", bound=Callable[..., None])
 
 # Arguments of the functions that `forward` takes. A module fixes all others.
-_OF_FORWARD = {"input", "linear_weight", "logits", "target", "linear_bias", "adapters", "token_weight", "num_items"}
+_FORWARD_ARGUMENTS = {
+    "input",
+    "linear_weight",
+    "logits",
+    "target",
+    "linear_bias",
+    "adapters",
+    "token_weight",
+    "num_items",
+}
 
 
-def _fixed(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [p for p in inspect.signature(function).parameters.values() if p.name not in _OF_FORWARD]
+def _fixed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(function).parameters.values() if p.name not in _FORWARD_ARGUMENTS]
 
 
 def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
@@ -38,7 +47,7 @@ def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
     def decorate(init: InitT) -> InitT:
         *own, _ = inspect.signature(init).parameters.values()
         names = {p.name for p in own}
-        shown = [*own, *(p for p in _fixed(function) if p.name not in names)]
+        shown = [*own, *(p for p in _fixed_parameters(function) if p.name not in names)]
         init.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         return init
 
@@ -53,7 +62,7 @@ class _Loss(nn.Module):
 
     def __init__(self, function: Callable[..., Any], loss: Mapping[str, Any]) -> None:
         super().__init__()
-        bound = inspect.Signature(_fixed(function)).bind(**loss)
+        bound = inspect.Signature(_fixed_parameters(function)).bind(**loss)
         bound.apply_defaults()
         fixed = bound.arguments
         weight = fixed.pop("weight")
@@ -156,7 +165,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         super().__init__(**loss)
         sizes = {"in_features": in_features, "num_classes": num_classes}
         for name, size in sizes.items():
-            if integer(name, size) <= 0:
+            if check_int(name, size) <= 0:
                 raise ValueError(f"{name} must be > 0, got {size}")
         check_bool("bias", bias)
         if dtype is not None:
@@ -234,15 +243,15 @@ class LinearLogprobs(nn.Module):
             linear_bias=linear_bias,
             adapters=adapters,
             temperature=temperature,
-            **self._fixed(),
+            **self._fixed_arguments(),
         )
 
-    def _fixed(self) -> dict[str, Any]:
+    def _fixed_arguments(self) -> dict[str, Any]:
         names = ["outputs", "top_k", "softcap", "logit_scale", "ignore_index", "shift", "options"]
         return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._fixed().items() if value is not None)
+        return ", ".join(f"{name}={value}" for name, value in self._fixed_arguments().items() if value is not None)
 
 
 class CrossEntropyLoss(_Loss):

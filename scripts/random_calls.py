@@ -27,7 +27,7 @@ from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_erro
 # Of the gradient's norm: half a percent, where one rounding of each entry gives a quarter.
 LIMITS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 OF_TARGETS = 1e-6
-MOST_LOGITS = 1 << 27
+MAX_LOGITS = 1 << 27
 COMBINATIONS = 12
 
 
@@ -60,7 +60,7 @@ def combination(draw: random.Random) -> dict[str, Any]:
 def drawn_call(draw: random.Random, how: dict[str, Any]) -> Call:
     """A call of random sizes and logits. Some of its rows are 0, 30 or 100 times the others."""
     tokens = round(2 ** draw.uniform(0, 12))
-    vocab = min(round(2 ** draw.uniform(1, 18)), MOST_LOGITS // tokens)
+    vocab = min(round(2 ** draw.uniform(1, 18)), MAX_LOGITS // tokens)
     hidden = draw.choice([64, 128, 129, 256, 511, 512, 1023, 1024, 2048])
     std, seed = draw.choice([0.1, 1.0, 4.0, 12.0]), draw.randrange(1 << 30)
     times, offset, odd = draw.choice([None, 0.0, 30.0, 100.0]), draw.choice([0.0, 0.0, 50.0]), draw.random() < 0.15

@@ -17,12 +17,12 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads this when a kernel is defined: the kernels then run in the interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
-    interpreted_masks.mend()
+    interpreted_masks.fix_interpreter()
     # Threads that wait for one another are what takes the time where several processes share few cores.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
     with contextlib.suppress(ImportError):  # of Triton
-        quick_interpreter.hasten()
+        quick_interpreter.speed_up_interpreter()
 
 try:
     from hypothesis import HealthCheck, settings
@@ -53,7 +53,7 @@ def no_launches_of_other_tests() -> None:
     """Some change what launches are made of."""
     replay = sys.modules.get("flce.backends.triton.replay")
     if replay is not None:
-        replay.forget()
+        replay.clear()
 
 
 @pytest.fixture(params=["torch", "triton"])

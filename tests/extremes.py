@@ -34,19 +34,19 @@ def extremes(vocab: int) -> dict[str, Tensor]:
     }
     rows = {
         "equal": torch.zeros(vocab, dtype=torch.float64),
-        "sure of the middle": _with(torch.zeros(vocab, dtype=torch.float64), [middle], 200.0),
-        "a tie of all blocks": _with(usual, [3, middle, last], 50.0),
-        "a tie of neighbours": _with(usual, [middle - 1, middle], 50.0),
+        "sure of the middle": _with_value(torch.zeros(vocab, dtype=torch.float64), [middle], 200.0),
+        "a tie of all blocks": _with_value(usual, [3, middle, last], 50.0),
+        "a tie of neighbours": _with_value(usual, [middle - 1, middle], 50.0),
         "far up": usual + OFFSET,
         "far down": usual - OFFSET,
         "huge": torch.linspace(-1e6, 1e6, vocab, dtype=torch.float64),
-        "one far above": _with(usual, [middle], 900.0),
-        "few far above": _with(usual - 5000, slice(0, 3), 1.0),
-        "far down, every other impossible": _with(usual - 120, slice(None, None, 2), -math.inf),
-        "far down, a stretch impossible": _with(usual - 5000, places["a stretch"], -math.inf),
+        "one far above": _with_value(usual, [middle], 900.0),
+        "few far above": _with_value(usual - 5000, slice(0, 3), 1.0),
+        "far down, every other impossible": _with_value(usual - 120, slice(None, None, 2), -math.inf),
+        "far down, a stretch impossible": _with_value(usual - 5000, places["a stretch"], -math.inf),
     }
     for value in (-math.inf, math.inf, math.nan):
-        rows |= {f"{where} {value}": _with(usual, columns, value) for where, columns in places.items()}
+        rows |= {f"{where} {value}": _with_value(usual, columns, value) for where, columns in places.items()}
     return rows
 
 
@@ -61,12 +61,12 @@ def every_extreme(vocab: int) -> tuple[Tensor, Tensor]:
     return rows.repeat_interleave(len(each), 0), each.repeat(len(rows))
 
 
-def has_a_softmax(logits: Tensor) -> Tensor:
+def has_softmax(logits: Tensor) -> Tensor:
     """For each row, whether its largest logit is a number."""
     return logits.amax(-1).isfinite()
 
 
-def _with(row: Tensor, columns: slice | list[int], value: float) -> Tensor:
+def _with_value(row: Tensor, columns: slice | list[int], value: float) -> Tensor:
     changed = row.clone()
     changed[columns] = value
     return changed

@@ -16,22 +16,22 @@ from flce.planning.search import make_plan
 from tests import helpers
 
 
-class _Choice:
-    """Stands for `plan_of_call`."""
+class _ForcedPlanner:
+    """Stands for `plan_for_case`."""
 
     def __init__(self, make: Callable[[Case], Schedule | None], before: Callable[..., ChunkPlan]) -> None:
         self._make, self._before = make, before
-        self.taken: list[ChunkPlan] = before.taken if isinstance(before, _Choice) else []
+        self.plans: list[ChunkPlan] = before.plans if isinstance(before, _ForcedPlanner) else []
 
     def plan(self, c: Case) -> ChunkPlan:
         schedule = self._make(c)
         if schedule is not None:
             return ChunkPlan(c, schedule.strategy, schedule)
-        return self._before.plan(c) if isinstance(self._before, _Choice) else make_plan(c)
+        return self._before.plan(c) if isinstance(self._before, _ForcedPlanner) else make_plan(c)
 
     def __call__(self, c: Case) -> ChunkPlan:
-        self.taken.append(self.plan(c))
-        return self.taken[-1]
+        self.plans.append(self.plan(c))
+        return self.plans[-1]
 
 
 def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | None]) -> list[ChunkPlan]:
@@ -40,10 +40,10 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choice = _Choice(make, vars(linear_call)["plan_of_call"])
-    monkeypatch.setattr(linear_call, "plan_of_call", choice)
+    choice = _ForcedPlanner(make, vars(linear_call)["plan_for_case"])
+    monkeypatch.setattr(linear_call, "plan_for_case", choice)
     monkeypatch.setattr(helpers, "make_plan", choice.plan)
-    return choice.taken
+    return choice.plans
 
 
 def unnormalized(c: Case) -> Schedule | None:

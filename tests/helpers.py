@@ -133,7 +133,7 @@ def least_budget(message: str, works: Any) -> int:
     raise AssertionError(f"no number in this message is a budget that works: {message}")
 
 
-def least_unless_kept(budget: int, works: Callable[[int], Any]) -> int | None:
+def least_budget_unless_accepted(budget: int, works: Callable[[int], Any]) -> int | None:
     """None if this budget works; otherwise the least that the error names, which works."""
     try:
         works(budget)
@@ -155,7 +155,7 @@ def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstrea
     return torch.vmap(lambda grad: torch.autograd.grad(loss, leaves, grad))(upstream)
 
 
-def counted_flops(function: Callable[[], Any]) -> int:
+def count_flops(function: Callable[[], Any]) -> int:
     """Of all matrix products, as PyTorch counts them."""
     from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
 
@@ -199,10 +199,10 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
 
 def num_blocks(plan: flce.ChunkPlan) -> int:
     """Into how many blocks the classes are cut."""
-    return len(plan.schedule.tiles(plan.case)[1])
+    return len(plan.schedule.tile_sizes(plan.case)[1])
 
 
-def least_for(
+def least_budget_for(
     problem: Problem, strategy: str, grads: str = ALL_GRADS, stats: Sequence[str] = (), **options: Any
 ) -> int:
     """The least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
@@ -218,9 +218,9 @@ def least_for(
     raise AssertionError("a budget of one byte was accepted")
 
 
-def several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
+def options_for_several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
     """Options under which the vocabulary is worked through in two to ``most`` blocks."""
-    budget = least_for(problem, "vocab", **kwargs)
+    budget = least_budget_for(problem, "vocab", **kwargs)
     while True:
         options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
         blocks = num_blocks(plan_for(problem, options, **kwargs))
@@ -258,22 +258,23 @@ def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8
     return rows
 
 
-def pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
     """`parametrize` by several factors at once, of whose combinations a few suffice: see `allpairs`.
 
     `backend` is the fixture of that name, for which its levels stand in.
     """
-    return _parametrized(list(factors), [tuple(row.values()) for row in allpairs(factors)])
+    return _parametrize(list(factors), [tuple(row.values()) for row in allpairs(factors)])
 
 
-def combinations(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """As `pairs` with Triton, whose interpreter is slow; every combination with PyTorch's backend, which is not."""
+def parametrize_combinations(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """As `parametrize_pairs` with Triton, whose interpreter is slow; every combination with PyTorch's backend, which
+    is not."""
     rows = [("torch", *levels) for levels in itertools.product(*factors.values())]
     rows += [("triton", *row.values()) for row in allpairs(factors)]
-    return _parametrized(["backend", *factors], rows)
+    return _parametrize(["backend", *factors], rows)
 
 
-def _parametrized(names: list[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
+def _parametrize(names: list[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
     ids = ["-".join(str(level).replace("torch.", "") for level in row) for row in rows]
     return pytest.mark.parametrize(names, rows, ids=ids, indirect=[name for name in names if name == "backend"])
 

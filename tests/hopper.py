@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flce import ChunkOptions
 from flce.core import devices
-from flce.core.device_profile import profile
-from flce.core.device_record import KNOWN
+from flce.core.device_profile import load_profile
+from flce.core.device_record import KNOWN_KINDS
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case
@@ -27,7 +27,7 @@ def logits_dtypes_on_a_gpu(
     return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
-def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For a fixture: plans as on such a GPU, on the CPU too, where logits of half precision are taken as well."""
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
@@ -36,12 +36,12 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
     yield
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
 
 
-def instead_of_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     """PyTorch tells of an H100 with as many bytes, though none is there. What was known of devices is forgotten."""
     found = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
@@ -56,16 +56,16 @@ def instead_of_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found.name)
     monkeypatch.setattr(torch.version, "hip", None)
-    forget_devices()
+    clear_device_caches()
 
 
-def forget_devices() -> None:
+def clear_device_caches() -> None:
     """The next look at a device asks PyTorch, and the environment."""
-    for cached in (profile, devices._told, devices._profiled, search.plan_of_call):
+    for cached in (load_profile, devices._detected_record, devices._profiled_record, search.plan_for_case):
         cached.cache_clear()
 
 
-def misplaced(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:
+def misaligned(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:
     """The same at an address that is no multiple of 16 bytes. Such operands have no descriptors: they are copied, from
     here on a few classes of the weight at a time."""
     monkeypatch.setattr("flce.backends.triton.product.COPY_BYTES", 256 * t.shape[-1] * 2)
@@ -95,7 +95,7 @@ def case_on_hopper(
         device_type="cuda",
         backend="triton",
         has_product=True,
-        device=KNOWN["H200"]._replace(memory=None),
+        device=KNOWN_KINDS["H200"]._replace(memory=None),
         spec=spec or LossSpec(),
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
         options=ChunkOptions(**options),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 
-def mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def fix_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in float32, and rounding to nearest, as on a GPU."""
     import triton.language as tl
     from triton.runtime import interpreter

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def mend() -> None:
+def fix_interpreter() -> None:
     """For good: nothing else changes by it."""
     try:
         import triton.language as tl

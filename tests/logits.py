@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[Shape, View, bool]] = {
 }  # fmt: skip
 
 
-def placed(values: Tensor, layout: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def place_in_layout(values: Tensor, layout: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Memory, and the view of it that has these values."""
     b, s, v = values.shape
     shape, view, _ = LAYOUTS[layout]

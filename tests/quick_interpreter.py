@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 
-def hasten() -> None:
+def speed_up_interpreter() -> None:
     """For the rest of this process."""
     from triton.runtime import interpreter
 
     call, scope = interpreter.InterpretedFunction.__call__, getattr(interpreter, "_LangPatchScope", None)
-    if scope is not None and not hasattr(call, "hastened"):
+    if scope is not None and not hasattr(call, "is_sped_up"):
         _check_no_overflow(interpreter)
         _patch_once(interpreter)
         _keep_dtypes(interpreter)
@@ -68,7 +68,7 @@ def _patch_once(interpreter: Any) -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    call.hastened = True  # type: ignore[attr-defined]
+    call.is_sped_up = True  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = lambda function: patch_lang(Everything)
     interpreter.InterpretedFunction.__call__ = call

@@ -44,7 +44,7 @@ from flce.backends.contract import (
     normalizer_slots,
 )
 from flce.backends.triton import softmax_launch
-from flce.core.device_record import KNOWN, Device
+from flce.core.device_record import KNOWN_KINDS, DeviceRecord
 from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
@@ -55,28 +55,28 @@ from flce.engine.schedules import SCHEDULES
 from flce.planning import dry_run
 
 # Bytes that a thread may keep in memory for want of registers.
-MOST_SPILLED = 64
+MAX_SPILLED_BYTES = 64
 
 
 # A device of each architecture.
 TARGETS = {
     # Nothing is planned for it. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute
     # Capability"; the others: NVIDIA T4, data sheet, and Turing architecture.
-    "T4": KNOWN["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
-    **{name: KNOWN[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
+    "T4": KNOWN_KINDS["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
+    **{name: KNOWN_KINDS[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
 }
 # What only calls with products of our own launch, which are for Hopper.
-OF_PRODUCTS = {
+PRODUCT_KERNELS = {
     "product_kernel",
     "finish_statistics_kernel",
     "reference_kernel",
     "finish_kernel",
     "weight_gradient_kernel",
-    "complete_slices_kernel",
+    "finish_sharded_rows_kernel",
 }
 
 
-class Built(NamedTuple):
+class CompiledKernel(NamedTuple):
     """A kernel that was compiled."""
 
     name: str
@@ -85,8 +85,8 @@ class Built(NamedTuple):
     spilled: int  # of a thread
     early: bool  # launched while the kernel before may still run
 
-    def faults(self, target: Device) -> list[str]:
-        found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MOST_SPILLED else []
+    def faults(self, target: DeviceRecord) -> list[str]:
+        found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MAX_SPILLED_BYTES else []
         if self.shared > target.shared_memory:
             found.append(f"{self.shared} bytes of shared memory")
         if self.early and target.capability < 90:
@@ -94,16 +94,16 @@ class Built(NamedTuple):
         return [f"{self.name}: {fault} ({self.constants})" for fault in found]
 
 
-def gpu_target(device: Device) -> GPUTarget:
+def gpu_target(device: DeviceRecord) -> GPUTarget:
     """As Triton says it."""
     number = device.capability
-    return GPUTarget("cuda", number, device.warp) if number else GPUTarget("hip", device.arch, device.warp)
+    return GPUTarget("cuda", number, device.warp_size) if number else GPUTarget("hip", device.arch, device.warp_size)
 
 
-class _Driver:
+class _CompileOnlyDriver:
     """Stands for that of a device: nothing is loaded, and nothing is launched."""
 
-    def __init__(self, name: str, target: Device) -> None:
+    def __init__(self, name: str, target: DeviceRecord) -> None:
         self.utils = SimpleNamespace(
             load_binary=lambda *args: (None, None, 0, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": target.shared_memory},
@@ -115,9 +115,9 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def compiling(name: str) -> Iterator[list[Built]]:
+def compiling(name: str) -> Iterator[list[CompiledKernel]]:
     """What is launched on tensors without memory is compiled for a device. Yields all that is, as it grows."""
-    target, built, log = TARGETS[name], list[Built](), io.StringIO()
+    target, built, log = TARGETS[name], list[CompiledKernel](), io.StringIO()
 
     def compiled(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
         log.seek(0)
@@ -132,13 +132,13 @@ def compiling(name: str) -> Iterator[list[Built]]:
         shape = [f"{field}={value}" for field, value in used.items()]
         shape += [f"warps={metadata['num_warps']}", *map(str, list(src.signature.values())[:2])]
         early = bool(metadata.get("launch_pdl"))
-        built.append(Built(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
+        built.append(CompiledKernel(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
 
     asking = [module for module in _modules() if hasattr(module, "device_record")]
     before = device_record
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
-        driver.set_active(cast(Any, _Driver(name, target)))
+        driver.set_active(cast(Any, _CompileOnlyDriver(name, target)))
         for module in asking:
             module.device_record = lambda device: target
         for cached in (kernels._launch_size, softmax_launch._choose):
@@ -197,7 +197,7 @@ def _padded(cols: int, dtype: torch.dtype) -> Tensor:
     return _new(ROWS, padded_cols(cols), dtype=dtype)[:, :cols]
 
 
-def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
+def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     """What is done to rows of logits: a user's, which begin anywhere, and tiles, which are aligned."""
     backend, accum = kernels.TritonBackend(), accumulation_dtype(dtype)
     fields = dict(FEATURES[feature])
@@ -205,7 +205,7 @@ def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     given = {name: _new(size, dtype=accum) if fields.pop(name, False) else None for name, size in sizes.items()}
     spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
     inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
-    out = RowOutputs.of(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+    out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
     first = TileCall(inputs, spec, Tile(0, cols, cols, cols), out)
     normalizer = _new(normalizer_slots(spec), ROWS, dtype=accum)
     second = TileCall(inputs, spec, first.tile, None, normalizer, _new(ROWS, dtype=accum))
@@ -224,11 +224,11 @@ def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     yield partial(backend.scale_rows_, logits, factor, inputs.target, -100)
     yield partial(backend.scale_, [logits, logits], factor[0])
     yield partial(backend.scale_cast, _new(ROWS, cols, dtype=accum), factor[0], dtype)
-    whole = Tile(0, cols, cols, room)
+    full_tile = Tile(0, cols, cols, room)
     for half in (torch.bfloat16, torch.float16) if dtype == torch.float32 else ():
         grad = _padded(cols, half)
-        yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=whole))
-        yield partial(backend.gradient, tile, grad, second._replace(tile=whole))
+        yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=full_tile))
+        yield partial(backend.gradient, tile, grad, second._replace(tile=full_tile))
         if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
             factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
             kept = _new(EXPONENTIAL_SLOTS, ROWS)
@@ -238,7 +238,7 @@ def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
             yield partial(backend.gradient_of_exponentials, exps, factors, first)
 
 
-def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
+def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:
     """Along adjacent columns, of one level and of two, and along columns that lie apart."""
     backend = kernels.TritonBackend()
     layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
@@ -249,28 +249,28 @@ def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
             yield partial(backend.softmax_backward, y, y, dim, dtype, log)
 
 
-def of_calls(case: Case) -> Calls:
+def operator_calls(case: Case) -> Calls:
     """A call of the operator by each schedule that there is for it, large and small."""
     runtime = Runtime(cast(Any, kernels.TritonBackend()), CountingArena())
     for kind in SCHEDULES:
         sizes = kind.sizes(case) if kind.deferred or case.spec.reduction != "none" or not case.needs.any else ()
         for size in sorted({sizes[len(sizes) // 3], sizes[-1]}) if sizes else ():
-            schedule = kind.sized(case, size)
-            yield partial(dry_run.rehearse, Plan(case, schedule.strategy, schedule), runtime)
+            schedule = kind.from_size(case, size)
+            yield partial(dry_run.dry_run_passes, Plan(case, schedule.strategy, schedule), runtime)
 
 
-def of_slices() -> Calls:
+def slice_calls() -> Calls:
     """Rows of a head that is divided over processes."""
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
-        out = RowOutputs.of(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+        out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
         call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
         for factors in (_new(2, ROWS), None):
             given = _new(4, 3 * ROWS + 1), 1, 8000, call, factors
-            yield partial(kernels.TritonBackend().complete_slices, *given)
+            yield partial(kernels.TritonBackend().finish_sharded_rows, *given)
 
 
-def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
+def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
     results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
     specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
     for spec, grads, skip in itertools.product(specs, ("xw", "xwb", "x", ""), (False, True)):
@@ -280,31 +280,31 @@ def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
         yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
 
 
-def everything(target: Device) -> Calls:
+def all_calls(target: DeviceRecord) -> Calls:
     for dtype, cols in itertools.product(DTYPES, COLUMNS):
         for feature in FEATURES:
             if dtype != torch.float16 or feature in ("plain", "all"):  # the others are those of bfloat16
-                yield from of_rows(dtype, cols, feature)
-        yield from of_softmax(dtype, cols)
+                yield from row_calls(dtype, cols, feature)
+        yield from softmax_calls(dtype, cols)
     for dtype in DTYPES:
         for case in cases(dtype, target):
-            yield from of_calls(case)
+            yield from operator_calls(case)
     if target.own_products:
-        yield from of_slices()
+        yield from slice_calls()
 
 
-def sample(target: Device) -> Calls:
+def sample_calls(target: DeviceRecord) -> Calls:
     """Three seconds of that: what takes most registers, and what every call launches."""
-    yield from itertools.islice(of_rows(torch.bfloat16, 50257, "all"), 2)
-    yield from itertools.islice(of_rows(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
-    yield from itertools.islice(of_softmax(torch.bfloat16, 50257), 2)
+    yield from itertools.islice(row_calls(torch.bfloat16, 50257, "all"), 2)
+    yield from itertools.islice(row_calls(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
+    yield from itertools.islice(softmax_calls(torch.bfloat16, 50257), 2)
     if target.own_products:
-        yield from itertools.islice(of_calls(next(cases(torch.bfloat16, target))), 1)
-        yield from itertools.islice(of_slices(), 1)
+        yield from itertools.islice(operator_calls(next(cases(torch.bfloat16, target))), 1)
+        yield from itertools.islice(slice_calls(), 1)
 
 
-def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[int, list[str]]:
-    """How many kernels were compiled, and what does not fit. `whole`: no kernel may be missing."""
+def faults(name: str, calls: Iterable[Callable[[], Any]], require_all: bool) -> tuple[int, list[str]]:
+    """How many kernels were compiled, and what does not fit. `require_all`: no kernel may be missing."""
     target, found = TARGETS[name], list[str]()
     with compiling(name) as built:
         for call in calls:
@@ -312,8 +312,8 @@ def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[
                 call()
             except Exception as error:
                 found.append(f"{type(error).__name__}: {str(error)[:2000]}")
-    missing = every_kernel() - {one.name for one in built} - (set() if target.own_products else OF_PRODUCTS)
-    found += [f"{kernel} was not compiled" for kernel in sorted(missing) if whole]
+    missing = every_kernel() - {one.name for one in built} - (set() if target.own_products else PRODUCT_KERNELS)
+    found += [f"{kernel} was not compiled" for kernel in sorted(missing) if require_all]
     return len(built), [*found, *(fault for one in built for fault in one.faults(target))]
 
 
@@ -325,8 +325,8 @@ def main() -> int:
     failed = False
     for name in arguments.names:
         start = time.perf_counter()
-        calls = (sample if arguments.sample else everything)(TARGETS[name])
-        number, found = faults(name, calls, whole=not arguments.sample)
+        calls = (sample_calls if arguments.sample else all_calls)(TARGETS[name])
+        number, found = faults(name, calls, require_all=not arguments.sample)
         print(f"{name}: {number} kernels in {time.perf_counter() - start:.0f} s, {len(found)} faults", flush=True)
         for fault in dict.fromkeys(found):
             print(f"  {fault}", flush=True)

@@ -54,7 +54,7 @@ class Rows:
         def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
 
-        return RowOutputs.of(self.spec, self.accum, new)
+        return RowOutputs.allocate(self.spec, self.accum, new)
 
     def call(self, tile: Tile, out: RowOutputs) -> TileCall:
         return TileCall(self.inputs, self.spec, tile, out)

@@ -24,7 +24,7 @@ import flce.huggingface
 from flce.core import private
 
 IDS = torch.randint(331, (2, 7), generator=torch.Generator().manual_seed(1))
-OF_COMPILER = ("skip_frames", "current_translator", "is_exporting", "compiled_call")
+COMPILER_NAMES = ("skip_frames", "current_translator", "is_exporting", "compiled_call")
 
 
 class Hooks:
@@ -69,23 +69,23 @@ def results(model: Any, compiled: bool) -> list[float]:
         return [*values, model(input_ids=IDS, labels=IDS).loss.item(), model(input_ids=IDS).logits.norm().item()]
 
 
-def without(name: str) -> dict[str, Any]:
+def train_without(name: str) -> dict[str, Any]:
     """What a process sees in which this name, and no other, is missing. The import of flce has looked up none."""
     early = [other for other in private.NAMES if other in vars(private)]
-    entry, find = private.NAMES[name], private.find
+    entry, find = private.NAMES[name], private.resolve_path
 
     def find_others(path: str) -> Any:
         if path in entry.paths:
             raise AttributeError(path)
         return find(path)
 
-    private.find = find_others
-    if entry.after is not None:
-        sys.modules.setdefault(entry.after, torch)  # as if it had been imported
+    private.resolve_path = find_others
+    if entry.required_module is not None:
+        sys.modules.setdefault(entry.required_module, torch)  # as if it had been imported
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patched = flce.patch_model(build(), on_materialize="ignore")
-        values = results(patched, name in OF_COMPILER)
+        values = results(patched, name in COMPILER_NAMES)
         hidden, weight = torch.randn(5, 16, requires_grad=True), torch.randn(331, 16, requires_grad=True)
         flce.fused_linear_cross_entropy(hidden, weight, IDS[0, :5]).backward()
         getattr(private, name)  # some serve what is not done here
@@ -93,11 +93,11 @@ def without(name: str) -> dict[str, Any]:
     return {"early": early, "values": values, "said": said}
 
 
-def in_a_child(name: str) -> dict[str, Any]:
+def run_in_child(name: str) -> dict[str, Any]:
     read, write = os.pipe()
     if os.fork() == 0:
         try:
-            result = without(name)
+            result = train_without(name)
         except BaseException:
             result = {"error": traceback.format_exc()}
         os.write(write, json.dumps(result).encode())
@@ -112,4 +112,4 @@ def in_a_child(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     stock = {compiled: results(build(), compiled) for compiled in (False, True)}
-    print(json.dumps({name: {**in_a_child(name), "stock": stock[name in OF_COMPILER]} for name in sys.argv[1:]}))
+    print(json.dumps({name: {**run_in_child(name), "stock": stock[name in COMPILER_NAMES]} for name in sys.argv[1:]}))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import Backend
-from flce.core.device_record import Device
+from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
 
 # Ten times the oldest compute capability that the kernels compile for: an older one has no cache hints.
@@ -20,10 +20,10 @@ OLDEST = 70
 class Choice(NamedTuple):
     name: str
     """ "triton" or "torch"."""
-    why: str
+    reason: str
 
 
-def choose_backend(device: torch.device, there: Device | None = None) -> Choice:
+def choose_backend(device: torch.device, target: DeviceRecord | None = None) -> Choice:
     """Return ``FLCE_BACKEND`` if set, else the backend of the device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
@@ -32,59 +32,59 @@ def choose_backend(device: torch.device, there: Device | None = None) -> Choice:
 
     Args:
         device: where the tensors are.
-        there: the answer is for another machine, with this GPU and Triton, rather than for this one.
+        target: the answer is for another machine, with this GPU and Triton, rather than for this one.
 
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    asked, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
-    return _choose(device, asked, interpreted, "" if there is None else there.arch)
+    requested, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
+    return _choose(device, requested, interpreted, "" if target is None else target.arch)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> Choice:
-    if asked not in ("", "torch", "triton"):
-        raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
-    arch = there or (device_record(device).arch if device.type == "cuda" else "")
+def _choose(device: torch.device, requested: str, interpreted: bool, target: str) -> Choice:
+    if requested not in ("", "torch", "triton"):
+        raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {requested!r}")
+    arch = target or (device_record(device).arch if device.type == "cuda" else "")
     amd, capability = arch.startswith("gfx"), int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
-    if device.type == "meta" and not there:
+    if device.type == "meta" and not target:
         return Choice("torch", "meta tensors have no values")
     if not arch and not (device.type == "cpu" and interpreted):
-        found = Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
+        default = Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
     elif amd:
-        found = Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
+        default = Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
     elif arch and capability < OLDEST:
         limit = f"the kernels are for compute capability {OLDEST / 10} or newer, and the GPU has {capability / 10}"
-        found = Choice("torch", limit)
-    elif there:
-        found = Choice("triton", "another machine, with an NVIDIA GPU and Triton")
+        default = Choice("torch", limit)
+    elif target:
+        default = Choice("triton", "another machine, with an NVIDIA GPU and Triton")
     elif not _has_triton():
-        found = Choice("torch", "Triton is not installed")
+        default = Choice("torch", "Triton is not installed")
     elif arch:
-        found = Choice("triton", "an NVIDIA GPU, and Triton is installed")
+        default = Choice("triton", "an NVIDIA GPU, and Triton is installed")
     else:
-        found = Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
-    if asked == "triton" and found.name != asked and not (amd and (there or _has_triton())):
+        default = Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
+    if requested == "triton" and default.name != requested and not (amd and (target or _has_triton())):
         raise ValueError(
             f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and a GPU of "
             f"AMD, or of NVIDIA from compute capability {OLDEST / 10} on; or TRITON_INTERPRET=1 and CPU tensors. "
-            f"Without it: {found.why}"
+            f"Without it: {default.reason}"
         )
-    return Choice(asked, "FLCE_BACKEND asks for it") if asked else found
+    return Choice(requested, "FLCE_BACKEND asks for it") if requested else default
 
 
 def has_product(device: torch.device) -> bool:
     """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
-    return device.type == "cuda" and has_product_of(choose_backend(device).name, device_record(device))
+    return device.type == "cuda" and device_has_product(choose_backend(device).name, device_record(device))
 
 
-def has_product_of(backend: str, device: Device) -> bool:
+def device_has_product(backend: str, device: DeviceRecord) -> bool:
     """`has_product`, of a device that need not be there."""
     return backend == "triton" and device.own_products
 
 
 def get_backend(device: torch.device) -> Backend:
-    return load(choose_backend(device).name)
+    return load_backend(choose_backend(device).name)
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def load(name: str) -> Backend:
+def load_backend(name: str) -> Backend:
     """ "triton" or "torch"."""
     # Imported late: importing Triton takes as long as everything else together.
     if name == "triton":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce.core.problem import LossSpec
-from flce.core.slices import is_whole, last
+from flce.core.slices import is_full_slice, slice_columns
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
 STATE_SLOTS = 9
@@ -31,7 +31,7 @@ BASE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
 # exp(HEADROOM) times that. float16 reaches from 2^-24 to 2^16.
 EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
 # What the derivative of a capped logit is a multiple of, and exponentials are divided by; 1 where it is not larger.
-LEAST_UNIT = 1e-30
+LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
 # The normalizer is what is kept of each row between forward and backward: some logit m, the largest as a rule, and
@@ -57,7 +57,8 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
-# Classes of a block. `Backend.product_statistics` keeps `product_planes` numbers of the accumulation dtype for each row
+# Classes of a block. `Backend.product_statistics` keeps `num_product_planes` numbers of the accumulation dtype for
+# each row
 # and block, `product_exponentials` one.
 PRODUCT_BLOCK = 256
 # Bytes for each row that `weight_gradient` and `add_target_terms` take to sort targets.
@@ -88,14 +89,14 @@ def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
     return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
 
 
-def unknown_to_products(spec: LossSpec) -> list[str]:
+def unsupported_by_products(spec: LossSpec) -> list[str]:
     """What is asked for, by name, that products with an epilogue do not make."""
-    asked = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
+    requested = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
     stats = set() if spec.reduction == "none" else set(spec.stats) - EXPONENTIAL_STATS
-    return sorted((asked - PRODUCT_FIELDS) | stats)
+    return sorted((requested - PRODUCT_FIELDS) | stats)
 
 
-def product_planes(spec: LossSpec) -> int:
+def num_product_planes(spec: LossSpec) -> int:
     """Numbers that `Backend.product_statistics` keeps for each row and block: its largest logit, the sum of
     exponentials, and one for each of these statistics."""
     argmax = "argmax" in spec.stats or "correct" in spec.stats
@@ -139,7 +140,7 @@ class RowInputs(NamedTuple):
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
-        return None if self.bias is None else last(self.bias, tile.columns)
+        return None if self.bias is None else slice_columns(self.bias, tile.columns)
 
     def target_weight(self, vocab_size: int) -> Tensor | None:
         """(rows,) the class weight of each target."""
@@ -149,7 +150,7 @@ class RowInputs(NamedTuple):
         """The sum of the weights of all classes."""
         return float(vocab_size) if self.scales is None else self.scales[2]
 
-    def part(self, part: slice) -> RowInputs:
+    def select_rows(self, part: slice) -> RowInputs:
         """Some of the rows."""
         weight = None if self.token_weight is None else self.token_weight[part]
         factor = None if self.row_factor is None else self.row_factor[part]
@@ -169,7 +170,7 @@ class RowOutputs(NamedTuple):
     log_sum_sq_prob: Tensor | None  # (rows,)
 
     @staticmethod
-    def asked(spec: LossSpec) -> tuple[bool, ...]:
+    def requested_fields(spec: LossSpec) -> tuple[bool, ...]:
         """For each field, whether a call asks for it."""
         stats = spec.stats
         argmax = "argmax" in stats or "correct" in stats
@@ -177,21 +178,23 @@ class RowOutputs(NamedTuple):
         return True, spec.z_loss != 0.0, True, *named[:2], argmax, *named[2:]
 
     @staticmethod
-    def of(spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> RowOutputs:
+    def allocate(
+        spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]
+    ) -> RowOutputs:
         """What a call asks for: ``new((n,), dtype)`` is memory for n values of each row, ``new((), dtype)`` for one."""
-        made = [
+        tensors = [
             new((normalizer_slots(spec),) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
-            if asked
+            if requested
             else None
-            for name, asked in zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)
+            for name, requested in zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True)
         ]
-        return RowOutputs(*made)  # type: ignore[arg-type]
+        return RowOutputs(*tensors)  # type: ignore[arg-type]
 
     @staticmethod
-    def given(spec: LossSpec, tensors: Sequence[Tensor]) -> RowOutputs:
+    def from_tensors(spec: LossSpec, tensors: Sequence[Tensor]) -> RowOutputs:
         """Those of `tensors`, one for each field, that a call asks for."""
-        pairs = zip(tensors, RowOutputs.asked(spec), strict=True)
-        return RowOutputs(*(tensor if asked else None for tensor, asked in pairs))  # type: ignore[arg-type]
+        pairs = zip(tensors, RowOutputs.requested_fields(spec), strict=True)
+        return RowOutputs(*(tensor if requested else None for tensor, requested in pairs))  # type: ignore[arg-type]
 
     @property
     def losses(self) -> tuple[Tensor, Tensor | None]:
@@ -199,50 +202,51 @@ class RowOutputs(NamedTuple):
         `Backend.loss_scales`."""
         return self.loss, self.z_loss
 
-    def reduced(self, loss: Tensor, second: Tensor | None) -> RowOutputs:
+    def replace_losses(self, loss: Tensor, z_loss: Tensor | None) -> RowOutputs:
         """With the whole loss in the place of the first of `losses`, and its second part."""
-        return self._replace(loss=loss, z_loss=second)
+        return self._replace(loss=loss, z_loss=z_loss)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
-    def part(self, part: slice) -> RowOutputs:
+    def select_rows(self, part: slice) -> RowOutputs:
         """Some of the rows."""
-        return self if is_whole(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
+        return self if is_full_slice(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
 
 
 class Tile(NamedTuple):
     """Which classes a tile holds: [start, start + cols) of `vocab_size`.
 
-    `room`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be read and
+    `accessible_cols`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be
+    read and
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
 
-    `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `state.results_of_state` goes on from.
+    `is_shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
+    `formulas.results_from_state` goes on from.
 
-    `keep`: logits are left as they are, but where the gradient is written over them.
+    `keep_logits`: logits are left as they are, but where the gradient is written over them.
     """
 
     start: int
     cols: int
     vocab_size: int
-    room: int
-    shard: bool = False
-    keep: bool = False
+    accessible_cols: int
+    is_shard: bool = False
+    keep_logits: bool = False
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether statistics begin with this tile."""
-        return self.shard or self.start == 0
+        return self.is_shard or self.start == 0
 
     @property
     def columns(self) -> slice:
         return slice(self.start, self.start + self.cols)
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """Whether statistics are complete after this tile."""
-        return not self.shard and self.start + self.cols == self.vocab_size
+        return not self.is_shard and self.start + self.cols == self.vocab_size
 
 
 class TileCall(NamedTuple):
@@ -267,13 +271,13 @@ class TileCall(NamedTuple):
     def has_entropy_gradient(self) -> bool:
         return self.row_gradient is not None and len(self.row_gradient) > ENTROPY
 
-    def part(self, part: slice) -> TileCall:
+    def select_rows(self, part: slice) -> TileCall:
         """The call for some of the rows."""
-        if is_whole(part, len(self.inputs.target)):
+        if is_full_slice(part, len(self.inputs.target)):
             return self
         return self._replace(
-            inputs=self.inputs.part(part),
-            out=None if self.out is None else self.out.part(part),
+            inputs=self.inputs.select_rows(part),
+            out=None if self.out is None else self.out.select_rows(part),
             normalizer=None if self.normalizer is None else self.normalizer[:, part],
             upstream=self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part],
             row_gradient=None if self.row_gradient is None else self.row_gradient[:, part],
@@ -298,7 +302,7 @@ class Backend(Protocol):
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write ``call.out``.
 
-        `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep``.
+        `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep_logits``.
         """
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
@@ -392,7 +396,9 @@ class Backend(Protocol):
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""
 
-    def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:
+    def finish_sharded_rows(
+        self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
+    ) -> None:
         """The results of rows of a head that is divided over processes and, if there are `factors`, the factors of
         `product_exponentials` for the classes of this one, from those of its classes alone.
 

@@ -33,9 +33,9 @@ from flce.backends.contract import (
     TARGET_LOGIT,
     TileCall,
 )
-from flce.backends.state import Targets, finish, is_class, row_gradient, where
+from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
 from flce.core.problem import LossSpec, accumulation_dtype
-from flce.core.slices import first
+from flce.core.slices import slice_rows
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
 # operator (on a CPU) nor the launches (on an accelerator) count.
@@ -52,17 +52,17 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
 
 
 def temporary_bytes(
-    spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep: bool = False
+    spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep_logits: bool = False
 ) -> int:
     """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most.
 
-    `keep`: see `Tile`.
+    `keep_logits`: see `Tile`.
     """
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
     slabs = (
-        tile.dtype != accum or narrower or keep,
+        tile.dtype != accum or narrower or keep_logits,
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
@@ -74,41 +74,41 @@ class TorchBackend:
 
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         for piece, part in _slabs(logits):
-            slab = call.part(part)
-            z = _transform(_piece(logits, piece), slab, want_jacobian=False)[0]
-            targets = Targets.of(slab)
+            slab = call.select_rows(part)
+            z = _transform(_select_piece(logits, piece), slab, want_jacobian=False)[0]
+            targets = Targets.from_call(slab)
             merged = _merge(z, slab, targets, None if state is None else state[:, part])[0]
-            if call.tile.last:
-                finish(merged, slab, targets)
+            if call.tile.is_last:
+                write_state_results(merged, slab, targets)
             elif state is not None:
                 for slot, value in merged.items():
                     state[slot, part] = value
             del z  # before the next slab makes its own
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        targets = Targets.of(call)
+        targets = Targets.from_call(call)
         out.copy_(row_gradient(call, targets))
-        out[TARGET] = where(targets.inside, out[TARGET], 0.0)
+        out[TARGET] = where(targets.in_tile, out[TARGET], 0.0)
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
-            slab = call.part(part)
+            slab = call.select_rows(part)
             assert slab.normalizer is not None
-            z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
+            z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
-            exps = _logits_term(z.sub_(log_sum[:, None]), slab) if slab.has_entropy_gradient else z.exp_()
-            _gradient(exps, jacobian, log_sum, slab, Targets.of(slab), _piece(grad, piece))
+            exps = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), slab) if slab.has_entropy_gradient else z.exp_()
+            _gradient(exps, jacobian, log_sum, slab, Targets.from_call(slab), _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
-            slab = call.part(part)
-            z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
-            targets = Targets.of(slab)
+            slab = call.select_rows(part)
+            z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
+            targets = Targets.from_call(slab)
             merged, exps = _merge(z, slab, targets, None)
-            results = finish(merged, slab, targets)
-            _gradient(exps, jacobian, results.log_sum, slab, targets, _piece(grad, piece))
+            results = write_state_results(merged, slab, targets)
+            _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
@@ -117,16 +117,16 @@ class TorchBackend:
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
     combine_rows = weight_gradient = divided_weight_gradient = _unavailable
-    add_target_terms = complete_slices = _unavailable
+    add_target_terms = finish_sharded_rows = _unavailable
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
-        for part in _parts(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
+        for part in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
             rows = weight[ids[part].clamp(0, len(weight) - 1)].to(out.dtype)
-            made = torch.einsum("nkh,nh->nk", rows, x[part].to(out.dtype))
-            out[part] += made.masked_fill_(~is_class(ids[part], len(weight)), 0.0)
+            products = torch.einsum("nkh,nh->nk", rows, x[part].to(out.dtype))
+            out[part] += products.masked_fill_(~is_class(ids[part], len(weight)), 0.0)
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
-        for part in _parts(ids, ids.shape[1] ** 2 * values.element_size()):
+        for part in _row_slabs(ids, ids.shape[1] ** 2 * values.element_size()):
             equal = (ids[part, :, None] == ids[part, None, :]).to(values.dtype)
             out[part] = torch.einsum("nkj,nj->nk", equal, values[part])
 
@@ -193,7 +193,7 @@ def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype).copy_(y)
 
 
-def _parts(ids: Tensor, row_bytes: int) -> Iterator[slice]:
+def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:
     """The rows, so many at a time that what takes `row_bytes` for each is no more than a slab."""
     step = slab_rows(ids.device.type, len(ids), max(1, row_bytes), 1)
     for start in range(0, len(ids), step):
@@ -217,14 +217,14 @@ def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
             yield (slice(begin, end), slice(start, stop)), slice(begin * rows + start, (end - 1) * rows + stop)
 
 
-def _piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
-    return first(x, piece) if isinstance(piece, slice) else x[piece]
+def _select_piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
+    return slice_rows(x, piece) if isinstance(piece, slice) else x[piece]
 
 
 def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:
     """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
     spec = call.spec
-    z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep)
+    z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep_logits)
     if z.dim() > 2:
         z = z.reshape(-1, z.shape[-1])
     bias = call.inputs.tile_bias(call.tile)
@@ -252,7 +252,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     """
     spec, tile, class_weight = call.spec, call.tile, call.inputs.class_weight
     merged: dict[int, Tensor] = {}
-    before = None if state is None or tile.first else state
+    before = None if state is None or tile.is_first else state
     if "argmax" in spec.stats or "correct" in spec.stats:
         tile_max, tile_argmax = z.max(dim=1)
         merged[ARGMAX] = tile_argmax + tile.start
@@ -264,7 +264,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     merged[MAX] = row_max
 
     target_logit = z.gather(1, targets.column)[:, 0]
-    merged[TARGET_LOGIT] = where(targets.inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+    merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
 
     if spec.label_smoothing:
         # Relative to a logit of the same row, so that a large common offset does not cancel digits away.
@@ -304,28 +304,29 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     return merged, exps
 
 
-def _logits_term(logprob: Tensor, call: TileCall) -> Tensor:
+def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:
     """The softmax's term of the gradient with an entropy's, from log-probabilities, which it overwrites."""
     assert call.row_gradient is not None
     logprob.clamp_(min=LEAST_LOGPROB)
     probability = logprob.exp()
-    of_entropy, of_softmax = call.row_gradient[ENTROPY], call.row_gradient[SOFTMAX]
-    return logprob.mul_(-of_entropy[:, None]).add_(of_softmax[:, None]).mul_(probability)
+    entropy_factor, softmax_factor = call.row_gradient[ENTROPY], call.row_gradient[SOFTMAX]
+    return logprob.mul_(-entropy_factor[:, None]).add_(softmax_factor[:, None]).mul_(probability)
 
 
 def _gradient(
     exps: Tensor, jacobian: Tensor | float, log_sum: Tensor, call: TileCall, targets: Targets, grad: Tensor
 ) -> None:
-    """Gradient from exp(z - m), which it overwrites, m + log_sum being the log-sum-exp; or from `_logits_term`."""
+    """Gradient from exp(z - m), which it overwrites, m + log_sum being the log-sum-exp; or from
+    `_softmax_term_with_entropy`."""
     factors = row_gradient(call, targets) if call.row_gradient is None else call.row_gradient
     g = exps if call.has_entropy_gradient else exps.mul_((factors[SOFTMAX] * (-log_sum).exp())[:, None])
-    g.scatter_add_(1, targets.column, where(targets.inside, -factors[TARGET], 0.0)[:, None])
+    g.scatter_add_(1, targets.column, where(targets.in_tile, -factors[TARGET], 0.0)[:, None])
     if call.spec.label_smoothing:
-        weight, of_classes = call.inputs.class_weight, factors[CLASSES][:, None]
+        weight, classes_factor = call.inputs.class_weight, factors[CLASSES][:, None]
         if weight is None:
-            g.sub_(of_classes)
+            g.sub_(classes_factor)
         else:
-            g.addcmul_(of_classes, weight[call.tile.columns].to(g.dtype), value=-1.0)
+            g.addcmul_(classes_factor, weight[call.tile.columns].to(g.dtype), value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if targets.valid is not None:

@@ -30,9 +30,9 @@ def loss_scales(p: RowProblem) -> Tensor:
 
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     scales = loss_scales(p) if scales is None else scales
-    first, second = out.losses
-    loss = first.sum() * scales[0]
-    if second is None:
+    cross_entropy, z_loss = out.losses
+    loss = cross_entropy.sum() * scales[0]
+    if z_loss is None:
         return loss, None, scales
-    part = second.sum() * scales[1]
+    part = z_loss.sum() * scales[1]
     return loss + part, part, scales

@@ -11,11 +11,11 @@ _PACKAGE = os.path.dirname(__file__)  # its folder is that of flce
 # Between a user's line and flce; warnings name the user's.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "deepspeed")
 
-Told = tuple[str, type[Warning], str, int]
+WarningKey = tuple[str, type[Warning], str, int]
 """Message, class, file and line."""
 # Python keeps a record too, by module. It is lost whenever anything in the process enters or leaves
 # `warnings.catch_warnings`, as libraries do in every step of a training.
-_told: set[Told] = set()
+_shown_warnings: set[WarningKey] = set()
 
 
 class Caller(NamedTuple):
@@ -24,47 +24,47 @@ class Caller(NamedTuple):
     frame: Any
     via: str | None
     """``file:line`` of the library that called flce; None: the user did."""
-    in_evaluation: bool
+    is_evaluating: bool
     """Whether Transformers' ``Trainer`` was evaluating."""
 
     @property
     def line(self) -> str:
         return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
 
-    def warn(self, message: str, category: type[Warning], told: set[Told] | None = None) -> None:
+    def warn(self, message: str, category: type[Warning], shown: set[WarningKey] | None = None) -> None:
         """Warn as if that line did: once, where Python's filters do not say otherwise.
 
         Args:
             message: the text.
             category: its class.
-            told: what has been told already; None: in this process.
+            shown: what has been shown already; None: in this process.
         """
-        told = _told if told is None else told
+        shown = _shown_warnings if shown is None else shown
         file, line = self.frame.f_code.co_filename, self.frame.f_lineno
         key = (message, category, file, line)
         if _action(*key) in ("default", "module", "once"):
-            if key in told:
+            if key in shown:
                 return
-            told.add(key)
+            shown.add(key)
         registry = self.frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(message, category, file, line, registry=registry)
 
 
-def caller() -> Caller:
+def find_caller() -> Caller:
     """The innermost line outside of flce and the libraries below; the outermost if there is none."""
     modules = map(sys.modules.get, ("torch", *_LIBRARIES))
-    silent, *libraries = (
+    package_folder, *libraries = (
         os.path.dirname(os.path.abspath(file)) + os.sep
         for file in (_PACKAGE, *(getattr(module, "__file__", None) for module in modules))
         if file
     )
-    frame, via, in_evaluation = sys._getframe(1), None, False
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((silent, *libraries)):
+    frame, via, is_evaluating = sys._getframe(1), None, False
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((package_folder, *libraries)):
         if via is None and frame.f_code.co_filename.startswith(tuple(libraries[1:])):
             via = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        in_evaluation = in_evaluation or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
+        is_evaluating = is_evaluating or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
         frame = frame.f_back
-    return Caller(frame, via, in_evaluation)
+    return Caller(frame, via, is_evaluating)
 
 
 def _action(message: str, category: type[Warning], file: str, line: int) -> str:

@@ -10,7 +10,7 @@ import re
 from typing import Any, NamedTuple
 
 
-class Device(NamedTuple):
+class DeviceRecord(NamedTuple):
     """A kind of device."""
 
     name: str
@@ -45,7 +45,7 @@ class Device(NamedTuple):
         return int(number[1]) if number else 0
 
     @property
-    def warp(self) -> int:
+    def warp_size(self) -> int:
         """Threads of a warp; a wavefront on AMD."""
         return 64 if self.arch.startswith("gfx9") else 32
 
@@ -56,7 +56,7 @@ class Device(NamedTuple):
 
 
 # Where flce's own products were measured, and found as fast as the vendor's.
-_OWN_PRODUCTS = "sm_90"
+_OWN_PRODUCTS_ARCH = "sm_90"
 # Rates, L2 caches and multiprocessors are those of the sources. Memory is what PyTorch's out-of-memory messages and
 # deviceQuery say of such a device; of H100 and H200 `torch.cuda.get_device_properties` told it, and the cache. Shared
 # memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's white paper.
@@ -77,10 +77,10 @@ MI300X     gfx942  304      64           32       191.9        5300   1307   163
 """
 
 
-def _kind(line: str) -> Device:
+def _parse_record(line: str) -> DeviceRecord:
     name, arch, *numbers, _source = line.split(maxsplit=9)
     multiprocessors, shared, cache, memory, bandwidth, half, wide = map(float, numbers)
-    return Device(
+    return DeviceRecord(
         name=name,
         arch=arch,
         multiprocessors=int(multiprocessors),
@@ -91,37 +91,37 @@ def _kind(line: str) -> Device:
         bandwidth=bandwidth * 1e9,
         half_flops=half * 1e12,
         wide_flops=wide * 1e12,
-        own_products=arch == _OWN_PRODUCTS,
+        own_products=arch == _OWN_PRODUCTS_ARCH,
     )
 
 
-KNOWN = {device.name: device for device in map(_kind, _TABLE.strip().splitlines()[1:])}
+KNOWN_KINDS = {device.name: device for device in map(_parse_record, _TABLE.strip().splitlines()[1:])}
 
 # Rates of products were measured: two cores without instructions for half precision, benchmarks/results/cpu.json. To
 # Triton's interpreter it is one multiprocessor without a cache.
-CPU = Device("cpu", "", 1, 1 << 30, 65536, 0, None, 19e9, 150e9, 150e9, False)
+CPU = DeviceRecord("cpu", "", 1, 1 << 30, 65536, 0, None, 19e9, 150e9, 150e9, False)
 # Where nothing is known, as without a GPU: the one that all was measured on, without what only Hopper has.
-UNKNOWN = KNOWN["H200"]._replace(name="a GPU of unknown kind", memory=None, own_products=False)
+UNKNOWN_DEVICE = KNOWN_KINDS["H200"]._replace(name="a GPU of unknown kind", memory=None, own_products=False)
 # Flops a byte of a device whose bandwidth is not known: cautious, as most of the known have fewer, and the more there
 # are, the dearer is each pass over memory.
-CAUTIOUS_RATIO = 300
+DEFAULT_FLOPS_PER_BYTE = 300
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name as it is compared: spaces, hyphens, underscores and case make no difference."""
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-def known(kind: str) -> Device | None:
+def record_of_kind(kind: str) -> DeviceRecord | None:
     """The record of a kind by its name, or of a compute capability such as "sm_90", whose memory is not known."""
-    for name, device in KNOWN.items():
-        if normalized(name) == normalized(kind):
+    for name, device in KNOWN_KINDS.items():
+        if normalize_name(name) == normalize_name(kind):
             return device
-    arch = re.fullmatch(r"(sm\d{2,})[a-z]?", normalized(kind))
-    return None if arch is None else _like(arch[1].replace("sm", "sm_"))._replace(memory=None)
+    arch = re.fullmatch(r"(sm\d{2,})[a-z]?", normalize_name(kind))
+    return None if arch is None else _nearest_record(arch[1].replace("sm", "sm_"))._replace(memory=None)
 
 
-def device_told(properties: Any, hip: bool) -> Device:
+def record_from_properties(properties: Any, hip: bool) -> DeviceRecord:
     """The record of a device that is there.
 
     Args:
@@ -129,8 +129,8 @@ def device_told(properties: Any, hip: bool) -> Device:
         hip: it is an AMD GPU.
     """
     arch = properties.gcnArchName.partition(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
-    base = _like(arch)
-    told = {
+    base = _nearest_record(arch)
+    reported = {
         "multiprocessors": properties.multi_processor_count,
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0) or base.shared_memory,
         "registers": getattr(properties, "regs_per_multiprocessor", 0) or base.registers,
@@ -138,21 +138,21 @@ def device_told(properties: Any, hip: bool) -> Device:
         "memory": properties.total_memory,
     }
     words = {*re.split(r"[^a-z0-9]+", properties.name.lower())}
-    for kind in KNOWN.values():
-        if words >= {*kind.name.lower().split("-")} and kind.multiprocessors == told["multiprocessors"]:
+    for kind in KNOWN_KINDS.values():
+        if words >= {*kind.name.lower().split("-")} and kind.multiprocessors == reported["multiprocessors"]:
             return kind._replace(memory=properties.total_memory)
-    half = base.half_flops * told["multiprocessors"] / base.multiprocessors
-    wide = base.wide_flops * told["multiprocessors"] / base.multiprocessors
-    rates = {"half_flops": half, "wide_flops": wide, "bandwidth": half / CAUTIOUS_RATIO}
-    return base._replace(name=properties.name, **told, **rates)
+    half = base.half_flops * reported["multiprocessors"] / base.multiprocessors
+    wide = base.wide_flops * reported["multiprocessors"] / base.multiprocessors
+    rates = {"half_flops": half, "wide_flops": wide, "bandwidth": half / DEFAULT_FLOPS_PER_BYTE}
+    return base._replace(name=properties.name, **reported, **rates)
 
 
-def _like(arch: str) -> Device:
+def _nearest_record(arch: str) -> DeviceRecord:
     """The record that stands for an architecture: the last of the table with it, or else with the nearest, an older one
     rather than a newer. Own products are for the architecture that they were measured on."""
     if not arch.startswith("sm_"):
-        return KNOWN["MI300X"]._replace(arch=arch)
+        return KNOWN_KINDS["MI300X"]._replace(arch=arch)
     number = int(arch.removeprefix("sm_"))
-    known = [device for device in reversed(KNOWN.values()) if device.capability]
-    nearest = min(known, key=lambda device: (device.capability > number, abs(device.capability - number)))
-    return nearest._replace(arch=arch, own_products=arch == _OWN_PRODUCTS)
+    known_gpus = [device for device in reversed(KNOWN_KINDS.values()) if device.capability]
+    nearest = min(known_gpus, key=lambda device: (device.capability > number, abs(device.capability - number)))
+    return nearest._replace(arch=arch, own_products=arch == _OWN_PRODUCTS_ARCH)

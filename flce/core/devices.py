@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from flce.core.device_profile import profile, with_profile
-from flce.core.device_record import CPU, UNKNOWN, Device, device_told
+from flce.core.device_profile import apply_profile, load_profile
+from flce.core.device_record import CPU, UNKNOWN_DEVICE, DeviceRecord, record_from_properties
 
 
-def devices() -> list[torch.device]:
+def list_devices() -> list[torch.device]:
     """The accelerators that PyTorch sees, which are of one type, and the CPU."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if current is not None else 0
@@ -29,18 +29,18 @@ def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint
     Raises:
         ValueError: there is no such device.
     """
-    there = [device for device in devices() if not types or device.type in types]
+    available = [device for device in list_devices() if not types or device.type in types]
     try:
-        wanted = torch.device(there[0].type if name is None else name)
+        requested = torch.device(available[0].type if name is None else name)
     except RuntimeError:  # a name or a number that PyTorch does not know
-        wanted = torch.device("meta")  # which is none of them
-    if wanted.index is None and wanted.type == there[0].type != "cpu":
-        wanted = torch.device(wanted.type, torch.accelerator.current_device_index())
-    for found in there:
-        if (found.type, found.index or 0) == (wanted.type, wanted.index or 0):
+        requested = torch.device("meta")  # which is none of them
+    if requested.index is None and requested.type == available[0].type != "cpu":
+        requested = torch.device(requested.type, torch.accelerator.current_device_index())
+    for found in available:
+        if (found.type, found.index or 0) == (requested.type, requested.index or 0):
             return found
     raise ValueError(
-        f"there is no device {str(name)!r} here: give one of {', '.join(map(str, there))}{hint and f', {hint}'}"
+        f"there is no device {str(name)!r} here: give one of {', '.join(map(str, available))}{hint and f', {hint}'}"
     )
 
 
@@ -49,7 +49,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def device_record(device: torch.device) -> Device:
+def device_record(device: torch.device) -> DeviceRecord:
     """What is known of a device of this machine, a GPU as the profile says.
 
     With a process group there is no profile: all ranks must plan alike, and each machine may have another file.
@@ -60,21 +60,25 @@ def device_record(device: torch.device) -> Device:
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
-        return UNKNOWN._replace(name=device.type)
+        return UNKNOWN_DEVICE._replace(name=device.type)
     index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index
-    found = _profiled(index)
+    found = _profiled_record(index)
     in_a_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return _told(index) if found.profile is not None and in_a_group else found
+    return _detected_record(index) if found.profile is not None and in_a_group else found
 
 
 @functools.cache
-def _profiled(index: int | None) -> Device:
-    told = _told(index)
-    return told if told is UNKNOWN or profile() is None else with_profile(told, torch.cuda.get_device_name(index))
+def _profiled_record(index: int | None) -> DeviceRecord:
+    detected = _detected_record(index)
+    return (
+        detected
+        if detected is UNKNOWN_DEVICE or load_profile() is None
+        else apply_profile(detected, torch.cuda.get_device_name(index))
+    )
 
 
 @functools.cache
-def _told(index: int | None) -> Device:
+def _detected_record(index: int | None) -> DeviceRecord:
     if not torch.cuda.is_available():
-        return UNKNOWN
-    return device_told(torch.cuda.get_device_properties(index), torch.version.hip is not None)
+        return UNKNOWN_DEVICE
+    return record_from_properties(torch.cuda.get_device_properties(index), torch.version.hip is not None)

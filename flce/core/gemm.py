@@ -18,12 +18,12 @@ from torch import Tensor
 ALIGNMENT = 8
 # cuBLAS divides the inner dimension of a product whose result has few blocks among programs, and leaves its end out
 # where a part, rounded down, is a multiple of 64: of 38 x 173064 x 512 the last 8, for 16 parts of 10816 (cuBLAS 13.0,
-# H100, halves). Inner dimensions that are multiples of 64 have no such end. DIVIDED_ENTRIES: of the result, at most.
+# H100, halves). Inner dimensions that are multiples of 64 have no such end. MAX_DIVIDED_ENTRIES: of the result.
 INNER_MULTIPLE = 64
-DIVIDED_INNER = 1024
-DIVIDED_ENTRIES = 1 << 22
+MIN_DIVIDED_INNER = 1024
+MAX_DIVIDED_ENTRIES = 1 << 22
 # Bytes of a float32 piece of such a result. Plans of the least memory must have room for it.
-DIVIDED_BYTES = 2 << 20
+DIVIDED_PIECE_BYTES = 2 << 20
 # Row stride of a buffer for logits, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 # Bytes of a float32 piece of an operand that is cast on the way: a quarter of the larger of the other two matrices,
@@ -33,12 +33,12 @@ COLUMN_MULTIPLE = 64
 # |--------------------------------------------------------------------|----------------------------|
 # | chunks of  64 MiB, pieces of  8 MiB                                | 1.30 to 1.50               |
 # | chunks of 128 MiB, pieces of 32 MiB                                | 1.15 to 1.29               |
-LEAST_CAST_BYTES, MOST_CAST_BYTES = 8 << 20, 32 << 20
+MIN_CAST_BYTES, MAX_CAST_BYTES = 8 << 20, 32 << 20
 
 
 def _cast_bytes(m: int, k: int, n: int) -> int:
     """Bytes of a piece of the second operand of an m x k x n product that is cast to float32."""
-    return min(MOST_CAST_BYTES, max(LEAST_CAST_BYTES, m * max(k, n)))
+    return min(MAX_CAST_BYTES, max(MIN_CAST_BYTES, m * max(k, n)))
 
 
 def padded_cols(cols: int) -> int:
@@ -55,7 +55,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
     if not half and a.dtype == b.dtype == out.dtype:
         _vendor_matmul(a, b, out, accumulate)
-    elif a.is_cuda and a.dtype == b.dtype and (out.dtype == a.dtype or has_float32_results(out.dtype)):
+    elif a.is_cuda and a.dtype == b.dtype and (out.dtype == a.dtype or can_output_dtype(out.dtype)):
         _aligned_matmul(a, b, out, accumulate)
     elif out.dtype.itemsize < 4:
         _matmul_in_float32(a, b, out, accumulate)
@@ -63,7 +63,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         _matmul_by_pieces(a, b, out, accumulate)
 
 
-def has_float32_results(dtype: torch.dtype) -> bool:
+def can_output_dtype(dtype: torch.dtype) -> bool:
     """Whether products of half-precision operands on CUDA can have results of this dtype: float32, unless PyTorch
     refuses them, as it does when told to accumulate in float16, and on ROCm before 2.10."""
     refused = torch.version.hip is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.10"
@@ -85,11 +85,11 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
     One of m, n and k is the vocabulary, and strides are aligned: W has rows of H, logits have padded rows. The
     end is less than ALIGNMENT classes, whose product costs next to nothing. Where k is a hidden size or the rank of
     an adapter instead, the operands are left whole: logits must not have a float32 copy. The end of an inner dimension
-    that may be divided (`_loses_its_end`) is taken off whatever it is.
+    that may be divided (`_can_lose_inner_end`) is taken off whatever it is.
     """
     (m, k), n = a.shape, b.shape[1]
     m_end, n_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n))
-    k_end = _inner_end(a, b, out.dtype, accumulate)
+    k_end = _aligned_inner_size(a, b, out.dtype, accumulate)
     if k > k_end:
         if out.dtype.itemsize < 4:
             _matmul_in_float32(a, b, out, accumulate)  # a sum of two products must not be rounded in between
@@ -106,15 +106,15 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
         _vendor_matmul(a, b, out, accumulate)
 
 
-def _loses_its_end(m: int, n: int, k: int) -> bool:
+def _can_lose_inner_end(m: int, n: int, k: int) -> bool:
     """Whether the vendor may divide the inner dimension, and leave its end out."""
-    return k % INNER_MULTIPLE != 0 and k >= DIVIDED_INNER and m * n <= DIVIDED_ENTRIES
+    return k % INNER_MULTIPLE != 0 and k >= MIN_DIVIDED_INNER and m * n <= MAX_DIVIDED_ENTRIES
 
 
-def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -> int:
+def _aligned_inner_size(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -> int:
     """Where the inner dimension of a product of halves on CUDA ends: what follows is a product of its own."""
     (m, k), n = a.shape, b.shape[1]
-    if _loses_its_end(m, n, k):
+    if _can_lose_inner_end(m, n, k):
         return k // INNER_MULTIPLE * INNER_MULTIPLE
     aligned_rows = a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0
     if k < ALIGNMENT or not aligned_rows or (out_dtype.itemsize < 4 and accumulate):
@@ -125,7 +125,7 @@ def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
     """`matmul` with the sums in float32, rounded to `out` at the end: piece by piece, but for large results on CUDA."""
     (m, k), n = a.shape, b.shape[1]
-    rows, multiply = _rows_in_float32(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
+    rows, multiply = _float32_piece_rows(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
     for start in range(0, m, rows):
         part = out[start : start + rows]
         result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
@@ -134,11 +134,11 @@ def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> N
         del result  # before the next piece makes its own
 
 
-def _rows_in_float32(m: int, k: int, n: int, is_cuda: bool) -> int:
+def _float32_piece_rows(m: int, k: int, n: int, is_cuda: bool) -> int:
     """Rows of a float32 piece of a result."""
-    if is_cuda and not _loses_its_end(m, n, k):
+    if is_cuda and not _can_lose_inner_end(m, n, k):
         return max(1, m)
-    most = (DIVIDED_BYTES if is_cuda else LEAST_CAST_BYTES) // (4 * max(1, n))
+    most = (DIVIDED_PIECE_BYTES if is_cuda else MIN_CAST_BYTES) // (4 * max(1, n))
     return max(1, min(m, most // COLUMN_MULTIPLE * COLUMN_MULTIPLE or most))
 
 
@@ -146,7 +146,7 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
     """`matmul` with `b`, the operand that may be as large as the head, cast to `out`'s dtype in pieces."""
     a = a.to(out.dtype)
     k, n = b.shape
-    if k * n * out.dtype.itemsize <= LEAST_CAST_BYTES:
+    if k * n * out.dtype.itemsize <= MIN_CAST_BYTES:
         _vendor_matmul(a, b.to(out.dtype), out, accumulate)
         return
     most = _cast_bytes(len(a), k, n)
@@ -167,12 +167,12 @@ def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_ty
     (m, k), n = a.shape, b.shape[1]
     if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0
-    if device_type == "cuda" and (out.dtype == a.dtype or has_float32_results(out.dtype)):
-        in_float32 = out.element_size() < 4 and _inner_end(a, b, out.dtype, accumulate) < k
-        return 4 * n * _rows_in_float32(m, k, n, True) if in_float32 else 0
+    if device_type == "cuda" and (out.dtype == a.dtype or can_output_dtype(out.dtype)):
+        in_float32 = out.element_size() < 4 and _aligned_inner_size(a, b, out.dtype, accumulate) < k
+        return 4 * n * _float32_piece_rows(m, k, n, True) if in_float32 else 0
     rounded = 0
     if out.element_size() < 4:  # `_matmul_in_float32`
-        m = _rows_in_float32(m, k, n, False)
+        m = _float32_piece_rows(m, k, n, False)
         rounded = 4 * m * n
     cast = 4 * m * k if a.element_size() < 4 else 0
     if b.element_size() < 4:

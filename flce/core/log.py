@@ -12,14 +12,14 @@ logger = logging.getLogger("flce")
 logger.addHandler(logging.NullHandler())  # what a library's logger does by itself is left to the application
 
 
-def follow_environment() -> None:
+def configure_from_environment() -> None:
     """Do what ``FLCE_LOG`` asks for, once, when flce is imported. Nothing that it holds stops the import."""
-    wanted = os.environ.get("FLCE_LOG", "")
-    if not wanted:
+    level = os.environ.get("FLCE_LOG", "")
+    if not level:
         return
-    if wanted.lower() not in LEVELS:
+    if level.lower() not in LEVELS:
         warnings.warn(
-            f"FLCE_LOG must be one of {', '.join(LEVELS)}, got {wanted!r}: nothing is logged",
+            f"FLCE_LOG must be one of {', '.join(LEVELS)}, got {level!r}: nothing is logged",
             RuntimeWarning,
             stacklevel=3,  # the line that imports flce
         )
@@ -27,10 +27,10 @@ def follow_environment() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(wanted.upper())
+    logger.setLevel(level.upper())
     logger.propagate = False  # the application's own handlers would tell everything again
 
 
-def telling() -> bool:
+def is_debug_enabled() -> bool:
     """Whether new shapes are logged."""
     return logger.isEnabledFor(logging.DEBUG)

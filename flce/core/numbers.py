@@ -8,28 +8,28 @@ import torch
 from torch import Tensor
 
 
-def integer(name: str, value: Any, expected: str = "an int") -> int:
+def check_int(name: str, value: Any, expected: str = "an int") -> int:
     """An int, or an integer of NumPy or of a 0-d tensor, as an int.
 
     Raises:
         TypeError: anything else. A bool is none, as for PyTorch.
     """
     if type(value) is int:
-        return value if not torch.compiler.is_compiling() else constant(value)
+        return value if not torch.compiler.is_compiling() else specialize(value)
     number = _python_number(value)
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
-    return constant(number)
+    return specialize(number)
 
 
-def constant(value: Any) -> Any:
+def specialize(value: Any) -> Any:
     """The number itself where `torch.compile` has made a symbol of it: a graph is for one value of each option."""
     if type(value) not in (int, float, torch.SymInt) or not torch.compiler.is_compiling():
         return value
     return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
 
 
-def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:
+def check_float(name: str, value: Any, *, may_be_bool: bool = False) -> float:
     """An int or float, or one of NumPy or of a 0-d tensor, as a float.
 
     Raises:

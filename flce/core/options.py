@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flce.core.numbers import check_dtype, integer
+from flce.core.numbers import check_dtype, check_int
 from flce.core.sizes import parse_bytes
 
 SkipIgnored: TypeAlias = bool | Literal["auto"]
@@ -59,7 +59,7 @@ class ChunkOptions:
                 continue
             if name == "max_workspace_bytes" and isinstance(value, str):
                 value = parse_bytes(value, name)
-            value = integer(name, value, expected)
+            value = check_int(name, value, expected)
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
             object.__setattr__(self, name, value)

@@ -19,27 +19,27 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Name:
+class PrivateName:
     """One use of private names.
 
     Attributes:
         paths: the names. All of them are needed.
         purpose: what they are for, behind "for".
-        without: what happens without them, a sentence.
+        consequence: what happens without them, a sentence.
         fallback: what the code gets then.
-        made: makes what the code gets of what the names stand for; None: that of the first name, as it is.
-        after: a module. Until something has imported it the code gets the fallback, and no warning.
+        build: makes what the code gets of what the names stand for; None: that of the first name, as it is.
+        required_module: a module. Until something has imported it the code gets the fallback, and no warning.
     """
 
     paths: tuple[str, ...]
     purpose: str
-    without: str
+    consequence: str
     fallback: Any
-    made: Callable[..., Any] | None = None
-    after: str | None = None
+    build: Callable[..., Any] | None = None
+    required_module: str | None = None
 
 
-def _refused(what: str) -> Callable[..., Any]:
+def _unavailable(what: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"this version of PyTorch lacks a private name that flce needs for {what}")
 
@@ -67,7 +67,7 @@ def _is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag)
 
 
-def _says_exporting() -> bool:
+def _public_is_exporting() -> bool:
     import torch
 
     return torch.compiler.is_exporting()
@@ -113,168 +113,168 @@ def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
 _FSDP1, _FSDP2 = "torch.distributed.fsdp._runtime_utils", "torch.distributed.fsdp._fully_shard"
 _SLOWER = "Calls go through the custom operators, which takes longer."
 
-NAMES: dict[str, Name] = {
+NAMES: dict[str, PrivateName] = {
     # -------------------------------------------------------------------------------------------------- the losses
-    "len_torch_dispatch_stack": Name(
+    "len_torch_dispatch_stack": PrivateName(
         ("torch._C._len_torch_dispatch_stack",), "seeing whether a mode watches a call", _SLOWER, lambda: 1
     ),
-    "dispatch_modes": Name(
+    "dispatch_modes": PrivateName(
         ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",),
         "flop counters, and checkpoints that keep some results",
         "A flop counter that is imported after flce does not count its calls.",
         list,
     ),
-    "peek_interpreter_stack": Name(
+    "peek_interpreter_stack": PrivateName(
         ("torch._C._functorch.peek_interpreter_stack",),
         "seeing whether a transform of torch.func runs",
         "It is taken for granted that one does: patched models run stock code. " + _SLOWER,
         lambda: "unknown",
     ),
-    "get_tracing_state": Name(
+    "get_tracing_state": PrivateName(
         ("torch._C._get_tracing_state",),
         "seeing whether torch.jit.trace runs",
         "torch.jit.is_tracing() is asked, which takes longer.",
         _is_tracing,
     ),
-    "keeps_graph": Name(
+    "is_graph_retained": PrivateName(
         ("torch._C._autograd._get_current_graph_task_keep_graph",),
         "seeing whether a backward is one with retain_graph=True",
         "It is taken for granted that each is: gradients are not scaled in place, which takes more memory.",
         lambda: True,
     ),
-    "is_batchedtensor": Name(
+    "is_batchedtensor": PrivateName(
         ("torch._C._functorch.is_batchedtensor",),
         "a backward under torch.vmap",
         "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
         lambda x: True,
     ),
-    "is_gradtrackingtensor": Name(
+    "is_gradtrackingtensor": PrivateName(
         ("torch._C._functorch.is_gradtrackingtensor",),
         "the error for torch.func.grad",
         "PyTorch's error says less.",
         lambda x: False,
     ),
-    "is_legacy_batchedtensor": Name(
+    "is_legacy_batchedtensor": PrivateName(
         ("torch._C._functorch.is_legacy_batchedtensor",),
         "torch.autograd.grad(is_grads_batched=True)",
         "That raises an error of PyTorch.",
         lambda x: False,
     ),
-    "remove_batch_dim": Name(
+    "remove_batch_dim": PrivateName(
         ("torch._remove_batch_dim",),
         "torch.autograd.grad(is_grads_batched=True)",
         "That raises RuntimeError.",
-        _refused("torch.autograd.grad(is_grads_batched=True)"),
+        _unavailable("torch.autograd.grad(is_grads_batched=True)"),
     ),
-    "add_batch_dim": Name(
+    "add_batch_dim": PrivateName(
         ("torch._add_batch_dim",),
         "torch.autograd.grad(is_grads_batched=True)",
         "That raises RuntimeError.",
-        _refused("torch.autograd.grad(is_grads_batched=True)"),
+        _unavailable("torch.autograd.grad(is_grads_batched=True)"),
     ),
-    "forward_mode": Name(
+    "forward_ad": PrivateName(
         ("torch.autograd.forward_ad._current_level",),
         "seeing whether forward-mode differentiation is on",
         "It is taken for granted that it is: patched models run stock code.",
         SimpleNamespace(_current_level=0),
-        made=lambda level: sys.modules["torch.autograd.forward_ad"],
+        build=lambda level: sys.modules["torch.autograd.forward_ad"],
     ),
-    "disable_current_modes": Name(
+    "disable_current_modes": PrivateName(
         ("torch.utils._python_dispatch._disable_current_modes",),
         "planning that no mode sees",
         "A mode such as a flop counter sees the tensors without memory that a call is planned with.",
         contextlib.nullcontext,
     ),
-    "disable_torch_function": Name(
+    "disable_torch_function": PrivateName(
         ("torch._C.DisableTorchFunction",),
         "work that no mode of torch functions sees",
         "Such a mode sees flce's own operations.",
         _without_torch_function,
     ),
-    "resolve_process_group": Name(
+    "resolve_process_group": PrivateName(
         ("torch.distributed.distributed_c10d._resolve_process_group",),
         "flce.cross_entropy of a vocabulary that is split over processes",
         "That raises RuntimeError.",
-        _refused("flce.cross_entropy(process_group=...)"),
+        _unavailable("flce.cross_entropy(process_group=...)"),
     ),
-    "launches": Name(
+    "triton_driver": PrivateName(
         ("triton.compiler.CompiledKernel.__getitem__", "triton.runtime.driver"),
         "launches of kernels that are made ready once",
         "They are made anew in every call, 0.1 ms each.",
         None,
-        made=lambda launch, driver: driver,
+        build=lambda launch, driver: driver,
     ),
     # ----------------------------------------------------------------------------------------------- profile_memory
-    "profiler_enabled": Name(
+    "profiler_enabled": PrivateName(
         ("torch.autograd._profiler_enabled",),
         "flce.profile_memory to see another profiler",
         "Two profilers at once are not refused.",
         None,
     ),
-    "cuda_history_enabled": Name(
+    "cuda_history_enabled": PrivateName(
         ("torch._C._cuda_isHistoryEnabled",),
         "flce.profile_memory to see another record of CUDA memory",
         "That record is ended.",
         lambda: False,
     ),
-    "record_memory_history": Name(
+    "record_memory_history": PrivateName(
         ("torch.cuda.memory._record_memory_history",),
         "flce.profile_memory on a CUDA device",
         "That raises RuntimeError.",
-        _refused("flce.profile_memory on a CUDA device"),
+        _unavailable("flce.profile_memory on a CUDA device"),
     ),
-    "memory_snapshot": Name(
+    "memory_snapshot": PrivateName(
         ("torch.cuda.memory._snapshot",),
         "flce.profile_memory on a CUDA device",
         "That raises RuntimeError.",
-        _refused("flce.profile_memory on a CUDA device"),
+        _unavailable("flce.profile_memory on a CUDA device"),
     ),
     # ----------------------------------------------------------------------------------------------- patched models
-    "make_wrapper_subclass": Name(
+    "make_wrapper_subclass": PrivateName(
         ("torch.Tensor._make_wrapper_subclass",),
         "tensors that stand for logits",
         "flce.patch_model leaves models as they are.",
         None,
     ),
-    "set_throw_on_mutable_data_ptr": Name(
+    "set_throw_on_mutable_data_ptr": PrivateName(
         ("torch._C._set_throw_on_mutable_data_ptr",),
         "an error for code that asks for the address of logits that are not computed",
         "Such code gets a null pointer.",
         lambda tensor: None,
     ),
-    "clear_interpreter_stack": Name(
+    "clear_interpreter_stack": PrivateName(
         ("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",),
         "logits that a transform of torch.func reads",
         "That raises RuntimeError: call logits.materialize() before the transform.",
-        _refused("logits that a transform of torch.func reads: call logits.materialize() before it"),
+        _unavailable("logits that a transform of torch.func reads: call logits.materialize() before it"),
     ),
-    "preserve_version": Name(
+    "preserve_version": PrivateName(
         ("torch.autograd.grad_mode._unsafe_preserve_version_counter",),
         "logits that an autograd.Function saves before they are computed",
         "Its backward says that they were modified by an inplace operation.",
         lambda tensor: contextlib.nullcontext(),
     ),
-    "is_node_of": Name(
+    "is_node_of": PrivateName(
         ("torch.autograd.Function._backward_cls",),
         "telling which autograd.Function has made a tensor",
         "Functions of the same name are taken for the same.",
         lambda node, function: type(node).__name__ == f"{function.__name__}Backward",
-        made=lambda kind: lambda node, function: isinstance(node, function._backward_cls),
+        build=lambda kind: lambda node, function: isinstance(node, function._backward_cls),
     ),
-    "saved_tensors_hooks": Name(
+    "saved_tensors_hooks": PrivateName(
         ("torch._C._autograd._top_saved_tensors_default_hooks",),
         "torch.utils.checkpoint(use_reentrant=False) around a model",
         "A checkpointed evaluation with labels, and logits that are read within another checkpoint, raise an error.",
         lambda ignore_traced: None,
     ),
-    "legacy_reduction": Name(
+    "legacy_reduction": PrivateName(
         ("torch.nn._reduction.legacy_get_string",),
         "size_average and reduce of a loss",
         "They are heeded, without PyTorch's warning.",
         _reduction,
     ),
     # ------------------------------------------------------------------------------- patched models, torch.compile
-    "skip_frames": Name(
+    "skip_frames": PrivateName(
         (
             "torch._C._dynamo.eval_frame._FrameAction",
             "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -283,94 +283,94 @@ NAMES: dict[str, Name] = {
         "frames that torch.compile leaves to Python",
         "Where a patched model is compiled logits may be plain objects rather than tensors, and there are more graphs.",
         lambda code, deep: None,
-        made=_skip_frames,
+        build=_skip_frames,
     ),
-    "current_translator": Name(
+    "current_translator": PrivateName(
         ("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",),
         "ending a graph of torch.compile where a patched model ends",
         "Logits of a patched model in a compiled function are plain objects rather than tensors.",
         lambda: None,
     ),
-    "is_exporting": Name(
+    "is_exporting": PrivateName(
         ("torch.compiler._is_exporting_flag",),
         "torch.export of a patched model",
         "torch.compiler.is_exporting() is asked, which before PyTorch 2.12 makes compiled models run stock code.",
-        _says_exporting,
-        made=lambda flag: _is_exporting,
+        _public_is_exporting,
+        build=lambda flag: _is_exporting,
     ),
-    "compiled_call": Name(
+    "compiled_call": PrivateName(
         ("torch.nn.Module._compiled_call_impl",),
         "layers that are compiled one by one",
         "They are compiled twice.",
         lambda module: None,
-        made=lambda method: attrgetter("_compiled_call_impl"),
+        build=lambda method: attrgetter("_compiled_call_impl"),
     ),
     # ------------------------------------------------------------------------------- patched models, several GPUs
-    "FSDPState": Name(
+    "FSDPState": PrivateName(
         (f"{_FSDP2}._fsdp_state.FSDPState",),
         "FSDP2's hooks on the logits",
         "Training under FSDP2 computes the logits.",
         None,
-        after="torch.distributed.fsdp",
+        required_module="torch.distributed.fsdp",
     ),
-    "fsdp_state_of": Name(
+    "fsdp_state_of": PrivateName(
         (f"{_FSDP2}.FSDPModule._get_fsdp_state",),
         "FSDP2's units around a model",
         "Where only a part of the model is patched, logits are refused once their weight is freed.",
         lambda unit: None,
-        after="torch.distributed.fsdp",
+        required_module="torch.distributed.fsdp",
     ),
-    "fsdp1_hook": Name(
+    "fsdp1_hook": PrivateName(
         (f"{_FSDP1}._pre_backward_hook",),
         "FSDP1's hooks on the logits",
         "Training under FSDP1 computes the logits.",
         None,
-        after="torch.distributed.fsdp",
+        required_module="torch.distributed.fsdp",
     ),
-    "fsdp1_unsharded": Name(
+    "fsdp1_unsharded": PrivateName(
         (f"{_FSDP1}._unshard", f"{_FSDP1}._reshard", "torch.distributed.fsdp._common_utils.HandleTrainingState"),
         "the weight of a head that is an FSDP1 unit of its own",
         "Such a head runs stock code.",
         None,
-        made=_fsdp1_unsharded,
-        after="torch.distributed.fsdp",
+        build=_fsdp1_unsharded,
+        required_module="torch.distributed.fsdp",
     ),
-    "DDPSink": Name(
+    "DDPSink": PrivateName(
         ("torch.nn.parallel.distributed._DDPSink",),
         "what DDP(static_graph=True) puts behind the logits",
         "Training under it computes the logits.",
         None,
-        after="torch.nn.parallel.distributed",
+        required_module="torch.nn.parallel.distributed",
     ),
-    "fabric_hook": Name(
+    "fabric_hook": PrivateName(
         ("lightning.fabric.wrappers._backward_hook",),
         "Lightning Fabric's hooks on the logits",
         "Training under it computes the logits.",
         None,
-        after="lightning.fabric.wrappers",
+        required_module="lightning.fabric.wrappers",
     ),
-    "fabric_alone_hook": Name(
+    "standalone_fabric_hook": PrivateName(
         ("lightning_fabric.wrappers._backward_hook",),
         "the hooks on the logits of Lightning Fabric, where it is a package by itself",
         "Training under it computes the logits.",
         None,
-        after="lightning_fabric.wrappers",
+        required_module="lightning_fabric.wrappers",
     ),
-    "deepspeed_hook": Name(
+    "deepspeed_hook": PrivateName(
         ("deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook",),
         "DeepSpeed's hooks on the logits",
         "Training under DeepSpeed computes the logits.",
         None,
-        after="deepspeed.runtime.utils",
+        required_module="deepspeed.runtime.utils",
     ),
-    "current_graph_task_id": Name(
+    "current_graph_task_id": PrivateName(
         ("torch._C._current_graph_task_id",),
         "several losses of one output under DeepSpeed ZeRO-3",
         "Two forwards before one backward, with two losses of each, raise an error there.",
         lambda: -1,
     ),
     # ----------------------------------------------------------------------------------------------------- benchmarks
-    "cuda_sleep": Name(
+    "cuda_sleep": PrivateName(
         ("torch.cuda._sleep",),
         "benchmarks of the repository, to time kernels without the host",
         "Times of small calls are the host's.",
@@ -418,45 +418,47 @@ def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     entry = NAMES[name]
-    if entry.after is not None and entry.after not in sys.modules:
+    if entry.required_module is not None and entry.required_module not in sys.modules:
         return entry.fallback
-    lacking = missing(entry)
-    if lacking:
-        from flce.core.callers import caller
+    absent = missing_paths(entry)
+    if absent:
+        from flce.core.callers import find_caller
 
-        caller().warn(sentence(entry, lacking), RuntimeWarning)
+        find_caller().warn(describe_missing(entry, absent), RuntimeWarning)
         value = entry.fallback
     else:
-        found = [find(path) for path in entry.paths]
-        value = found[0] if entry.made is None else entry.made(*found)
+        found = [resolve_path(path) for path in entry.paths]
+        value = found[0] if entry.build is None else entry.build(*found)
     globals()[name] = value  # the next look-up finds it there
     return value
 
 
-def lacking() -> list[tuple[Name, list[str]]]:
+def incomplete_entries() -> list[tuple[PrivateName, list[str]]]:
     """The entries of which a name is missing here, and those names. What nothing has imported is not looked at."""
-    return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing(entry))]
+    return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing_paths(entry))]
 
 
-def _is_here(entry: Name) -> bool:
+def _is_here(entry: PrivateName) -> bool:
     import torch
 
     of_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths)  # a build for CPUs has none of them
-    return (entry.after is None or entry.after in sys.modules) and not (of_cuda and torch.version.cuda is None)
+    return (entry.required_module is None or entry.required_module in sys.modules) and not (
+        of_cuda and torch.version.cuda is None
+    )
 
 
-def missing(entry: Name) -> list[str]:
+def missing_paths(entry: PrivateName) -> list[str]:
     """Those of the names that are not there."""
-    lacking = []
+    absent = []
     for path in entry.paths:
         try:
-            find(path)
+            resolve_path(path)
         except (AttributeError, ImportError):
-            lacking.append(path)
-    return lacking
+            absent.append(path)
+    return absent
 
 
-def find(path: str) -> Any:
+def resolve_path(path: str) -> Any:
     """What a dotted name stands for; AttributeError or ImportError where there is no such."""
     package, *parts = path.split(".")
     place, value = package, importlib.import_module(package)
@@ -467,11 +469,11 @@ def find(path: str) -> Any:
     return value
 
 
-def sentence(entry: Name, lacking: list[str]) -> str:
+def describe_missing(entry: PrivateName, absent: list[str]) -> str:
     """What is missing, and what that means."""
-    package = lacking[0].partition(".")[0]
+    package = absent[0].partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", "")
     return (
-        f"{package} {version} has no {', '.join(lacking)}, which flce uses for {entry.purpose}. "
-        f"{entry.without} A newer version of flce may know how this {package} does it."
+        f"{package} {version} has no {', '.join(absent)}, which flce uses for {entry.purpose}. "
+        f"{entry.consequence} A newer version of flce may know how this {package} does it."
     )

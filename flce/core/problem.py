@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_
 import torch
 from torch import Tensor
 
-from flce.core.numbers import integer, real
+from flce.core.numbers import check_float, check_int
 from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
@@ -23,7 +23,7 @@ STATS: tuple[str, ...] = get_args(Stat)
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
 # The most candidates, and the largest `top_k`.
-MOST_ENTRIES = 256
+MAX_ENTRIES = 256
 
 # See `LossSpec.typical_gradient`.
 TYPICAL_LSE = 32.0
@@ -52,19 +52,19 @@ class LossSpec:
     z_loss: float = 0.0
     stats: tuple[str, ...] = ()
 
-    known_stats: ClassVar[tuple[str, ...]] = STATS
+    allowed_stats: ClassVar[tuple[str, ...]] = STATS
     stats_argument: ClassVar[str] = "stats"
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
-        for name, may_be_none in NUMBERS.items():
+        for name, may_be_none in NUMERIC_FIELDS.items():
             value = getattr(self, name)
             if type(value) is not float and not (may_be_none and value is None):
                 # PyTorch has only the first, and takes a bool for it.
-                object.__setattr__(self, name, real(name, value, may_be_bool=name == "label_smoothing"))
+                object.__setattr__(self, name, check_float(name, value, may_be_bool=name == "label_smoothing"))
         if type(self.ignore_index) is not int:
-            object.__setattr__(self, "ignore_index", integer("ignore_index", self.ignore_index))
+            object.__setattr__(self, "ignore_index", check_int("ignore_index", self.ignore_index))
         if not -(2**63) <= self.ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -77,7 +77,7 @@ class LossSpec:
             raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
-        argument, known = self.stats_argument, self.known_stats
+        argument, known = self.stats_argument, self.allowed_stats
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
             raise TypeError(f"{argument} must be a tuple of names out of {known}, got {self.stats!r}")
         for name in self.stats:
@@ -132,7 +132,7 @@ class LogprobSpec(LossSpec):
     row_temperature: bool = False
     """Whether each token has a temperature of its own."""
 
-    known_stats: ClassVar[tuple[str, ...]] = OUTPUTS
+    allowed_stats: ClassVar[tuple[str, ...]] = OUTPUTS
     stats_argument: ClassVar[str] = "outputs"
 
     def __post_init__(self) -> None:
@@ -140,9 +140,9 @@ class LogprobSpec(LossSpec):
         for number, name in enumerate(self.stats):
             if name in self.stats[:number]:
                 raise ValueError(f"outputs has {name!r} twice, got {self.stats}")
-        object.__setattr__(self, "top_k", integer("top_k", self.top_k))
-        if not 0 <= self.top_k <= MOST_ENTRIES:
-            raise ValueError(f"top_k must be from 0 to {MOST_ENTRIES}, got {self.top_k}")
+        object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
+        if not 0 <= self.top_k <= MAX_ENTRIES:
+            raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
 
 
 class SpecArguments(TypedDict, total=False):
@@ -164,17 +164,19 @@ def loss_spec(*values: Any) -> LossSpec:
     if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
         return LossSpec(*values)
     try:
-        return _kept_spec(*values)
+        return _cached_spec(*values)
     except TypeError:  # perhaps only because a stat is not hashable
         return LossSpec(*values)
 
 
 _CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})
-_kept_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type too: 1 may stand where True may not
+_cached_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type too: 1 may stand where True may not
 
 
 # Its numbers, and which of them may be None.
-NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
+NUMERIC_FIELDS = {
+    name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)
+}
 
 
 class LinearTerm(NamedTuple):
@@ -230,7 +232,7 @@ class LinearCrossEntropyProblem:
 
     # What follows from these.
     num_tokens: int = field(init=False)
-    slice_size: int = field(init=False)  # the classes of the weights
+    local_vocab_size: int = field(init=False)  # the classes of the weights
     vocab_size: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
@@ -239,7 +241,7 @@ class LinearCrossEntropyProblem:
         input, weight = self.terms[0]
         for name, value in (
             ("num_tokens", input.shape[0]),
-            ("slice_size", weight.shape[0]),
+            ("local_vocab_size", weight.shape[0]),
             ("vocab_size", weight.shape[0] if self.shard is None else self.shard.vocab_size),
             ("dtype", input.dtype),
             ("device", input.device),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 # A release puts the address in its place, here and in the files that describe the project.
-ADDRESS = "https://example.invalid/flce"
+REPOSITORY_URL = "https://example.invalid/flce"
 # What the command line needs, by the names that pip knows.
-COMMAND_LINE = "matplotlib numpy rich typer"
+COMMAND_LINE_PACKAGES = "matplotlib numpy rich typer"
 
 
-def where(page: str) -> str:
+def locate_page(page: str) -> str:
     """Where a page of the documents is. ``page``: such as ``trainers.md``."""
-    if ".invalid" in ADDRESS:  # sources whose address nothing has filled in
+    if ".invalid" in REPOSITORY_URL:  # sources whose address nothing has filled in
         return f"docs/{page} in flce's repository"
-    return f"{ADDRESS}/blob/main/docs/{page}"
+    return f"{REPOSITORY_URL}/blob/main/docs/{page}"

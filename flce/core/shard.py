@@ -13,10 +13,10 @@ from flce.core import private
 
 
 @dataclass(frozen=True)
-class Split:
+class HeadSplit:
     """How a head is divided, as far as a plan depends on it."""
 
-    processes: int
+    num_processes: int
     sequence_parallel: bool = False
 
 
@@ -35,9 +35,9 @@ class Shard:
         return private.resolve_process_group(self.group)
 
     @property
-    def split(self) -> Split:
+    def split(self) -> HeadSplit:
         """The same for all processes of the group."""
-        return Split(self.process_group.size(), self.sequence_parallel)
+        return HeadSplit(self.process_group.size(), self.sequence_parallel)
 
     @property
     def rank(self) -> int:
@@ -50,34 +50,34 @@ class Shard:
         return self.start >= self.vocab_size
 
     @property
-    def most_classes(self) -> int:
+    def max_local_vocab_size(self) -> int:
         """Classes of the process that has most."""
-        return bounds(self.vocab_size, self.process_group.size(), 0)[1]
+        return shard_bounds(self.vocab_size, self.process_group.size(), 0)[1]
 
-    def widths(self, like: Tensor) -> Tensor:
+    def local_vocab_sizes(self, like: Tensor) -> Tensor:
         """(processes,) how many classes each has. Made on the device: a copy would wait for it."""
-        step = self.most_classes
+        step = self.max_local_vocab_size
         starts = torch.arange(self.process_group.size(), device=like.device) * step
         return (self.vocab_size - starts).clamp(0, step).to(like.dtype)
 
-    def split_sums(self, x: Tensor) -> Tensor:
+    def sums_by_process(self, x: Tensor) -> Tensor:
         """(processes,) the sum of what each has of a vector, (V,)."""
-        count, step = self.process_group.size(), self.most_classes
+        count, step = self.process_group.size(), self.max_local_vocab_size
         return torch.nn.functional.pad(x, (0, count * step - len(x))).view(count, step).sum(1)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_full(self, x: Tensor) -> Tensor:
         """(V,) of which `x` is what this process has, (V_local,). One collective."""
-        padded = torch.nn.functional.pad(x, (0, self.most_classes - len(x)))
-        return gather(padded, self.process_group).view(-1)[: self.vocab_size]
+        padded = torch.nn.functional.pad(x, (0, self.max_local_vocab_size - len(x)))
+        return all_gather(padded, self.process_group).view(-1)[: self.vocab_size]
 
 
-def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
+def shard_bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
     """First class and the one after the last of a shard, as `torch.chunk` and DTensor divide them."""
     step = -(-vocab_size // shards)
     return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
 
 
-def gather(x: Tensor, group: Any) -> Tensor:
+def all_gather(x: Tensor, group: Any) -> Tensor:
     """What all processes of the group have in place of `x`, (processes, *x.shape). One collective."""
     result = x.new_empty((group.size(), *x.shape))
     # The older name is deprecated where there is a newer one.

@@ -6,7 +6,7 @@ import re
 
 MIB, GIB = 1 << 20, 1 << 30
 UNITS = {"kb": 1000, "kib": 1 << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
-MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
+MAX_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
 
 
 def parse_bytes(text: str, name: str = "") -> int:
@@ -31,8 +31,8 @@ def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
     parts = text.replace("x", ",").split(",")
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
     count = len(names.split(","))
-    if len(sizes) != count or not all(0 < size <= MOST_SIZE for size in sizes):
-        raise ValueError(f"expected {names} as {count} positive numbers, at most {MOST_SIZE}, got {text!r}")
+    if len(sizes) != count or not all(0 < size <= MAX_SIZE for size in sizes):
+        raise ValueError(f"expected {names} as {count} positive numbers, at most {MAX_SIZE}, got {text!r}")
     return sizes
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def is_whole(part: slice, size: int) -> bool:
+def is_full_slice(part: slice, size: int) -> bool:
     """Whether `part`, from one number to another, is all of a dimension of this size."""
     return part.start == 0 and part.stop >= size
 
 
-def first(x: Tensor, part: slice) -> Tensor:
+def slice_rows(x: Tensor, part: slice) -> Tensor:
     """``x[part]``"""
     return x if part.start == 0 and part.stop >= x.shape[0] else x[part]
 
 
-def last(x: Tensor, part: slice) -> Tensor:
+def slice_columns(x: Tensor, part: slice) -> Tensor:
     """``x[..., part]``"""
     return x if part.start == 0 and part.stop >= x.shape[-1] else x[..., part]

@@ -25,19 +25,19 @@ class CountingArena(Arena):
 
     def __init__(self, device: torch.device | str = "meta") -> None:
         super().__init__(device)
-        self.alive = self.peak = 0
+        self.live_bytes = self.peak_bytes = 0
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
-        made = super().new(shape, dtype, zero)
-        storage = made.untyped_storage()
-        self.alive += storage.nbytes()
-        self.for_a_moment(0)
-        weakref.finalize(storage, self._end, storage.nbytes()).atexit = False
-        return made
+        tensor = super().new(shape, dtype, zero)
+        storage = tensor.untyped_storage()
+        self.live_bytes += storage.nbytes()
+        self.count_temporary(0)
+        weakref.finalize(storage, self._count_freed, storage.nbytes()).atexit = False
+        return tensor
 
-    def for_a_moment(self, size: int) -> None:
+    def count_temporary(self, size: int) -> None:
         """What a leaf takes and gives back."""
-        self.peak = max(self.peak, self.alive + size)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
 
-    def _end(self, size: int) -> None:
-        self.alive -= size
+    def _count_freed(self, size: int) -> None:
+        self.live_bytes -= size

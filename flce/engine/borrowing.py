@@ -21,8 +21,8 @@ COMPACTION_ROWS = 256
 
 def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
     """A tile, (rows, cols), at the beginning of contiguous `memory`."""
-    room = padded_cols(cols)
-    return memory.view(-1)[: rows * room].view(-1, room)[:, :cols]
+    row_stride = padded_cols(cols)
+    return memory.view(-1)[: rows * row_stride].view(-1, row_stride)[:, :cols]
 
 
 def borrow_as(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -36,7 +36,7 @@ class ExponentialTile(NamedTuple):
 
     start: int
     stop: int
-    place: int | None
+    borrowed_class: int | None
     """The class whose weight gradient will be where they begin; None: in memory of their own."""
 
     @property
@@ -52,16 +52,16 @@ def exponential_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tu
     r is 1 or more they lie next to each other and the last's own classes are all that is behind them,
     c + k (r c + 1) <= V; if it is less, each lies before its own classes, k c + r c + 1 <= V.
     """
-    most = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
-    if most < PRODUCT_BLOCK:
+    max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
+    if max_cols < PRODUCT_BLOCK:
         return (ExponentialTile(0, vocab_size, None),)
-    cols = most // PRODUCT_BLOCK * PRODUCT_BLOCK
+    cols = max_cols // PRODUCT_BLOCK * PRODUCT_BLOCK
     tiles = []
-    stop = place = vocab_size
+    stop = borrowed_class = vocab_size
     for _ in range(count):
         start = -(-(stop - cols) // PRODUCT_BLOCK) * PRODUCT_BLOCK
-        place = min(start, place) + -rows * padded_cols(stop - start) // hidden
-        tiles.append(ExponentialTile(start, stop, place))
+        borrowed_class = min(start, borrowed_class) + -rows * padded_cols(stop - start) // hidden
+        tiles.append(ExponentialTile(start, stop, borrowed_class))
         stop = start
     return (ExponentialTile(0, stop, None), *reversed(tiles))
 
@@ -74,40 +74,40 @@ class BorrowedBlocks:
         rows: tokens of a tile, which are all.
         cols: classes of a block that has memory of its own.
         hidden: H of the head; 0: nothing may be borrowed.
-        most: classes of a borrowed tile.
+        max_cols: classes of a borrowed tile.
     """
 
     rows: int
     cols: int
     hidden: int = 0
-    most: int = 0
+    max_cols: int = 0
 
-    def of(self, start: int, stop: int) -> list[slice]:
+    def blocks(self, start: int, stop: int) -> list[slice]:
         """The blocks of these classes, from the first on, whose tiles are borrowed. They are wider than `cols`."""
         blocks = []
         while start < stop:
             # rows * cols entries of a tile in the (stop - start - cols) * H behind its own classes
-            room = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
-            width = min(room, self.most) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+            available_cols = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
+            width = min(available_cols, self.max_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
             if width <= self.cols:
                 break
             blocks.append(slice(start, start + width))
             start += width
         return blocks
 
-    def widths(self, vocab_size: int) -> list[int]:
+    def block_widths(self, vocab_size: int) -> list[int]:
         """The number of classes of each block."""
-        widths = [block.stop - block.start for block in self.of(0, vocab_size)]
-        whole, rest = divmod(vocab_size - sum(widths), self.cols)
-        return widths + [self.cols] * whole + [rest] * (rest > 0)
+        widths = [block.stop - block.start for block in self.blocks(0, vocab_size)]
+        num_full, rest = divmod(vocab_size - sum(widths), self.cols)
+        return widths + [self.cols] * num_full + [rest] * (rest > 0)
 
 
-def first_class_behind(tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
+def first_lending_class(tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
     """The first of the classes, the last, whose dW has room for a sum of dX."""
     classes = -(-tokens * sums.itemsize // dtype.itemsize)
     return max(0, vocab_size - classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
-def halfway(vocab_size: int) -> int:
+def second_half_start(vocab_size: int) -> int:
     """The first of the classes whose weight gradient is summed in memory of its own, see `sums.HalvedSum`."""
     return vocab_size // 2 // ALIGNMENT * ALIGNMENT

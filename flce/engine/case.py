@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, product_planes, unknown_to_products
-from flce.core.device_record import Device
+from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, num_product_planes, unsupported_by_products
+from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
-from flce.core.shard import Split
+from flce.core.shard import HeadSplit
 
 
 @dataclass(frozen=True)
-class Defaults:
+class DefaultBytes:
     """Bytes of logits without a budget."""
 
     one_chunk: int  # all tokens, if their logits take no more
     chunk: int  # otherwise
-    no_sum: int  # where that takes no copy of it: the gradient is not of half precision
+    chunk_without_sum: int  # where that takes no copy of it: the gradient is not of half precision
     statistics: int | None  # of a forward that makes no gradients; None: those of the gradients' tile
 
 
@@ -34,10 +34,10 @@ class Defaults:
 # | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
 #
 # On a CPU with two cores smaller chunks lose nothing. With 16 they do: 128 MiB is 1,024 tokens of 32,000 classes in
-# float32 (see `gemm.MOST_CAST_BYTES`).
+# float32 (see `gemm.MAX_CAST_BYTES`).
 DEFAULTS = {
-    "cpu": Defaults(128 << 20, 128 << 20, 128 << 20, None),
-    "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
+    "cpu": DefaultBytes(128 << 20, 128 << 20, 128 << 20, None),
+    "other": DefaultBytes(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
 ROW_MULTIPLE = 128
 # A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
@@ -99,25 +99,27 @@ class Dtypes:
     """dW as it leaves the schedule."""
 
     @functools.cached_property
-    def in_units(self) -> bool:
-        """Whether gradients of logits are multiples of a unit by which sums of them are divided when a schedule rounds
+    def has_gradient_scale(self) -> bool:
+        """Whether gradients of logits are multiples of a gradient scale by which sums of them are divided when a
+        schedule rounds
         them: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
         return self.logits_grad == torch.float16 == self.weight_grad
 
     @property
-    def wider_logits(self) -> bool:
+    def has_wider_logits(self) -> bool:
         """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
-    def one_piece(self, rows: int, cols: int) -> bool:
+    def is_single_piece(self, rows: int, cols: int) -> bool:
         """Whether all logits of a call of this size are made in one piece where they are made twice."""
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= ONE_PIECE_BYTES
 
-    def block_entries(self, rows: int, cols: int, again: bool) -> int:
+    def logits_per_block(self, rows: int, cols: int, is_recomputed: bool) -> int:
         """Logits of a block beside a tile of this size: half its memory at most, and little of it where it is so narrow
-        that memory is all that counts. `again`: the tile is that of a whole call, whose logits were made before."""
+        that memory is all that counts. `is_recomputed`: the tile is that of a whole call, whose logits were made
+        before."""
         entries = rows * padded_cols(cols)
-        if again and self.one_piece(rows, cols):
+        if is_recomputed and self.is_single_piece(rows, cols):
             return entries
         tile = entries * self.logits_grad.itemsize
         share = 2 if cols >= COLUMN_MULTIPLE else NARROW_SHARE
@@ -137,12 +139,12 @@ class Case:
     backend: str
     has_product: bool
     """Whether the backend has products with an epilogue for the device: `backends.has_product`."""
-    device: Device
+    device: DeviceRecord
     """What is known of the device."""
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
-    split: Split | None = None
+    split: HeadSplit | None = None
     """With one, `vocab_size` is that of the process that has most classes."""
 
     def check(self) -> None:
@@ -187,10 +189,10 @@ class Case:
     @functools.cached_property
     def in_registers(self) -> bool:
         """Whether the backend's products can make all that is asked for while logits stay in registers."""
-        return self.why_not_in_registers is None
+        return self.logits_in_memory_reason is None
 
     @property
-    def why_not_in_registers(self) -> str | None:
+    def logits_in_memory_reason(self) -> str | None:
         """What keeps logits in memory, in words; None: nothing."""
         if not self.has_product:
             return "no kernel keeps them in registers here, or not of rows that are not contiguous"
@@ -200,30 +202,30 @@ class Case:
             return f"H is no multiple of {ALIGNMENT}"
         if self.dtype.itemsize != 2:
             return dtype_text(self.dtype)
-        return ", ".join(unknown_to_products(self.spec)) or None
+        return ", ".join(unsupported_by_products(self.spec)) or None
 
     @functools.cached_property
-    def in_blocks(self) -> bool:
+    def has_block_exponentials(self) -> bool:
         """Whether exponentials can be made of logits that are in memory a block at a time."""
         spec, known = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        return known and self.dtypes(False).wider_logits and not (spec.softcap is not None and spec.label_smoothing)
+        return known and self.dtypes(False).has_wider_logits and not (spec.softcap is not None and spec.label_smoothing)
 
     @functools.cached_property
-    def unnormalized(self) -> bool:
+    def has_unnormalized_products(self) -> bool:
         """Whether products can be made of exponentials, and normalized afterwards."""
         return (
-            (self.in_registers or self.in_blocks)
+            (self.in_registers or self.has_block_exponentials)
             and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # float16 has not the range
             and not self.spec.label_smoothing
         )
 
     @property
-    def few_logits(self) -> bool:
+    def has_few_logits(self) -> bool:
         """Whether all logits may be in memory at once."""
         return self.num_tokens * self.vocab_size * self.dtypes(False).logits.itemsize <= FEW_LOGITS_BYTES
 
     @property
-    def borrows(self) -> bool:
+    def can_borrow(self) -> bool:
         """Whether gradients of a tile of logits may be in the memory of dW of the head."""
         return self.needs.weights[0] and self.dtypes(True).logits_grad == self.dtype
 
@@ -233,15 +235,15 @@ class Case:
         return max(1, min(self.num_tokens, self.options.chunk_rows or self.num_tokens))
 
     @property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> DefaultBytes:
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
     @property
-    def chunk_entries(self) -> int:
+    def logits_per_chunk(self) -> int:
         """Gradients of logits in a chunk without a budget."""
         return self.defaults.chunk // self.dtypes(True).logits_grad.itemsize
 
-    def equal_rows(self, rows: int) -> int:
+    def equal_chunk_rows(self, rows: int) -> int:
         """Tokens of a chunk where chunks have equal length, at most `rows` each."""
         tokens = self.num_tokens
         if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
@@ -249,23 +251,23 @@ class Case:
         equal = ceil_div(tokens, ceil_div(tokens, rows))
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
-    def statistics_tile(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
+    def statistics_tile_size(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
         """Tokens and classes of a tile for statistics alone, beside tiles of this size for gradients.
 
         It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
-        again = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
-        if limit is None or (again and dtypes.one_piece(rows, cols)):
+        is_recomputed = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
+        if limit is None or (is_recomputed and dtypes.is_single_piece(rows, cols)):
             return rows, cols
         tile = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
-        room = min(limit, max(tile, self.returned_bytes))
-        most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
+        available_bytes = min(limit, max(tile, self.returned_bytes))
+        max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
-            partial = 4 * product_planes(self.spec) * ceil_div(self.vocab_size, PRODUCT_BLOCK)
-            return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
-        entries = room // dtypes.logits.itemsize
-        rows = min(most, STATISTICS_ROWS, entries)
+            partial = 4 * num_product_planes(self.spec) * ceil_div(self.vocab_size, PRODUCT_BLOCK)
+            return min(max_rows, PRODUCT_ROWS, max(1, available_bytes // partial)), cols
+        entries = available_bytes // dtypes.logits.itemsize
+        rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
         return rows, min(self.vocab_size, width // multiple * multiple or width)
@@ -273,14 +275,14 @@ class Case:
     @functools.cached_property
     def returned_bytes(self) -> int:
         """Bytes of the gradients that the caller gets."""
-        of_inputs = self.num_tokens * sum(wanted(self.hidden_sizes, self.needs.inputs))
-        of_weights = self.vocab_size * sum(wanted(self.hidden_sizes, self.needs.weights))
+        of_inputs = self.num_tokens * sum(select_needed(self.hidden_sizes, self.needs.inputs))
+        of_weights = self.vocab_size * sum(select_needed(self.hidden_sizes, self.needs.weights))
         of_bias = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
         return self.dtype.itemsize * (of_inputs + of_weights) + of_bias
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        each = "" if self.split is None else f" of each of {self.split.processes} processes"
+        each = "" if self.split is None else f" of each of {self.split.num_processes} processes"
         return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 
@@ -293,7 +295,7 @@ def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -
     return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
-def wanted(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> list[int]:
+def select_needed(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> list[int]:
     return [size for size, need in zip(sizes, needed, strict=True) if need]
 
 

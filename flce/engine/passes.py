@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends import load
+from flce.backends import load_backend
 from flce.backends.contract import Backend, RowOutputs
 from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
+from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import AllClasses, classes_of, with_all_class_weights
-from flce.engine.stage import Stage
+from flce.engine.shards import FullVocab, build_vocab, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Plan:
         return self.schedule.deferred
 
     @functools.cached_property
-    def makes_gradients(self) -> bool:
+    def has_forward_gradients(self) -> bool:
         """Whether forward makes gradients."""
         return self.case.needs.any and not self.deferred
 
@@ -66,48 +66,54 @@ class Runtime(NamedTuple):
 
     backend: Backend
     arena: Arena
-    stage: Callable[..., Stage] = Stage
-    select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.of
+    context_type: Callable[..., PassContext] = PassContext
+    select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.from_problem
 
 
 @functools.cache
 def runtime_on(device: torch.device, backend: str) -> Runtime:
     """What plans for a backend run with on a device."""
-    return Runtime(load(backend), Arena(device))
+    return Runtime(load_backend(backend), Arena(device))
 
 
 class ForwardResult(NamedTuple):
-    rows: RowOutputs  # of all N rows, but the losses: () or (N,)
-    grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
-    grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
-    weight_grad: Tensor | None  # (N,) of the loss, or of each row's, in the weights of tokens; None: not asked for
+    outputs: RowOutputs  # of all N rows, but the losses: () or (N,)
+    grads: list[Tensor]  # of the loss, times gradient_scale; empty if the plan defers them
+    gradient_scale: Tensor | None  # () what the upstream gradient must be divided by; None: 1
+    token_weight_gradient: (
+        Tensor | None
+    )  # (N,) of the loss, or of each row's, in the weights of tokens; None: not asked for
 
 
 def forward(
     problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
 ) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
-    problem = with_all_class_weights(problem)
-    all_count = vectors.check_targets(problem)
+    problem = gather_class_weights(problem)
+    none_ignored = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
     with_gradients = gradients and not schedule.deferred
-    in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
-    skip_ignored = not all_count and plan.case.skip_ignored
-    counts_on_device = schedule.counts_on_device and plan.in_registers
-    selection = runtime.select(problem, skip_ignored, counts_on_device)
-    rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
-    stage = stage_of(plan, runtime, classes_of(problem, selection, scales, runtime.arena, rows.normalizer, rows))
-    schedule.forward(stage)
+    has_gradient_scale = with_gradients and plan.dtypes.logits_grad == torch.float16
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients, has_gradient_scale)
+    skip_ignored = not none_ignored and plan.case.skip_ignored
+    can_count_on_device = schedule.can_count_on_device and plan.in_registers
+    selection = runtime.select(problem, skip_ignored, can_count_on_device)
+    rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
+    context = build_context(
+        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    )
+    schedule.forward(context)
     if not with_gradients:
-        stage.split.complete(slice(0, selection.num_rows))
-    grads = stage.gradients() if with_gradients else []
-    rows, weight = selection.scatter(rows), problem.token_weight
-    results, _, weight_grad = vectors.reduce(problem, runtime.backend, rows, scales.of_loss, problem.target, weight)
+        context.vocab.merge_results(slice(0, selection.num_rows))
+    grads = context.finish_gradients() if with_gradients else []
+    rows, weight = selection.scatter_outputs(rows), problem.token_weight
+    results, _, token_weight_gradient = vectors.reduce(
+        problem, runtime.backend, rows, scales.for_loss, problem.target, weight
+    )
     if gradients and schedule.deferred:
-        del stage
+        del context
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
-    return ForwardResult(results, grads, scales.unit, weight_grad)
+    return ForwardResult(results, grads, scales.gradient_scale, token_weight_gradient)
 
 
 def backward(
@@ -123,19 +129,22 @@ def backward(
         normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    problem = with_all_class_weights(problem)
+    problem = gather_class_weights(problem)
     runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    upstream, in_units = upstream.to(accum), plan.dtypes.in_units
-    of_each = None if upstream.dim() == 0 else selection.take(upstream)
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, in_units=in_units, upstream=upstream)
+    upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.has_gradient_scale
+    row_upstream = None if upstream.dim() == 0 else selection.take(upstream)
+    scales = vectors.LossScales(
+        problem, runtime.backend, with_gradients=True, has_gradient_scale=has_gradient_scale, upstream=upstream
+    )
     normalizer = selection.take(normalizer, dim=1)
-    classes = classes_of(problem, selection, scales, runtime.arena, normalizer, None, of_each)
-    stage = stage_of(plan, runtime, classes, unit=scales.unit)
-    plan.schedule.backward(stage)
-    return stage.gradients()
+    classes = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    context = build_context(plan, runtime, classes, gradient_scale=scales.gradient_scale)
+    plan.schedule.backward(context)
+    return context.finish_gradients()
 
 
-def stage_of(plan: Plan, runtime: Runtime, classes: AllClasses, **more: Any) -> Stage:
-    """The stage of a problem, or of the classes of it that this process has. `more`: other fields of `Stage`."""
-    return runtime.stage(classes, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+def build_context(plan: Plan, runtime: Runtime, classes: FullVocab, **more: Any) -> PassContext:
+    """The context of a problem, or of the classes of it that this process has. `more`: other fields of
+    `PassContext`."""
+    return runtime.context_type(classes, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

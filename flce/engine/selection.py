@@ -11,13 +11,13 @@ from torch import Tensor
 from flce.backends.contract import RowInputs, RowOutputs
 from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
-from flce.core.slices import last
+from flce.core.slices import slice_columns
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
 
 
-def _ignored_rows_infect(p: LinearCrossEntropyProblem) -> bool:
+def _has_nonfinite_ignored_rows(p: LinearCrossEntropyProblem) -> bool:
     """Whether the gradient of a weight is NaN if no row is dropped: the gradient of an ignored row's logits is 0, and 0
     times an infinity of the row's input is NaN. The host waits for the answer."""
     ignored = p.target == p.spec.ignore_index
@@ -26,20 +26,20 @@ def _ignored_rows_infect(p: LinearCrossEntropyProblem) -> bool:
     return not all(bool(norm.isfinite().logical_or_(~ignored).all()) for norm in largest)
 
 
-class _Count:
+class _DeviceCount:
     """A number on the device, which is on its way to the host while the device goes on."""
 
     def __init__(self, count: Tensor) -> None:
         self.on_device = count
-        self._on_host, self._arrived = count, None
+        self._on_host, self._copy_event = count, None
         if count.is_cuda:
             self._on_host = torch.empty((), dtype=count.dtype, pin_memory=True)
             self._on_host.copy_(count, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(count.device).record_event()
+            self._copy_event = torch.cuda.current_stream(count.device).record_event()
 
     def wait(self) -> int:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         return int(self._on_host)
 
 
@@ -50,38 +50,38 @@ class Selection:
     problem: LinearCrossEntropyProblem
     index: Tensor | None  # (rows,) into the N rows; None: all of them
     # If the host does not know it yet: how many of `index`, which then has all N rows, are worked on. They come first.
-    count: _Count | None = None
+    count: _DeviceCount | None = None
 
     @staticmethod
-    def of(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, counted_later: bool) -> Selection:
-        if not skip_ignored or p.num_tokens == 0 or (skip_ignored == "auto" and _ignored_rows_infect(p)):
+    def from_problem(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, count_on_device: bool) -> Selection:
+        if not skip_ignored or p.num_tokens == 0 or (skip_ignored == "auto" and _has_nonfinite_ignored_rows(p)):
             return Selection(p, None)
         valid = p.target != p.spec.ignore_index
-        if counted_later:
+        if count_on_device:
             numbers = torch.arange(p.num_tokens, device=p.device)
             before = valid.cumsum(0)
             count = before[-1].clone()  # a kernel is built for addresses that are aligned
             place = torch.where(valid, before - 1, count + numbers - before)
-            return Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _Count(count))
+            return Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _DeviceCount(count))
         # The host needs the number of rows, and the device has nothing to do meanwhile. What it then waits for should
         # be as little as possible, so vectors and gradients are made after the first logits.
         index = valid.nonzero()[:, 0]
-        enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
-        return Selection(p, index if enough else None)
+        is_worth_gathering = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
+        return Selection(p, index if is_worth_gathering else None)
 
     @functools.cached_property
-    def most_rows(self) -> int:
+    def row_capacity(self) -> int:
         """Rows that there may be results of: all that `index` has."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property
-    def rows_to_begin_with(self) -> int:
-        """`num_rows` where the host knows it, else `most_rows`."""
-        return self.most_rows if "num_rows" not in vars(self) and self.count is not None else self.num_rows
+    def upper_bound_rows(self) -> int:
+        """`num_rows` where the host knows it, else `row_capacity`."""
+        return self.row_capacity if "num_rows" not in vars(self) and self.count is not None else self.num_rows
 
     @functools.cached_property
     def num_rows(self) -> int:
-        return self.most_rows if self.count is None else self.count.wait()
+        return self.row_capacity if self.count is None else self.count.wait()
 
     @functools.cached_property
     def target(self) -> Tensor:
@@ -108,20 +108,20 @@ class Selection:
         p = self.problem
         weight = self.token_weight if weighted and p.token_weight is not None else None
         factor = self.row_factor if p.row_factor is not None else None
-        weight, factor = (None if x is None else last(x, part) for x in (weight, factor))
-        return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
+        weight, factor = (None if x is None else slice_columns(x, part) for x in (weight, factor))
+        return RowInputs(slice_columns(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
 
-    def scatter(self, out: RowOutputs) -> RowOutputs:
+    def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
         if self.index is None:
             return out
-        return out.part(slice(0, self.num_rows)).map(lambda values: self.put(values, -1))
+        return out.select_rows(slice(0, self.num_rows)).map(lambda values: self.scatter(values, -1))
 
-    def put(self, values: Tensor, dim: int = 0) -> Tensor:
+    def scatter(self, values: Tensor, dim: int = 0) -> Tensor:
         """Values of the selected rows at their places among all N along `dim`."""
         if self.index is None:
             return values
         shape, index = list(values.shape), self.index[: self.num_rows]
         shape[dim] = self.problem.num_tokens
-        nothing = 0 if values.is_floating_point() else -1  # an index is that of no class
-        return values.new_full(shape, nothing).index_copy_(dim, index, values)
+        fill_value = 0 if values.is_floating_point() else -1  # an index is that of no class
+        return values.new_full(shape, fill_value).index_copy_(dim, index, values)

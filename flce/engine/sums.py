@@ -7,75 +7,75 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flce.core.gemm import DIVIDED_BYTES
-from flce.core.slices import first
-from flce.engine.borrowing import COMPACTION_ROWS, borrow_as, halfway
+from flce.core.gemm import DIVIDED_PIECE_BYTES
+from flce.core.slices import slice_rows
+from flce.engine.borrowing import COMPACTION_ROWS, borrow_as, second_half_start
 from flce.engine.case import BLOCK_BYTES
-from flce.engine.stage import Stage
+from flce.engine.pass_context import PassContext
 
 
 def add_tile(
-    s: Stage,
+    s: PassContext,
     dlogits: Tensor,
     part: slice,
     cols: slice,
-    weights: Mapping[int, WeightSum] | None,
-    inputs: bool = True,
+    dw_sums: Mapping[int, WeightSum] | None,
+    with_dx: bool = True,
 ) -> None:
     """Adds the share of a tile to all gradients that are asked for: dX, dW and that of the bias.
 
     Args:
         dlogits: (rows, cols) gradient of the tile's logits.
-        weights: the sums of dW by term (`weight_sums`, `block_sums`); None: the tile adds to dX only.
-        inputs: whether it adds to dX. That is summed in its own memory, see also `ChunkSum`.
+        dw_sums: the sums of dW by term (`build_weight_sums`, `block_sum_builder`); None: the tile adds to dX only.
+        with_dx: whether it adds to dX. That is summed in its own memory, see also `InputSum`.
     """
-    totals = weights or {}
-    for k, x in enumerate(s.inputs(part)):
-        if inputs and k in s.wanted_inputs:
-            _add_input(s, k, dlogits, part, cols)
+    totals = dw_sums or {}
+    for k, x in enumerate(s.term_inputs(part)):
+        if with_dx and k in s.dx_terms:
+            _add_dx(s, k, dlogits, part, cols)
         if k in totals:
             totals[k].add(dlogits, x)
-    if weights is not None and s.problem.needs.bias:
-        s.add_column_sums(dlogits, first(s.db_memory(), cols))
+    if dw_sums is not None and s.problem.needs.bias:
+        s.add_column_sums(dlogits, slice_rows(s.db_memory(), cols))
 
 
-def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
-    grad, weight = s.dx_memory(term), first(s.terms[term].weight, cols)
-    if s.selection.index is None and not s.rounds(grad):
-        s.matmul(dlogits, weight, out=first(grad, part), accumulate=cols.start > 0)
+def _add_dx(s: PassContext, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
+    grad, weight = s.dx_memory(term), slice_rows(s.terms[term].weight, cols)
+    if s.selection.index is None and not s.has_to_unscale(grad):
+        s.matmul(dlogits, weight, out=slice_rows(grad, part), accumulate=cols.start > 0)
         return
-    share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.rounds(grad) else grad.dtype)
+    share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.has_to_unscale(grad) else grad.dtype)
     s.matmul(dlogits, weight, out=share)
     _put_input(s, share, grad, part, add=cols.start > 0)
 
 
-def _put_input(s: Stage, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
+def _put_input(s: PassContext, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
     """Round dX of some tokens to their places, or add it where rows are gathered."""
     if s.selection.index is None:
-        s.round(share, first(grad, part))
+        s.round(share, slice_rows(grad, part))
     else:
-        s.put_rows(s.rounded(share, grad.dtype), grad, part, add)
+        s.scatter_rows(s.round_to(share, grad.dtype), grad, part, add)
 
 
-class ChunkSum:
+class InputSum:
     """dX of a term for some tokens, summed over blocks of classes: apart, and rounded at the last block; or in its own
     memory where that is as exact."""
 
-    def __init__(self, s: Stage, term: int, rows: int, cols: int) -> None:
-        self._stage, self._term, self._most = s, term, rows
-        self._apart = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
+    def __init__(self, s: PassContext, term: int, rows: int, cols: int) -> None:
+        self._context, self._term, self._max_rows = s, term, rows
+        self._has_own_memory = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
         self._sum: Tensor | None = None
 
     def add(self, dlogits: Tensor, part: slice, cols: slice) -> None:
         """Adds the share of a tile. dlogits: (rows, cols)."""
-        s, weight = self._stage, self._stage.terms[self._term].weight
-        if not self._apart:
-            _add_input(s, self._term, dlogits, part, cols)
+        s, weight = self._context, self._context.terms[self._term].weight
+        if not self._has_own_memory:
+            _add_dx(s, self._term, dlogits, part, cols)
             return
         if self._sum is None:
-            self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
+            self._sum = s.new(self._max_rows, weight.shape[1], dtype=s.dtypes.sums)
         total = self._sum[: len(dlogits)]
-        s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
+        s.matmul(dlogits, slice_rows(weight, cols), out=total, accumulate=cols.start > 0)
         if cols.stop == s.vocab_size:
             _put_input(s, total, s.dx_memory(self._term), part, add=False)
 
@@ -83,24 +83,24 @@ class ChunkSum:
 class WeightSum:
     """dW of a term for a block of classes, summed over chunks of tokens in its own memory."""
 
-    def __init__(self, s: Stage, term: int, cols: slice) -> None:
-        self._stage, self._term, self._cols = s, term, cols
-        self._started = False
+    def __init__(self, s: PassContext, term: int, cols: slice) -> None:
+        self._context, self._term, self._cols = s, term, cols
+        self._is_started = False
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Adds the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
-        self._stage.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
-        self._started = True
+        self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
+        self._is_started = True
 
-    def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Rounds the sums, after the last chunk. `complete` gets them, of consecutive classes, before that."""
-        if self._started:
-            if complete is not None:
-                complete(self._sums())
+    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """Rounds the sums, after the last chunk. `before_rounding` gets them, of consecutive classes, before that."""
+        if self._is_started:
+            if before_rounding is not None:
+                before_rounding(self._sums())
             self._round()
 
     def _sums(self) -> list[Tensor]:
-        return [first(self._stage.dw_memory(self._term), self._cols)]
+        return [slice_rows(self._context.dw_memory(self._term), self._cols)]
 
     def _round(self) -> None:
         pass
@@ -109,7 +109,7 @@ class WeightSum:
 class BlockSum(WeightSum):
     """dW of a term for a block of classes, summed in memory that the blocks share, and rounded after the last chunk."""
 
-    def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
+    def __init__(self, s: PassContext, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
         self._sum = memory[: cols.stop - cols.start]
 
@@ -117,34 +117,35 @@ class BlockSum(WeightSum):
         return [self._sum]
 
     def _round(self) -> None:
-        self._stage.round(self._sum, self._stage.dw_memory(self._term)[self._cols])
+        self._context.round(self._sum, self._context.dw_memory(self._term)[self._cols])
 
 
 class DividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens at once, divided by the unit where the product rounds it."""
+    """dW of a term for a block of classes and all tokens at once, divided by the gradient scale where the product
+    rounds it."""
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        s, (out,) = self._stage, self._sums()
-        s.backend.divided_weight_gradient(out, dlogits, x, s.unit)
+        s, (out,) = self._context, self._sums()
+        s.backend.divided_weight_gradient(out, dlogits, x, s.gradient_scale)
 
 
 class PieceSum(WeightSum):
     """The same where the vendor's product rounds it, which does not divide: in float32, and rounded a piece after the
     other."""
 
-    def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
+    def __init__(self, s: PassContext, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
         self._memory = memory
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        s, (out,) = self._stage, self._sums()
+        s, (out,) = self._context, self._sums()
         for piece in s.pieces(0, len(out), len(self._memory)):
             total = self._memory[: piece.stop - piece.start]
             s.matmul(dlogits[:, piece].t(), x, out=total)
             s.round(total, out[piece])
 
     @staticmethod
-    def memory(s: Stage, term: int, cols: int) -> Tensor:
+    def allocate(s: PassContext, term: int, cols: int) -> Tensor:
         """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks that are borrowed.
 
         A piece takes at most half of the memory of the gradients of a block's logits. If it took more, a budget with
@@ -152,8 +153,8 @@ class PieceSum(WeightSum):
         shapes.
         """
         (tokens, hidden), size = s.terms[term].input.shape, s.dtypes.logits_grad.itemsize
-        bytes_of_piece = max(DIVIDED_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
-        return s.new(max(1, min(cols, bytes_of_piece // (4 * hidden))), hidden, dtype=s.dtypes.sums)
+        piece_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
+        return s.new(max(1, min(cols, piece_bytes // (4 * hidden))), hidden, dtype=s.dtypes.sums)
 
 
 class HalvedSum(WeightSum):
@@ -164,76 +165,76 @@ class HalvedSum(WeightSum):
     gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
     """
 
-    def __init__(self, s: Stage, term: int, stop: int) -> None:
+    def __init__(self, s: PassContext, term: int, stop: int) -> None:
         super().__init__(s, term, slice(0, stop))
-        self._half, self._stop = halfway(s.vocab_size), stop
-        self._behind: Tensor | None = None
+        self._half, self._stop = second_half_start(s.vocab_size), stop
+        self._second_half: Tensor | None = None
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        s, (before, *behind) = self._stage, self._sums()
-        s.matmul(dlogits[:, : self._half].t(), x, out=before, accumulate=self._started)
-        for total in behind:
-            s.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._started)
-        self._started = True
+        s, (first_half, *second_half) = self._context, self._sums()
+        s.matmul(dlogits[:, : self._half].t(), x, out=first_half, accumulate=self._is_started)
+        for total in second_half:
+            s.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._is_started)
+        self._is_started = True
 
     def _sums(self) -> list[Tensor]:
-        grad, half = self._stage.dw_memory(self._term), self._half
+        grad, half = self._context.dw_memory(self._term), self._half
         hidden = grad.shape[1]
-        if self._behind is None:
-            self._behind = self._stage.new(self._stop - half, hidden, dtype=torch.float32)
-        before = borrow_as(grad, (half, hidden), torch.float32)
-        return [before, self._behind] if len(self._behind) else [before]
+        if self._second_half is None:
+            self._second_half = self._context.new(self._stop - half, hidden, dtype=torch.float32)
+        first_half = borrow_as(grad, (half, hidden), torch.float32)
+        return [first_half, self._second_half] if len(self._second_half) else [first_half]
 
     def _round(self) -> None:
-        s, half, (before, *behind) = self._stage, self._half, self._sums()
+        s, half, (first_half, *second_half) = self._context, self._half, self._sums()
         grad = s.dw_memory(self._term)
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
-            piece = before[done:next_done]
+            piece = first_half[done:next_done]
             if done == 0:
-                grad[:next_done].copy_(s.rounded(piece, grad.dtype))
+                grad[:next_done].copy_(s.round_to(piece, grad.dtype))
             else:
                 s.round(piece, grad[done:next_done])
             done, next_done = next_done, min(half, 2 * next_done)
-        for total in behind:
+        for total in second_half:
             s.round(total, grad[half : self._stop])
-        self._behind = None
+        self._second_half = None
 
 
-def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
+def build_weight_sums(s: PassContext, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
     """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
-    stop, dtypes, whole = s.vocab_size if stop is None else stop, s.dtypes, s.whole(rows)
-    if whole and dtypes.in_units:
-        return block_sums(s, rows, stop)(slice(0, stop))
+    stop, dtypes, whole = s.vocab_size if stop is None else stop, s.dtypes, s.is_single_chunk(rows)
+    if whole and dtypes.has_gradient_scale:
+        return block_sum_builder(s, rows, stop)(slice(0, stop))
     if not whole and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
-        return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
-    return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
+        return {k: HalvedSum(s, k, stop) for k in s.dw_terms}
+    return {k: WeightSum(s, k, slice(0, stop)) for k in s.dw_terms}
 
 
-def finish(weights: Mapping[int, WeightSum]) -> None:
+def finish_sums(dw_sums: Mapping[int, WeightSum]) -> None:
     """Rounds the sums of dW, after the last chunk."""
-    for total in weights.values():
+    for total in dw_sums.values():
         total.finish()
 
 
-def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
+def block_sum_builder(s: PassContext, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
     """A function that makes the sums of dW over chunks of `rows` tokens, by term, for a block of at most `cols`
     classes, or of more that are borrowed."""
     memory: dict[int, Tensor] = {}
 
-    def of(block: slice) -> dict[int, WeightSum]:
-        return {k: of_term(k, block) for k in s.wanted_weights}
+    def build(block: slice) -> dict[int, WeightSum]:
+        return {k: build_for_term(k, block) for k in s.dw_terms}
 
-    def of_term(k: int, block: slice) -> WeightSum:
-        whole = s.whole(rows)
-        if s.dtypes.sums == s.problem.dtype or (whole and not s.dtypes.in_units):
+    def build_for_term(k: int, block: slice) -> WeightSum:
+        whole = s.is_single_chunk(rows)
+        if s.dtypes.sums == s.problem.dtype or (whole and not s.dtypes.has_gradient_scale):
             return WeightSum(s, k, block)
         if whole and s.in_registers:
             return DividedSum(s, k, block)
         if k not in memory:
             hidden = s.terms[k].weight.shape[1]
-            memory[k] = PieceSum.memory(s, k, cols) if whole else s.new(cols, hidden, dtype=s.dtypes.sums)
+            memory[k] = PieceSum.allocate(s, k, cols) if whole else s.new(cols, hidden, dtype=s.dtypes.sums)
         return (PieceSum if whole else BlockSum)(s, k, block, memory[k])
 
-    return of
+    return build

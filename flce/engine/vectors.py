@@ -18,32 +18,32 @@ from flce.engine.arena import Arena
 FLOAT16_GRAD_PEAK = 2.0**10
 
 
-def allocate(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
+def allocate_outputs(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
     """Memory for what the backend makes of `num_rows` rows."""
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return arena.new((*slots, num_rows), dtype)
 
-    return RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+    return RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
 
 
-def as_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
+def pack_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
     """As custom operators return them: what was not asked for is empty, of shape (0,). None share memory."""
     return tuple(rows.loss.new_empty(0) if t is None else t for t in rows)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
-    """What `as_outputs` of the reduced rows of a problem looks like; `like` says of which kind."""
+    """What `pack_outputs` of the reduced rows of a problem looks like; `like` says of which kind."""
     tokens = tuple(p.target.shape)
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty((*slots, *tokens), dtype=dtype)
 
-    rows = RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+    rows = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
     if p.spec.reduction != "none":
-        loss, second = rows.losses
-        rows = rows.reduced(loss.new_empty(()), None if second is None else second.new_empty(()))
-    return as_outputs(rows)
+        loss, z_loss = rows.losses
+        rows = rows.replace_losses(loss.new_empty(()), None if z_loss is None else z_loss.new_empty(()))
+    return pack_outputs(rows)
 
 
 @dataclass
@@ -52,48 +52,50 @@ class LossScales:
 
     Attributes:
         with_gradients: whether the pass makes gradients.
-        in_units: whether these are multiples of `unit`.
+        has_gradient_scale: whether these are multiples of `gradient_scale`.
         upstream: () what they are multiplied by, or (N,) the gradient of each row's loss; None: 1.
     """
 
     problem: RowProblem
     backend: Backend
     with_gradients: bool
-    in_units: bool = False
+    has_gradient_scale: bool = False
     upstream: Tensor | None = None
     _for_gradient: Tensor | None = field(default=None, init=False)
 
     @functools.cached_property
-    def of_loss(self) -> Tensor | None:
+    def for_loss(self) -> Tensor | None:
         """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
         needed = self.with_gradients or self.problem.class_weight is not None
         return self.backend.loss_scales(self.problem) if needed else None
 
     @functools.cached_property
-    def unit(self) -> Tensor | None:
+    def gradient_scale(self) -> Tensor | None:
         """() what gradients are too large by; None: 1."""
-        if not self.in_units or self.of_loss is None:
+        if not self.has_gradient_scale or self.for_loss is None:
             return None
         if self.upstream is None or self.upstream.dim():
-            return grad_unit(self.problem, self.of_loss[0], self.upstream)
-        return grad_unit(self.problem, self.of_loss[0] * self.upstream)
+            return compute_gradient_scale(self.problem, self.for_loss[0], self.upstream)
+        return compute_gradient_scale(self.problem, self.for_loss[0] * self.upstream)
 
     def for_gradient(self) -> Tensor | None:
-        """Return the scales times the unit and the upstream gradient of all. The first call launches kernels."""
+        """Return the scales times the gradient scale and the upstream gradient of all. The first call launches
+        kernels."""
         if self._for_gradient is None:
-            self._for_gradient = self.of_loss
-            for factor in (self.unit, self.upstream):
+            self._for_gradient = self.for_loss
+            for factor in (self.gradient_scale, self.upstream):
                 if self._for_gradient is not None and factor is not None and factor.dim() == 0:
                     scales = self._for_gradient
                     self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
         return self._for_gradient
 
 
-def grad_unit(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
+def compute_gradient_scale(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
     """() what brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK. Nothing waits for the device.
 
     ``1 / N``, a small weight or a small upstream gradient would push float16 gradients into the subnormal range. What
-    is made of them is divided by this unit in float32. `scale` times the unit is a power of two: the gradients of many
+    is made of them is divided by this gradient scale in float32. `scale` times the gradient scale is a power of two:
+    the gradients of many
     targets' logits are nearly minus this, and would all be rounded alike.
 
     Args:
@@ -107,13 +109,13 @@ def grad_unit(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> T
         if factor is not None and factor.numel():
             peak = peak * factor.masked_fill(ignored, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()
     mantissa = torch.frexp(scale)[0].abs() * 2.0
-    unit = power_of_two(FLOAT16_GRAD_PEAK / peak)
-    return torch.where((mantissa >= 1.0) & (mantissa < 2.0), unit / mantissa, unit)
+    gradient_scale = floor_power_of_two(FLOAT16_GRAD_PEAK / peak)
+    return torch.where((mantissa >= 1.0) & (mantissa < 2.0), gradient_scale / mantissa, gradient_scale)
 
 
-def power_of_two(x: Tensor) -> Tensor:
+def floor_power_of_two(x: Tensor) -> Tensor:
     """The largest that is no larger than the absolute value of x, within bounds; 1 where that is 0 or no number."""
-    # Of no valid row, or of weights of 0, any unit will do.
+    # Of no valid row, or of weights of 0, any gradient scale will do.
     return torch.exp2(torch.log2(x.abs()).floor().nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
@@ -134,35 +136,35 @@ def reduce(
         if scales is None and p.spec.reduction != "none":
             scales = backend.loss_scales(p)
         ignored = target == p.spec.ignore_index
-        grad = _weight_gradient(p.spec, out, scales, ignored)
+        grad = _token_weight_gradient(p.spec, out, scales, ignored)
         # Losses are 0 where rows are ignored, and stay so whatever the weights are there.
         weight = weight.masked_fill(ignored, 0.0)
         for losses in out.losses:
             if losses is not None:
                 losses.mul_(weight)
     if p.spec.reduction == "none":
-        first, second = out.losses
-        results = out.reduced(first if second is None else first + second, second)
+        cross_entropy, z_loss = out.losses
+        results = out.replace_losses(cross_entropy if z_loss is None else cross_entropy + z_loss, z_loss)
     else:
-        loss, second, scales = backend.reduce(p, out, scales)
-        results = out.reduced(loss, second)
+        loss, z_loss, scales = backend.reduce(p, out, scales)
+        results = out.replace_losses(loss, z_loss)
     return results, scales, grad
 
 
-def _weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ignored: Tensor) -> Tensor:
+def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ignored: Tensor) -> Tensor:
     """See `reduce`; in memory of its own."""
-    first, second = out.losses
+    cross_entropy, z_loss = out.losses
     if spec.reduction == "none":
-        return first.clone() if second is None else first + second
+        return cross_entropy.clone() if z_loss is None else cross_entropy + z_loss
     assert scales is not None
-    total = first * scales[0]
-    if second is not None:
-        total.addcmul_(second, scales[1])
+    total = cross_entropy * scales[0]
+    if z_loss is not None:
+        total.addcmul_(z_loss, scales[1])
     # The scales of a mean over nothing are infinite.
     return total.masked_fill_(ignored, 0.0)
 
 
-def looks_at_values(device: torch.device) -> bool:
+def can_read_values(device: torch.device) -> bool:
     """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
     debug = os.environ.get("FLCE_DEBUG", "")
     if debug not in ("", "0", "1"):
@@ -178,7 +180,7 @@ def check_num_items(num_items: Tensor) -> None:
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
     """IndexError for a candidate that is no class and not -1, where the host looks at values."""
-    if ids is None or not looks_at_values(ids.device):
+    if ids is None or not can_read_values(ids.device):
         return
     wrong = (ids < -1) | (ids >= vocab_size)
     if bool(wrong.any()):
@@ -195,7 +197,7 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
     if factor is None:
         return None
     right = (factor > 0) & (factor < torch.inf)
-    if not looks_at_values(factor.device):
+    if not can_read_values(factor.device):
         return torch.where(right, factor, torch.nan)
     if not bool(right.all()):
         position = int((~right).nonzero()[0, 0])
@@ -210,7 +212,7 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 def check_targets(p: RowProblem) -> bool:
     """IndexError for a target out of range, and ValueError for a negative `num_items`, where the host looks at values.
     Return whether it is known that no target is ignored."""
-    if not looks_at_values(p.target.device):
+    if not can_read_values(p.target.device):
         return False
     if p.num_items is not None:
         check_num_items(p.num_items)

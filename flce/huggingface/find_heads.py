@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.ops.arguments import is_quantised
-from flce.torch_ops.frames import never_compiled
+from flce.torch_ops.frames import skip_frame_and_callees
 
 
 def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
     """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
     has_embedding = hasattr(type(module), "get_output_embeddings")
-    reason = _why_not(module) if has_embedding else None
+    reason = _reason_not_patchable(module) if has_embedding else None
     if has_embedding and reason is None:
         return [module], {}
     owners: list[Any] = []
@@ -41,7 +41,7 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
     return owners, left
 
 
-def beside(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
+def modules_except(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """``module`` and what is in it, without ``others`` and what is in them; nothing of what is no module."""
     found: list[nn.Module] = []
     waiting, seen = [module] if isinstance(module, nn.Module) else [], {id(other) for other in others}
@@ -69,24 +69,24 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
     """
     embedding = owner.get_output_embeddings()
     sizes = vocabulary_sizes(owner, embedding)
-    layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
+    layers, below = _vocabulary_layers(modules_except(embedding), sizes), backbone(owner)
     if not layers:
         return []
-    own: Iterable[nn.Module] = beside(owner, [below])
+    own: Iterable[nn.Module] = modules_except(owner, [below])
     if below is owner:  # which does not say what is below the head: only what looks just like it
         own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-    return layers + _wide_layers([*own, *others], sizes)
+    return layers + _vocabulary_layers([*own, *others], sizes)
 
 
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(beside(head), vocabulary_sizes(owner, head))
+    return _vocabulary_layers(modules_except(head), vocabulary_sizes(owner, head))
 
 
-def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
+def _vocabulary_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
     """The plain linear layers among ``modules`` that have one of these numbers of outputs, the vocabulary's."""
-    return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_plain(m)]
+    return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_patchable_linear(m)]
 
 
 class HeadModules:
@@ -99,34 +99,34 @@ class HeadModules:
 
     def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
         found = {id(head) for head in heads}
-        modules = beside(embedding)
+        modules = modules_except(embedding)
         self._modules = [(weakref.ref(module), id(module) in found) for module in modules]
-        parts = {id(part) for head in heads for part in beside(head) if part is not head}
+        parts = {id(part) for head in heads for part in modules_except(head) if part is not head}
         others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
-        self.adapted = any(module._parameters for module in others)
+        self.has_adapter_parameters = any(module._parameters for module in others)
         """Whether adapters have parameters outside of linear layers (LoHa, VBLoRA): only sometimes their products are
         called, as adapters can be disabled or merged."""
 
-    def are_those_of(self, embedding: Any, patch: Any) -> bool:
+    def still_match(self, embedding: Any, patch: Any) -> bool:
         """Whether the output embedding has the same modules as then, and its heads still have this patch."""
-        modules = beside(embedding)
+        modules = modules_except(embedding)
         return len(modules) == len(self._modules) and all(
             ref() is module and (not is_head or module.__dict__.get("_flce") is patch)
             for module, (ref, is_head) in zip(modules, self._modules, strict=True)
         )
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    weight = _own_weight(layer)
+def _is_patchable_linear(layer: nn.Linear) -> bool:
+    weight = _weight_parameter(layer)
     return inspect.unwrap(type(layer).forward) is nn.Linear.forward and (weight is None or not is_quantised(weight))
 
 
-def _own_weight(layer: nn.Module) -> Tensor | None:
+def _weight_parameter(layer: nn.Module) -> Tensor | None:
     """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
     return layer._parameters.get("weight")
 
 
-def _quantised_weights(head: Any) -> str | None:
+def _quantised_kind(head: Any) -> str | None:
     """The kind of the weights of a quantised head; None: it is not one."""
     tensors = [*head.parameters(recurse=False), *head.buffers(recurse=False)] if isinstance(head, nn.Module) else []
     for tensor in tensors:
@@ -146,13 +146,13 @@ def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
     return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
 
 
-def _why_not(owner: Any) -> str | None:
+def _reason_not_patchable(owner: Any) -> str | None:
     """Why a model cannot be patched; None: it can, or is."""
     if "_flce" in owner.__dict__ or embedding_layers(owner):
         return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    quantised = _quantised_weights(head)
+    quantised = _quantised_kind(head)
     if quantised is not None:
         return (
             f"the output embedding of {name} is a {kind} with {quantised} weights: a quantised head. Keep the head "
@@ -160,7 +160,7 @@ def _why_not(owner: Any) -> str | None:
             "again"
         )
     own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
-    if own and name in _names_of_language_models():
+    if own and name in _language_model_class_names():
         return None  # makes its logits in its own way, which the first call will find
     if head is None:
         return (
@@ -175,7 +175,7 @@ def _why_not(owner: Any) -> str | None:
 
 
 @functools.cache
-def _names_of_language_models() -> frozenset[str]:
+def _language_model_class_names() -> frozenset[str]:
     """Classes of Transformers with a language-model head, by its own account."""
     from transformers.models.auto import modeling_auto
 
@@ -186,7 +186,7 @@ def _names_of_language_models() -> frozenset[str]:
     return frozenset(names)
 
 
-class WideProducts(TorchFunctionMode):
+class VocabularyProductMode(TorchFunctionMode):
     """Offers every matrix product that is as wide as the vocabulary to ``replace``.
 
     Args:
@@ -200,27 +200,27 @@ class WideProducts(TorchFunctionMode):
         self.replaced: list[Tensor] = []
         """Inputs of replaced products. Other products of these inputs are logits too."""
         self._sizes, self._replace = vocabulary_sizes(owner, owner.get_output_embeddings()), replace
-        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)]
+        self._heads = [_weight_parameter(layer) for layer in embedding_layers(owner)]
 
-    @never_compiled  # where a graph has ended within the model
+    @skip_frame_and_callees  # where a graph has ended within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product = _as_linear(func, args, kwargs)
-        if product is not None and self._makes_logits(product[0], product[1]):
+        product = _match_linear(func, args, kwargs)
+        if product is not None and self._is_logits_product(product[0], product[1]):
             logits = self._replace(*product)
             if logits is not None:
                 self.replaced.append(product[0])
                 return logits
         return func(*args, **kwargs)
 
-    def _makes_logits(self, hidden: Tensor, weight: Tensor) -> bool:
+    def _is_logits_product(self, hidden: Tensor, weight: Tensor) -> bool:
         wide = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
         source = weight if weight._base is None else weight._base
         foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self._heads)
         return wide and hidden.dim() > 1 and not (self._heads and foreign)
 
 
-def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
     if func is F.linear:
         given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}

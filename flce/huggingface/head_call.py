@@ -20,15 +20,15 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
-from flce.huggingface.partitioned import is_partitioned, is_whole, parameters_of
-from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
+from flce.huggingface.partitioned import is_gathered, is_partitioned, stand_in_parameters
+from flce.huggingface.staleness import StaleLogitsError, TensorSnapshot, optimizer_steps
 from flce.huggingface.usage import Usage, calls_with_logits
-from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint, unsharded
+from flce.huggingface.wrappers import Hook, checkpoint_pack_hook, fsdp2_unit, hook_identity, is_freed, unsharded
 from flce.ops.arguments import autocast_dtype
-from flce.torch_ops.frames import is_differentiated_forward, is_exported, is_transformed
+from flce.torch_ops.frames import is_exported, is_in_forward_ad, is_transformed
 
 
-def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def reason_not_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
     kind = type(weight)
     ordinary = kind in (Tensor, nn.Parameter) or (
@@ -44,13 +44,13 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
     if not same_dtype and autocast_dtype(hidden.device.type) is None:
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
-    if is_differentiated_forward():
+    if is_in_forward_ad():
         return "the model is differentiated in forward mode"
     # A transform could not replay our objects.
     return "the model runs in a transform of torch.func" if is_transformed() else None
 
 
-def is_recorded() -> bool:
+def is_exporting_or_tracing() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     return is_exported() if torch.compiler.is_compiling() else private.get_tracing_state() is not None
 
@@ -72,80 +72,80 @@ class HeadCall:
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._copied: tuple[Hook, HeadCall] | None = None
+        self._wrapper_copy: tuple[Hook, HeadCall] | None = None
         """For logits that a wrapper's autograd function has copied: what that does in backward, and the call before."""
-        self.passed_by = False
+        self.has_bypassing_gradient = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
-        self.backward_began = False
-        self.gave_values = False
+        self.has_backward_begun = False
+        self.has_returned_values = False
         """Whether some of the logits, or values of them, were computed without the others."""
         self._layer = None if layer is None else weakref.ref(layer)
         self._owner = None if owner is None else weakref.ref(owner)
-        self._parameters = [
-            Watched(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
+        self._snapshots = [
+            TensorSnapshot(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
         ]
-        self.partitioned = [t for t in (weight, bias) if t is not None and is_partitioned(t)]
+        self.partitioned_parameters = [t for t in (weight, bias) if t is not None and is_partitioned(t)]
         """The parameters that DeepSpeed ZeRO-3 has."""
         self._step = optimizer_steps.count
-        pack = pack_of_checkpoint()
+        pack = checkpoint_pack_hook()
         self._checkpoint = None if pack is None else weakref.ref(pack)
         calls_with_logits.add(self)
 
-    def behind(self, hook: Hook) -> HeadCall:
+    def for_wrapper_copy(self, hook: Hook) -> HeadCall:
         """The call for a copy of its logits, which a wrapper's function made. Gradients of the copy run ``hook``."""
         call = copy.copy(self)
-        call.hooks, call._copied = OrderedDict(), (hook, self)
+        call.hooks, call._wrapper_copy = OrderedDict(), (hook, self)
         return call
 
     def all_hooks(self) -> Iterator[Hook]:
         """In the order in which a gradient meets them."""
         yield from self.hooks.values()
-        if self._copied is not None:
-            hook, call = self._copied
+        if self._wrapper_copy is not None:
+            hook, call = self._wrapper_copy
             yield hook
             yield from call.all_hooks()
 
-    def backward_begins(self) -> None:
+    def on_backward_begin(self) -> None:
         """A gradient has come."""
-        self.backward_began = True
-        if self._copied is not None:
-            self._copied[1].backward_begins()
+        self.has_backward_begun = True
+        if self._wrapper_copy is not None:
+            self._wrapper_copy[1].on_backward_begin()
 
     @property
-    def is_outside(self) -> bool:
+    def is_outside_checkpoint(self) -> bool:
         """Whether this code runs within a checkpoint that the call was not made in."""
-        pack = pack_of_checkpoint()
+        pack = checkpoint_pack_hook()
         return pack is not None and (self._checkpoint is None or self._checkpoint() is not pack)
 
     # -- the weight
 
     def is_freed(self) -> bool:
         """Whether FSDP has freed the weight."""
-        return any(is_freed(watched.tensor) for watched in self._parameters)
+        return any(is_freed(snapshot.tensor) for snapshot in self._snapshots)
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
         layer, *_ = place = self.place()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
-        registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
-        trained = [_source(w.tensor) for w in self._parameters if w.tensor.requires_grad]
+        registered = all(any(_base_or_self(w.tensor) is parameter for parameter in own) for w in self._snapshots)
+        trained = [_base_or_self(w.tensor) for w in self._snapshots if w.tensor.requires_grad]
         # Then an optimizer that changes these parameters holds them, rather than shards of them.
-        if registered and not self.partitioned and fsdp2_unit(*place) is None:
+        if registered and not self.partitioned_parameters and fsdp2_unit(*place) is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             trained = [parameter for parameter in trained if id(parameter) in held]
         return bool(trained)
 
-    def check_unchanged(self, waiting_is_fine: bool) -> None:
+    def check_unchanged(self, can_synchronize: bool) -> None:
         """Raises RuntimeError where the weight is no longer what the model ran with.
 
         Args:
-            waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
+            can_synchronize: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
-        if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.since(self._step)):
-            raise self._parameters[0].stale("by an optimizer step")
+        if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.optimizers_since(self._step)):
+            raise self._snapshots[0].stale_error("by an optimizer step")
         stepped = optimizer_steps.count > self._step  # perhaps by an optimizer that no longer exists
-        for watched in self._parameters:
-            watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
+        for snapshot in self._snapshots:
+            snapshot.check_unchanged(can_synchronize or self.has_backward_begun or stepped)
 
     def place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
         """The layer and the owner as far as they still exist, and the hooks; for `unsharded`."""
@@ -154,7 +154,7 @@ class HeadCall:
         return layer, owner, self.all_hooks()
 
 
-def _source(tensor: Tensor) -> Tensor:
+def _base_or_self(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
@@ -162,7 +162,7 @@ def _source(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def weights_of(
+def gather_weights(
     calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
 ) -> Iterator[None]:
     """Gathers the weights that FSDP or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
@@ -172,8 +172,8 @@ def weights_of(
         check: called with each, once the weights are there.
         tensors: which may stand for parameters of ZeRO-3, that are wanted too.
     """
-    parameters = (*parameters_of(tensors), *(p for call in calls for p in call.partitioned))
-    wanted = {id(p): p for p in parameters if not is_whole(p)}
+    parameters = (*stand_in_parameters(tensors), *(p for call in calls for p in call.partitioned_parameters))
+    wanted = {id(p): p for p in parameters if not is_gathered(p)}
     with contextlib.ExitStack() as stack:
         if wanted:
             # DeepSpeed gathers them in every process.
@@ -192,7 +192,7 @@ def weights_of(
         yield
 
 
-def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
+def add_wrapper_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
     """Have a wrapper's hook run for every gradient that leaves logits of these calls (of a head and its adapters)."""
     hooks = calls[0].hooks
     handle = RemovableHandle(hooks)
@@ -200,19 +200,19 @@ def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
     return handle
 
 
-def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
+def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
     if calls and value.requires_grad:
         # A write to a view moves it in the graph, and leaves its hooks behind.
-        _source(value).register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
+        _base_or_self(value).register_hook(unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls)))
     return value
 
 
-def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
-    """The gradient as the wrappers' hooks leave it. Of several hooks with one `identity` one runs."""
+def run_wrapper_hooks(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
+    """The gradient as the wrappers' hooks leave it. Of several hooks with one `hook_identity` one runs."""
     for call in calls:
-        call.backward_begins()
-    for hook in {identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
+        call.on_backward_begin()
+    for hook in {hook_identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
         result = hook(grad)
         grad = grad if result is None else result
     return grad

@@ -2,7 +2,8 @@
 
 DeepSpeed gathers a parameter by giving it other memory, and takes it apart by giving it none. A view would keep the
 gathered memory for as long as logits exist. So lazy logits hold a stand-in, which has the parameter's shape and place
-in the autograd graph, and NaN for all entries. :func:`whole` puts the parameter in its place, while that is gathered.
+in the autograd graph, and NaN for all entries. :func:`resolve_stand_in` puts the parameter in its place, while that is
+gathered.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_stand_ins = WeakTensorKeyDictionary()
+_stand_in_memory = WeakTensorKeyDictionary()
 """The memory of each parameter's stand-ins, so that equal heads are known as equal."""
-_parameters: dict[int, weakref.ref[Tensor]] = {}
+_parameter_of_stand_in: dict[int, weakref.ref[Tensor]] = {}
 """The parameter of a stand-in, by the storage of that."""
 
 
@@ -26,50 +27,50 @@ def is_partitioned(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def is_whole(parameter: Any) -> bool:
+def is_gathered(parameter: Any) -> bool:
     """Whether a parameter of ZeRO-3 can be read now."""
     return bool(parameter.ds_status.name == "AVAILABLE")
 
 
-def stand_in(alias: Tensor, parameter: Tensor) -> Tensor:
+def make_stand_in(alias: Tensor, parameter: Tensor) -> Tensor:
     """Takes the memory away from ``alias``, a view of a gathered parameter, or what was detached from it."""
-    memory = _stand_ins.get(parameter)
+    memory = _stand_in_memory.get(parameter)
     if memory is None or (memory.shape, memory.dtype, memory.device) != (alias.shape, alias.dtype, alias.device):
         memory = torch.empty_strided(alias.shape, [0] * alias.dim(), dtype=alias.dtype, device=alias.device)
         memory.fill_(torch.nan)
-        _stand_ins[parameter] = memory
+        _stand_in_memory[parameter] = memory
         key = memory.untyped_storage()._cdata
-        _parameters[key] = weakref.ref(parameter, lambda _: _parameters.pop(key, None))
+        _parameter_of_stand_in[key] = weakref.ref(parameter, lambda _: _parameter_of_stand_in.pop(key, None))
     alias.data = memory
     return alias
 
 
-def parameters_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+def stand_in_parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parameters that some of the tensors stand for."""
-    if not _parameters or torch.compiler.is_compiling():
+    if not _parameter_of_stand_in or torch.compiler.is_compiling():
         return []
-    found = [_parameters.get(tensor.untyped_storage()._cdata, lambda: None)() for tensor in tensors]
+    found = [_parameter_of_stand_in.get(tensor.untyped_storage()._cdata, lambda: None)() for tensor in tensors]
     return [parameter for parameter in found if parameter is not None]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def resolve_stand_in(tensor: Tensor) -> Tensor:
     """The values that a stand-in stands for; any other tensor as it is. To be called while they are gathered."""
-    found = parameters_of([tensor])
+    found = stand_in_parameters([tensor])
     if not found:
         return tensor
     (parameter,) = found
-    if not is_whole(parameter):
+    if not is_gathered(parameter):
         raise RuntimeError(
             "lazy logits were read while DeepSpeed ZeRO-3 was about to gather their head's weight for a module. Read "
             "them after the model's forward and before the next one"
         )
     if tensor.requires_grad == parameter.requires_grad and not (tensor.requires_grad and tensor.is_leaf):
         return parameter  # autograd saves a leaf itself, and no memory of it
-    filled: Tensor = _Filled.apply(tensor, parameter.detach())
-    return filled
+    resolved: Tensor = _WithValues.apply(tensor, parameter.detach())
+    return resolved
 
 
-class _Filled(torch.autograd.Function):
+class _WithValues(torch.autograd.Function):
     """The first argument, with the values of the second."""
 
     @staticmethod

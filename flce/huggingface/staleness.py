@@ -28,7 +28,7 @@ class StaleLogitsError(RuntimeError):
     """Something that lazy logits would be computed from has changed since the model ran."""
 
 
-class Watched:
+class TensorSnapshot:
     """A tensor as it was when the head was called.
 
     Args:
@@ -41,46 +41,48 @@ class Watched:
         self._name = name
         self._version = versions_of(tensor)
         values = tensor.detach()
-        self._place = _place(values)
-        self._sampled = _spread(tensor.shape)
+        self._layout_and_address = _layout_and_address(values)
+        self._sample_index = _sample_slices(tensor.shape)
         # A meta tensor has no values.
-        self._sample = None if tensor.is_meta else values[self._sampled].clone(memory_format=torch.contiguous_format)
+        self._sample = (
+            None if tensor.is_meta else values[self._sample_index].clone(memory_format=torch.contiguous_format)
+        )
 
-    def check_unchanged(self, waiting_is_fine: bool) -> None:
+    def check_unchanged(self, can_synchronize: bool) -> None:
         """Raise `StaleLogitsError` if the tensor has changed.
 
         Args:
-            waiting_is_fine: compare values also where that waits for a GPU and nothing points to a change.
+            can_synchronize: compare values also where that waits for a GPU and nothing points to a change.
         """
         tensor = self.tensor
         if self._version != versions_of(tensor):
-            raise self.stale("in place")
+            raise self.stale_error("in place")
         values = tensor.detach()
-        place = _place(values)
-        if place[:3] != self._place[:3]:
-            raise self.stale(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
+        place = _layout_and_address(values)
+        if place[:3] != self._layout_and_address[:3]:
+            raise self.stale_error(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
         # On a CPU a comparison waits for nothing.
-        compare = waiting_is_fine or tensor.is_cpu or place != self._place
+        compare = can_synchronize or tensor.is_cpu or place != self._layout_and_address
         if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        sample = values[self._sampled]
+        sample = values[self._sample_index]
         # NaN equals itself only as bytes.
         if not (torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample))):
             how = "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
-            raise self.stale(how)
+            raise self.stale_error(how)
 
-    def of_a_copy(self) -> Watched | None:
+    def for_copy(self) -> TensorSnapshot | None:
         """What watches a copy that was made just now: nothing, as later changes do not reach it.
 
         A change that came before the copy is in it, so then this object still watches.
         """
         try:
-            self.check_unchanged(waiting_is_fine=False)
+            self.check_unchanged(can_synchronize=False)
         except StaleLogitsError:
             return self
         return None
 
-    def stale(self, how: str) -> StaleLogitsError:
+    def stale_error(self, how: str) -> StaleLogitsError:
         return StaleLogitsError(
             f"these lazy logits can no longer be computed: {self._name} changed {how} since the model ran. {_REMEDY}"
         )
@@ -98,18 +100,18 @@ def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
     return tuple(versions)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _layout_and_address(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, None if tensor.is_meta else tensor.data_ptr()
 
 
 @functools.lru_cache
-def _spread(shape: torch.Size) -> tuple[slice, ...]:
+def _sample_slices(shape: torch.Size) -> tuple[slice, ...]:
     """The index of a sample: entries at equal distances, of the last dimension first, then of the others in order."""
-    room = _SAMPLE * _SAMPLE
+    remaining = _SAMPLE * _SAMPLE
     steps: dict[int, int] = {}
     for dim in [len(shape) - 1, *range(len(shape) - 1)]:
-        steps[dim] = max(1, -(-shape[dim] // min(_SAMPLE, room)))
-        room = max(1, room // max(1, -(-shape[dim] // steps[dim])))
+        steps[dim] = max(1, -(-shape[dim] // min(_SAMPLE, remaining)))
+        remaining = max(1, remaining // max(1, -(-shape[dim] // steps[dim])))
     return tuple([slice(None, None, steps[dim]) for dim in range(len(shape))])
 
 
@@ -125,15 +127,15 @@ class OptimizerSteps:
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
-    def watch(self) -> None:
+    def register(self) -> None:
         """From now on. Once a process."""
         if not self._handles:
-            self._handles.append(register_optimizer_step_post_hook(self._after))
+            self._handles.append(register_optimizer_step_post_hook(self._on_step))
 
-    def since(self, count: int) -> list[Optimizer]:
+    def optimizers_since(self, count: int) -> list[Optimizer]:
         return [optimizer for optimizer, last in self._last.items() if last > count]
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.count += 1
         self._last[optimizer] = self.count
 

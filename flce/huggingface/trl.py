@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from flce.core.callers import caller
+from flce.core.callers import find_caller
 from flce.core.options import ChunkOptions
-from flce.huggingface.lazy import made_of, state_of
+from flce.huggingface.lazy import register_results, state_of
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.ops.arguments import check_options
-from flce.torch_ops.frames import mark_frames, never_compiled, not_compiled
+from flce.torch_ops.frames import mark_frames, skip_frame, skip_frame_and_callees
 
 __all__ = ["install", "uninstall"]
 
@@ -39,10 +39,10 @@ _FIELDS = {
 }
 """Fields of TRL's output, and what `flce.linear_logprobs` calls them."""
 
-_OF_THE_LOSS = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+_LOSS_ARGUMENTS = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
 """Arguments that the model's own forward is not to see."""
 
-_stock: dict[tuple[Any, str], Any] = {}
+_originals: dict[tuple[Any, str], Any] = {}
 """What was replaced: a module or class and a name in it, to TRL's own."""
 
 
@@ -63,24 +63,24 @@ def install(*, options: ChunkOptions | None = None) -> None:
         TypeError: ``options`` are no `flce.ChunkOptions`.
     """
     check_options(options)
-    mine: dict[tuple[Any, str], Callable[[Any], Any]] = {}
+    factories: dict[tuple[Any, str], Callable[[Any], Any]] = {}
     for name in _TRAINERS:
         module = importlib.import_module(f"trl.trainer.{name}_trainer")
-        mine[module, _FUNCTION] = functools.partial(adding_head, options=options)
-    mine[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _summing
-    found = {place: _stock.get(place) or getattr(*place, None) for place in mine}
-    made = {place: mine[place](stock) for place, stock in found.items()}
-    for place, stock in found.items():
-        _check_signature(place, stock, made[place])
-    _stock.update(found)
-    for (owner, name), function in made.items():
+        factories[module, _FUNCTION] = functools.partial(make_add_fused_lm_head, options=options)
+    factories[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _make_compute_loss
+    originals = {place: _originals.get(place) or getattr(*place, None) for place in factories}
+    replacements = {place: factories[place](stock) for place, stock in originals.items()}
+    for place, stock in originals.items():
+        _check_signature(place, stock, replacements[place])
+    _originals.update(originals)
+    for (owner, name), function in replacements.items():
         setattr(owner, name, function)
 
 
 def uninstall() -> None:
     """Undo `install`, for trainers that are made from then on. Without it nothing happens."""
-    while _stock:
-        (owner, name), stock = _stock.popitem()
+    while _originals:
+        (owner, name), stock = _originals.popitem()
         setattr(owner, name, stock)
 
 
@@ -101,7 +101,7 @@ def _check_signature(place: tuple[Any, str], stock: Any, mine: Any) -> None:
 # ------------------------------------------------------------------------------------------------- the model's forward
 
 
-def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
+def make_add_fused_lm_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
@@ -117,11 +117,11 @@ def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]
             reason = f"{error}"
         stock(model, temperature, cast_lm_head_to_fp32, outputs)
         if reason is not None:
-            _say_stock(reason)
+            _warn_stock(reason)
             return
-        head = _Head(model.forward, temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options)
+        head = _FusedHead(model.forward, temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options)
 
-        @not_compiled
+        @skip_frame
         @functools.wraps(type(model).forward)  # `generate` looks at its arguments
         def forward(self: Any, *args: Any, summed: bool = False, **kwargs: Any) -> Any:
             if kwargs.get("fused_lm_head"):
@@ -132,24 +132,24 @@ def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]
 
         mark_frames()
         model.forward = MethodType(forward, model)
-        model._flce_sums = True
+        model._flce_can_sum = True
 
     return add_fused_lm_head
 
 
-def _say_stock(reason: str) -> None:
-    caller().warn(f"TRL's own kernel computes the loss of this model, not flce: {reason}", NotFusedWarning)
+def _warn_stock(reason: str) -> None:
+    find_caller().warn(f"TRL's own kernel computes the loss of this model, not flce: {reason}", NotFusedWarning)
 
 
 @dataclass
-class _Head:
+class _FusedHead:
     """How a model runs with ``fused_lm_head=True``.
 
     Attributes:
         stock: TRL's forward.
         temperature, in_float32, outputs: what TRL has asked for.
         options: of `install`.
-        fits: whether flce can stand for the head, as far as is known.
+        is_fusable: whether flce can stand for the head, as far as is known.
     """
 
     stock: Callable[..., Any]
@@ -157,9 +157,9 @@ class _Head:
     in_float32: bool
     outputs: tuple[str, ...]
     options: ChunkOptions | None
-    fits: bool = True
+    is_fusable: bool = True
 
-    @not_compiled
+    @skip_frame
     def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
         """TRL's ``FusedCausalLMOutput``.
 
@@ -168,30 +168,30 @@ class _Head:
             args, kwargs: of that call.
             summed: whether of the log-probabilities only the sum is wanted, in their place.
         """
-        if not self.fits or not is_patched(model):
+        if not self.is_fusable or not is_patched(model):
             return self.stock(*args, **kwargs)
-        inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+        inputs = {name: value for name, value in kwargs.items() if name not in _LOSS_ARGUMENTS}
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             inputs.setdefault("output_router_logits", True)
         with lazy_logits(model):
-            made = self.stock(*args, **{**inputs, "use_cache": False})
-        output = self._output(model, made, summed, **{name: kwargs.get(name) for name in _OF_THE_LOSS[1:]})
+            outputs = self.stock(*args, **{**inputs, "use_cache": False})
+        output = self._fused_output(model, outputs, summed, **{name: kwargs.get(name) for name in _LOSS_ARGUMENTS[1:]})
         return self.stock(*args, **kwargs) if output is None else output
 
-    @never_compiled
-    def _output(
-        self, model: Any, made: Any, summed: bool, labels: Any, shift_labels: Any, num_items_in_batch: Any
+    @skip_frame_and_callees
+    def _fused_output(
+        self, model: Any, outputs: Any, summed: bool, labels: Any, shift_labels: Any, num_items_in_batch: Any
     ) -> Any:
         """Made of the model's own output; None where its logits are real."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        state = state_of(made.logits)
+        state = state_of(outputs.logits)
         if state is None:
-            self.fits = False
-            _say_stock("; ".join(report(model).stock) or "its head has made real logits")
+            self.is_fusable = False
+            _warn_stock("; ".join(report(model).stock) or "its head has made real logits")
             return None
         shift = 1 if shift_labels is None else 0
-        labels = (labels if shift_labels is None else shift_labels).to(state.home)
+        labels = (labels if shift_labels is None else shift_labels).to(state.product_device)
         mask = labels[:, shift:] != -100
         count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
         count = count.clamp(min=1)
@@ -201,19 +201,19 @@ class _Head:
         state = replace(state, settings=replace(state.settings, options=options))
         state = state.in_float32() if self.in_float32 else state
         how: dict[str, Any] = {"shift": shift, "temperature": self.temperature}
-        with state.weights():
+        with state.gathered_weights():
             if summed:  # gradients pass through nothing but the sum of the log-probabilities
                 how |= {"reduction": "sum", "num_items": count, "stats": ("entropy", "correct")}
-                sums = state.fused(labels, **how)
+                sums = state.fused_loss(labels, **how)
                 # Divided by `count` once more, by TRL, the gradients stay as they are.
                 fields = {"log_probs": -sums.loss * count, "entropy": sums.entropy, "is_top1": sums.correct}
             else:
                 names = {name: _FIELDS[name] for name in self.outputs}
-                results = state.per_token(*names.values(), target=labels, **how)
+                results = state.token_results(*names.values(), target=labels, **how)
                 fields = {name: getattr(results, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
-        made_of(state, fields.values())
+        register_results(state, fields.values())
         loss = -fields["log_probs"].sum() / count
-        aux_loss = made.get("aux_loss")
+        aux_loss = outputs.get("aux_loss")
         if aux_loss is not None:
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
@@ -222,13 +222,13 @@ class _Head:
 # ------------------------------------------------------------------------------------------------- SFTTrainer's loss
 
 
-def _summing(stock: Any) -> Callable[..., Any]:
+def _make_compute_loss(stock: Any) -> Callable[..., Any]:
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's method, with a model that sums the log-probabilities where TRL does nothing else with them."""
         own = self.args.loss_type == "nll" and self.compute_loss_func is None and self.label_smoother is None
-        if own and getattr(self.model, "_flce_sums", False):
+        if own and getattr(self.model, "_flce_can_sum", False):
             model = functools.partial(model, summed=True, num_items_in_batch=num_items_in_batch)
         return stock(self, model, inputs, return_outputs, num_items_in_batch)
 

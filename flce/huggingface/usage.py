@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.core.callers import Caller, Told, caller
-from flce.core.project import where
+from flce.core.callers import Caller, WarningKey, find_caller
+from flce.core.project import locate_page
 
-ASKED_FOR = "materialize()"
+EXPLICIT_MATERIALIZE = "materialize()"
 
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
@@ -24,10 +24,10 @@ OTHER_LOGITS = (
     "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
     "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
 )
-_UNUSED = (
+_LOGITS_UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
     "do since version 1.16 (flce.huggingface.trl.install(), called before such a trainer is made, takes its place; see "
-    f"{where('trainers.md')}), or the loss may come from hidden states"
+    f"{locate_page('trainers.md')}), or the loss may come from hidden states"
 )
 
 
@@ -56,63 +56,63 @@ class Usage:
     fused: int = 0
     materialized: Counter[str] = field(default_factory=Counter)
     stock: Counter[str] = field(default_factory=Counter)
-    trained_stock: str | None = None
+    trained_stock_reason: str | None = None
     """Why logits through which a gradient came back were stock's."""
-    warned: bool = False
-    compiled: bool = False
+    has_warned: bool = False
+    is_compiled: bool = False
     """Whether the head has run under ``torch.compile``, where nothing is counted."""
-    told: set[Told] = field(default_factory=set)
+    warned_lines: set[WarningKey] = field(default_factory=set)
     """Warnings that named a line."""
-    used: bool = False
+    has_gradient_use: bool = False
     """Whether something with a gradient was made from logits; evaluations tell nothing about training."""
 
-    def forward_begins(self, training: bool) -> None:
+    def on_forward_begin(self, training: bool) -> None:
         """At the start of every forward with gradients enabled, in training mode or not."""
-        if self.trained_stock is not None or (self.forwards >= 2 and not self.used):
+        if self.trained_stock_reason is not None or (self.forwards >= 2 and not self.has_gradient_use):
             self.warn_if_not_fused()
         self.forwards += training
 
     def warn_if_not_fused(self) -> None:
         """Warn, once a model, if it was trained and its loss did not go through flce."""
-        reason = self.trained_stock
-        if reason is None and self.forwards and not (self.used or self.compiled):
+        reason = self.trained_stock_reason
+        if reason is None and self.forwards and not (self.has_gradient_use or self.is_compiled):
             kept = {call.forward for call in list(calls_with_logits) if call.usage is self}
             if len(kept) < self.forwards:  # else the loss of several forwards may come at the end
-                reason = _UNUSED
-        if reason is None or self.warned:
+                reason = _LOGITS_UNUSED
+        if reason is None or self.has_warned:
             return
-        self.warned = True
-        caller().warn(
+        self.has_warned = True
+        find_caller().warn(
             f"the loss of this model, which flce has patched, is not fused, and no memory is saved: {reason}. "
             "flce.report(model) counts what happened.",
             NotFusedWarning,
         )
 
-    def ran_stock(self, logits: Any, reason: str) -> None:
+    def count_stock(self, logits: Any, reason: str) -> None:
         """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""
         self.stock[reason] += 1
-        self.used |= reason != EVALUATION
-        if not isinstance(logits, Tensor) or not logits.requires_grad or self.warned:
+        self.has_gradient_use |= reason != EVALUATION
+        if not isinstance(logits, Tensor) or not logits.requires_grad or self.has_warned:
             return
 
         def note(grad: Tensor) -> None:
-            self.trained_stock = reason
+            self.trained_stock_reason = reason
 
         logits.register_hook(unserializable_hook(note))
 
 
 def forbid_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """The error of ``patch_model(..., on_materialize="raise")``. The arguments are those of `say_materialized`."""
+    """The error of ``patch_model(..., on_materialize="raise")``. The arguments are those of `report_materialized`."""
     if on_materialize != "raise":
         return
-    where, hint = _counted(func, caller(), usage, with_gradient)
+    where, hint = _count_materialized(func, find_caller(), usage, with_gradient)
     raise MaterializedLogitsError(
         f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
         "logits.materialize() to ask for them all the same."
     )
 
 
-def say_materialized(
+def report_materialized(
     func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool = False
 ) -> None:
     """Count logits that were computed, and warn, as ``patch_model`` was told to.
@@ -124,8 +124,8 @@ def say_materialized(
         with_gradient: whether the logits have one.
         values_before: whether values were computed without them before.
     """
-    by = caller()
-    where, hint = _counted(func, by, usage, with_gradient)
+    by = find_caller()
+    where, hint = _count_materialized(func, by, usage, with_gradient)
     if on_materialize == "ignore":
         return
     if values_before:
@@ -134,19 +134,19 @@ def say_materialized(
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
         "logits.materialize() to ask for them without this warning.",
         MaterializedLogitsWarning,
-        None if usage is None else usage.told,
+        None if usage is None else usage.warned_lines,
     )
 
 
-def _counted(func: Any, by: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
+def _count_materialized(func: Any, by: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
     """What needs the logits, which is counted, and what would do without them."""
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
     if by.via is not None:
         where += f" (in {by.via})"
     if usage is not None:
         usage.materialized[where] += 1
-        usage.used |= with_gradient
-    if not by.in_evaluation:
+        usage.has_gradient_use |= with_gradient
+    if not by.is_evaluating:
         return where, ""
     return where, " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
 
@@ -197,10 +197,10 @@ class Report:
             lines.append(f"{title}: {sum(counts.values())}")
             lines += [f"  {count} x {reason}" for reason, count in counts.items()]
         if self.left:
-            lines.append(f"left: {listed(self.left)}")
+            lines.append(f"left: {format_unpatched(self.left)}")
         return "\n".join(lines)
 
 
-def listed(left: Mapping[str, str]) -> str:
+def format_unpatched(left: Mapping[str, str]) -> str:
     """What `patch_model` has left, and why, as text."""
     return "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())

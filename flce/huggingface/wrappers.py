@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from flce.core import private
-from flce.huggingface.partitioned import is_partitioned, is_whole
+from flce.huggingface.partitioned import is_gathered, is_partitioned
 
 Hook = Callable[[Tensor], Tensor | None]
 
 # Behind a module's outputs, and behind its inputs.
-_FUNCTIONS_OF_ZERO_3 = ("pre_bwd_fn", "post_bwd_fn")
+_ZERO_3_FUNCTION_NAMES = ("pre_bwd_fn", "post_bwd_fn")
 
 
-def _imported(module: str, name: str) -> Any:
+def _imported_attribute(module: str, name: str) -> Any:
     """An attribute of a module, None where nothing has imported it."""
     return getattr(sys.modules.get(module), name, None)
 
@@ -42,12 +42,12 @@ def is_wrapper_hook(hook: Any) -> bool:
     Such a hook does not look at the gradient's values. It returns the gradient, or a multiple of it, so it may be given
     the gradient of a loss in place of that of the logits.
     """
-    known = private.fsdp1_hook, private.fabric_hook, private.fabric_alone_hook  # their first arguments are given
+    known = private.fsdp1_hook, private.fabric_hook, private.standalone_fabric_hook  # their first arguments are given
     is_partial = isinstance(hook, functools.partial) and hook.func in known
     return is_partial or _fsdp2_state(hook) is not None or _is_deepspeed_hook(hook)
 
 
-def asks_for_wrapper() -> bool:
+def is_called_by_wrapper() -> bool:
     """Whether a wrapper's own code has asked for a ``grad_fn``: it only wants to know whether there is one."""
     frame: Any = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("flce."):
@@ -67,7 +67,7 @@ def _is_deepspeed_hook(hook: Any) -> bool:
     return code is not None and code in known
 
 
-def identity(hook: Hook) -> int:
+def hook_identity(hook: Hook) -> int:
     """The same for hooks of which one is enough: DeepSpeed has one for each output, and each divides the gradient."""
     if _is_deepspeed_hook(hook):
         function: Any = hook
@@ -76,7 +76,7 @@ def identity(hook: Hook) -> int:
     return id(hook)
 
 
-def hook_of_function(node: Any) -> Hook | None:
+def hook_from_node(node: Any) -> Hook | None:
     """What the function of DDP, or of DeepSpeed's hooks on a module, that made a node does in backward, as a hook.
 
     None for another function.
@@ -85,7 +85,7 @@ def hook_of_function(node: Any) -> Hook | None:
         known = (private.DDPSink,)
     else:
         owned = vars(getattr(node, "module", None) or SimpleNamespace())
-        known = tuple(owned[name] for name in _FUNCTIONS_OF_ZERO_3 if name in owned)
+        known = tuple(owned[name] for name in _ZERO_3_FUNCTION_NAMES if name in owned)
     function = next((f for f in known if f is not None and private.is_node_of(node, f)), None)
     if function is None:
         return None
@@ -98,7 +98,7 @@ def hook_of_function(node: Any) -> Hook | None:
         if last == before != -1 and hasattr(context, "module"):
             # DeepSpeed counts: once for each output and backward. Here a gradient comes from each loss of the output.
             own = context.module.parameters(recurse=False)
-            if not hasattr(context, "pre_backward_function") or all(is_whole(p) for p in own if is_partitioned(p)):
+            if not hasattr(context, "pre_backward_function") or all(is_gathered(p) for p in own if is_partitioned(p)):
                 return
             function.apply(grad)  # the backward of another output has freed the weight: count one more
         function.backward(context, grad)
@@ -136,7 +136,7 @@ def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[
 
 def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
     """The innermost unit of FSDP1 that has ``layer`` in it; None where there is none."""
-    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    kind = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None or layer is None:
         return None
     around = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial) and hook.func is private.fsdp1_hook]
@@ -144,8 +144,8 @@ def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterabl
 
 
 def _innermost(units: Iterable[Any], kind: Any, layer: nn.Module) -> Any:
-    having = [u for u in units if isinstance(u, kind) and any(module is layer for module in u.modules())]
-    return min(having, key=lambda unit: len(list(unit.modules())), default=None)
+    containing = [u for u in units if isinstance(u, kind) and any(module is layer for module in u.modules())]
+    return min(containing, key=lambda unit: len(list(unit.modules())), default=None)
 
 
 def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
@@ -156,20 +156,22 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
         owner: a module that contains it.
         hooks: wrappers' hooks on its output. Where ``owner`` has no units, those around it are only known by these.
     """
-    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    kind = _imported_attribute("torch.distributed.fsdp", "FSDPModule")
     if kind is None or layer is None:
         return None
-    inside = [module for module in (layer, *([] if owner is None else owner.modules())) if isinstance(module, kind)]
+    inner_units = [
+        module for module in (layer, *([] if owner is None else owner.modules())) if isinstance(module, kind)
+    ]
     states = [_fsdp2_state(hook) for hook in hooks]
-    for unit in inside:  # the units of one tree know each other, also those around `owner`
+    for unit in inner_units:  # the units of one tree know each other, also those around `owner`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
-    return _innermost((*inside, *around), kind, layer)
+    return _innermost((*inner_units, *around), kind, layer)
 
 
-def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
+def reason_wrapper_not_lazy(owner: Any, weight: Tensor) -> str | None:
     """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
-    if is_partitioned(weight) and checkpoint_around() is not None:
+    if is_partitioned(weight) and current_checkpoint() is not None:
         return (
             "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes "
             "its weight away before the gradient comes; leave head and loss outside of it"
@@ -178,14 +180,16 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     fsdp1 = (
-        None if private.fsdp1_unsharded is not None else _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+        None
+        if private.fsdp1_unsharded is not None
+        else _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
     )
     if fsdp1 is not None and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
         return (
             "the head is an FSDP1 unit of its own, which flce cannot unshard with this version of PyTorch; leave it in "
             "the root unit, or use FSDP2"
         )
-    dtensor = _imported("torch.distributed.tensor", "DTensor")
+    dtensor = _imported_attribute("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(weight, dtensor):
         return (
             "the head's weight is a DTensor when it is called (tensor parallelism); flce.cross_entropy computes the "
@@ -194,7 +198,7 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     return None
 
 
-def pack_of_checkpoint() -> Any:
+def checkpoint_pack_hook() -> Any:
     """What decides which tensors autograd saves, if that is ``checkpoint(use_reentrant=False)``, else None."""
     hooks = private.saved_tensors_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
@@ -202,22 +206,22 @@ def pack_of_checkpoint() -> Any:
 
 
 @contextlib.contextmanager
-def outside_of_checkpoint() -> Iterator[None]:
+def suspend_checkpoint() -> Iterator[None]:
     """Autograd saves tensors as outside of a checkpoint, and that keeps none of these operations' results either."""
-    keeps = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in private.dispatch_modes())
+    has_caching_mode = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in private.dispatch_modes())
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        private.disable_current_modes() if keeps else contextlib.nullcontext(),
+        private.disable_current_modes() if has_caching_mode else contextlib.nullcontext(),
     ):
         yield
 
 
-def checkpoint_around() -> Any:
+def current_checkpoint() -> Any:
     """What ``torch.utils.checkpoint`` runs this code for: the same object in the first pass and when it recomputes.
 
     None outside of it, and where its insides are not as known.
     """
-    pack = pack_of_checkpoint()
+    pack = checkpoint_pack_hook()
     if pack is not None:
         cells = inspect.getclosurevars(pack).nonlocals
         return cells["frame"] if "frame" in cells else cells.get("target_frame_ref", lambda: None)()

@@ -31,15 +31,15 @@ def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: s
     if title:
         figure.suptitle(title, fontsize=9)  # it may be long
     panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
-    sizes = [held for samples in profiles.values() for _, held in samples]
+    sizes = [allocated for samples in profiles.values() for _, allocated in samples]
     peak, lowest = max(sizes), min(sizes)
     unit = GIB if peak >= GIB else MIB
     for number, (axes, (name, samples)) in enumerate(zip(panels, profiles.items(), strict=True)):
         _panel(axes, samples, unit, COLOURS[number % len(COLOURS)])
         axes.set_title(name, fontsize=12)
     panels[0].set_ylabel(f"allocated since the start, {'GiB' if unit == GIB else 'MiB'}", fontsize=11)
-    room = 0.16 * max(peak - lowest, 1)  # for what is written over the peak
-    panels[0].set_ylim((lowest - room if lowest < 0 else 0) / unit, (peak + room) / unit)
+    headroom = 0.16 * max(peak - lowest, 1)  # for what is written over the peak
+    panels[0].set_ylim((lowest - headroom if lowest < 0 else 0) / unit, (peak + headroom) / unit)
     panels[0].margins(x=0.01)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -48,9 +48,9 @@ def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: s
 
 def _panel(axes: Axes, samples: Samples, unit: int, colour: str) -> None:
     milliseconds = [1e3 * seconds for seconds, _ in samples]
-    held = [size / unit for _, size in samples]
-    axes.fill_between(milliseconds, held, step="post", color=colour, alpha=0.3, linewidth=0)
-    axes.step(milliseconds, held, where="post", color=colour, linewidth=1.4)
+    allocated = [size / unit for _, size in samples]
+    axes.fill_between(milliseconds, allocated, step="post", color=colour, alpha=0.3, linewidth=0)
+    axes.step(milliseconds, allocated, where="post", color=colour, linewidth=1.4)
     seconds, most = max(samples, key=lambda sample: sample[1])
     at, peak = 1e3 * seconds, most / unit
     axes.axhline(peak, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))

@@ -28,7 +28,7 @@ class MemoryProfile:
     @property
     def peak(self) -> int:
         """The most bytes that were allocated at once, above those allocated at the start."""
-        return max(held for _, held in self.samples)
+        return max(allocated for _, allocated in self.samples)
 
     @property
     def peak_seconds(self) -> float:
@@ -161,10 +161,10 @@ def _on_cuda(fn: Callable[[], object], index: int) -> MemoryProfile:
 
 def _profile(device: str, start: int, end: int, records: Iterable[tuple[int, int]]) -> MemoryProfile:
     """Records are (time, bytes) in their order, times in nanoseconds since the epoch."""
-    held, samples = 0, [(0.0, 0)]
+    allocated, samples = 0, [(0.0, 0)]
     for at, size in records:
-        held += size
+        allocated += size
         # The records' clock is converted to the epoch's, which may put it some microseconds off.
-        samples.append(((min(max(at, start), end) - start) / 1e9, held))
-    samples.append(((end - start) / 1e9, held))
+        samples.append(((min(max(at, start), end) - start) / 1e9, allocated))
+    samples.append(((end - start) / 1e9, allocated))
     return MemoryProfile(device, tuple(samples))

@@ -16,28 +16,28 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.core import private
-from flce.core.numbers import check_bool, integer, real
+from flce.core.numbers import check_bool, check_float, check_int
 from flce.core.options import ChunkOptions
-from flce.core.problem import MOST_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
+from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, SplitHead, split
-from flce.torch_ops.frames import is_differentiated_forward, is_in_transform
+from flce.ops.split_head import NOT_SPLIT, SplitHeadArguments, prepare_split_head
+from flce.torch_ops.frames import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INDICES = (torch.int64, torch.int32)
+_INDEX_DTYPES = (torch.int64, torch.int32)
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Tensors that need not be given, and tensors of class indices.
 _OPTIONAL = {"linear_bias", "weight", "token_weight"}
-_OF_INDICES = {"target", "candidates"}
+_INDEX_TENSORS = {"target", "candidates"}
 # Tensors that all processes of a divided head give alike.
-_WHOLE = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
+_REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
 # PyTorch's functions that have every kind of derivative.
-_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
-_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
+_STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
+_STOCK_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
 
 
 class LinearArguments(NamedTuple):
@@ -52,7 +52,7 @@ class LinearArguments(NamedTuple):
     token_weight: Tensor | None  # (..., d_1, ..., d_K)
     num_items: Tensor | None  # ()
     shift: int
-    composed: bool
+    is_composed: bool
     """Whether PyTorch's operators compute the loss, with the logits in memory."""
     shard: Shard | None
     """Classes of the weights; None: all."""
@@ -60,7 +60,7 @@ class LinearArguments(NamedTuple):
     """V, of all processes."""
 
 
-def linear_arguments(
+def check_linear_arguments(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -72,7 +72,7 @@ def linear_arguments(
     shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
-    how: SplitHead = NOT_SPLIT,
+    split_head: SplitHeadArguments = NOT_SPLIT,
 ) -> LinearArguments:
     """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors. `spec` is checked already.
 
@@ -80,18 +80,18 @@ def linear_arguments(
 
     Args:
         spec: a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
-        how: how the head is divided over processes.
+        split_head: how the head is divided over processes.
     """
     operands = {"input": input, "linear_weight": linear_weight}
     if type(adapters) is not tuple or adapters:
-        operands |= _by_name(adapters)
+        operands |= _adapters_by_name(adapters)
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target, **tensors})
     if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
         _refuse_head(input, linear_weight)
     probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
-    composed = probabilities or linear_weight.dim() > 2
-    if composed and is_logprobs:
+    is_composed = probabilities or linear_weight.dim() > 2
+    if is_composed and is_logprobs:
         _refuse_composed_logprobs(linear_weight, target)
     if weight is not None and not probabilities:
         refuse_gradient(weight)
@@ -99,24 +99,26 @@ def linear_arguments(
         check_options(options)
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
-    if not composed and is_in_transform():
+    if not is_composed and is_in_transform():
         # Before the input is gathered, which would lose its tangent.
-        function, instead = ("linear_logprobs", _LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _LOSS)
-        refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), batches=True)
+        function, instead = (
+            ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
+        )
+        refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
     shard, all_classes = None, len(linear_weight)
     weights = all_classes
-    if how != NOT_SPLIT:
+    if split_head != NOT_SPLIT:
         if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
-        told = {
+        replicated = {
             "the shape of target": tuple(target.shape),
             "the shape of token_weight": None if token_weight is None else tuple(token_weight.shape),
             "shift": shift,
             "options": (spec, options),
         }
-        given, shard = split(input, linear_weight, linear_bias, adapters, weight, how, told)
+        given, shard = prepare_split_head(input, linear_weight, linear_bias, adapters, weight, split_head, replicated)
         input, linear_weight, linear_bias, adapters = given
-        operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
+        operands = {"input": input, "linear_weight": linear_weight, **_adapters_by_name(adapters)}
         all_classes = shard.vocab_size
         # Class weights are those of the slice, or of all classes.
         if weight is None or weight.shape != (weights,):
@@ -146,17 +148,17 @@ def linear_arguments(
     ):
         if tensor is not None and tensor.shape != shape:
             _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
-    if composed:
+    if is_composed:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard,
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_composed, shard,
         all_classes,
     )  # fmt: skip
 
 
-def logprob_arguments(
+def check_logprob_arguments(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
@@ -171,29 +173,29 @@ def logprob_arguments(
     ignore_index: int | None,
     shift: int,
     options: ChunkOptions | None,
-    how: SplitHead,
+    split_head: SplitHeadArguments,
 ) -> tuple[LinearArguments, LogprobSpec, Tensor | None, Tensor | None]:
     """Check the arguments of `flce.linear_logprobs`, which documents the errors.
 
     Returns:
         The arguments of the head, the spec, the candidates (N, K), and one over the temperature of each token (N,).
     """
-    each = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
+    row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
     tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
-    check_tensors({**tensors, "temperature": each}, optional={"target", "candidates", "temperature"})
-    refuse_transforms("linear_logprobs", _LOGPROBS, (candidates, each), batches=True)
-    tokens = how.tokens(input)
+    check_tensors({**tensors, "temperature": row_temperature}, optional={"target", "candidates", "temperature"})
+    refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, row_temperature), refuse_vmap=True)
+    tokens = split_head.tokens(input)
     if candidates is not None:
         candidates = _flat_candidates(candidates, tokens, input)
     spec = LogprobSpec(
         ignore_index=-100 if ignore_index is None or target is None else ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
-        temperature=temperature if each is None else 1.0,  # type: ignore[arg-type]  # the spec makes it a number
+        temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # the spec makes it a number
         stats=outputs,  # type: ignore[arg-type]
         candidates=0 if candidates is None else candidates.shape[-1],
         top_k=top_k,
-        row_temperature=each is not None,
+        row_temperature=row_temperature is not None,
     )
     if target is None:
         for name in {"logprob", "correct"}.intersection(spec.stats):
@@ -202,28 +204,28 @@ def logprob_arguments(
             raise ValueError(f"shift={shift} needs a target, got target=None")
         # Any class: no result depends on it. No position is ignored.
         target = torch.zeros(tokens, dtype=torch.int64, device=input.device)
-    if each is not None:
-        if each.requires_grad:
+    if row_temperature is not None:
+        if row_temperature.requires_grad:
             raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
-        if each.shape != tokens:
+        if row_temperature.shape != tokens:
             raise ValueError(
                 f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
-                f"got {tuple(each.shape)}"
+                f"got {tuple(row_temperature.shape)}"
             )
-    linear = linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how
+    linear = check_linear_arguments(
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, split_head
     )
     if spec.top_k > linear.vocab_size:
-        of = "linear_weight" if how == NOT_SPLIT else "all processes"
+        of = "linear_weight" if split_head == NOT_SPLIT else "all processes"
         raise ValueError(f"top_k must be at most the {linear.vocab_size} classes of {of}, got {spec.top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
             f"got {options.logits_dtype}"
         )
-    if each is not None:
-        each = 1.0 / each.to(accumulation_dtype(linear.input.dtype)).reshape(-1)
-    return linear, spec, candidates, each
+    if row_temperature is not None:
+        row_temperature = 1.0 / row_temperature.to(accumulation_dtype(linear.input.dtype)).reshape(-1)
+    return linear, spec, candidates, row_temperature
 
 
 def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
@@ -234,12 +236,12 @@ def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor)
             f"got {tuple(candidates.shape)}"
         )
     size = candidates.shape[-1]
-    if size > MOST_ENTRIES:
-        raise ValueError(f"candidates must be at most {MOST_ENTRIES} for a token, got {size}")
+    if size > MAX_ENTRIES:
+        raise ValueError(f"candidates must be at most {MAX_ENTRIES} for a token, got {size}")
     return candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
 
 
-def logits_arguments(
+def check_logits_arguments(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -269,22 +271,22 @@ def logits_arguments(
             raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
         logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
     target, weight, token_weight, num_items = (
-        vocabulary_parallel.local_vector(value, name)
+        vocabulary_parallel.local_tensor(value, name)
         for name, value in {**tensors, "num_items": num_items}.items()
         if name != "logits"
     )
-    shard, tokens, of_all = None, logits.shape[:-1], logits.shape[-1]
+    shard, tokens, total_vocab_size = None, logits.shape[:-1], logits.shape[-1]
     if process_group is not None:
-        shard = vocabulary_parallel.shard_of(logits.shape[-1], vocab_size, process_group)
-        of_all = shard.vocab_size
+        shard = vocabulary_parallel.shard_from_group(logits.shape[-1], vocab_size, process_group)
+        total_vocab_size = shard.vocab_size
     elif vocab_size is not None:
         vocabulary_parallel.refuse_without_group(vocab_size=vocab_size)
-    if of_all == 0:
+    if total_vocab_size == 0:
         raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
     probabilities = target.is_floating_point()
     for name, value, shape in (
         ("target", target, tuple(logits.shape) if probabilities else tokens),
-        ("weight", weight, (of_all,)),
+        ("weight", weight, (total_vocab_size,)),
         ("token_weight", token_weight, tokens),
     ):
         if value is not None and value.shape != shape:
@@ -301,7 +303,7 @@ def logits_arguments(
         accum = accumulation_dtype(logits.dtype)
         target = target.to(torch.int64)
         if shift:
-            target = shifted(target, shift, spec.ignore_index)
+            target = shift_target(target, shift, spec.ignore_index)
         if weight is not None:
             refuse_gradient(weight)
             weight = weight.detach().to(accum).contiguous()
@@ -338,7 +340,7 @@ def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIO
                 f"all tensors must be on one device, got {next(iter(tensors))} on {first.device} and {name} on "
                 f"{value.device}"
             )
-        is_right = value.dtype in _INDICES if name in _OF_INDICES else value.is_floating_point()
+        is_right = value.dtype in _INDEX_DTYPES if name in _INDEX_TENSORS else value.is_floating_point()
         if not is_right and not (name == "target" and value.is_floating_point()):
             _refuse_dtype(name, value, tensors.get("target"))
 
@@ -366,7 +368,7 @@ def _check_subclass(name: str, value: Tensor, dtensors: bool) -> None:
                 "linear_weight.to_local(), process_group=... and vocab_size=..."
             )
         placements: Any = getattr(value, "placements", ())
-        is_part = name in _WHOLE and not all(placement.is_replicate() for placement in placements)
+        is_part = name in _REPLICATED_TENSORS and not all(placement.is_replicate() for placement in placements)
         raise ValueError(
             f"{name} must be a plain tensor, got a DTensor: give {name}.{'full_tensor' if is_part else 'to_local'}()"
         )
@@ -397,7 +399,7 @@ def _refuse_dtype(name: str, value: Tensor, target: Any) -> NoReturn:
         )
     if name == "candidates":
         raise TypeError(f"candidates must hold class indices in int64 or int32, got {value.dtype}")
-    swapped = value.dtype in _INDICES and isinstance(target, Tensor) and target.is_floating_point()
+    swapped = value.dtype in _INDEX_DTYPES and isinstance(target, Tensor) and target.is_floating_point()
     if name == "linear_weight" and not swapped and value.dtype in (torch.int8, torch.uint8):
         _refuse_quantised(value)
     order = "logits come first, then target" if name == "logits" else _ORDER
@@ -446,7 +448,7 @@ def _refuse_composed_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn
     raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
 
 
-def _by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def _adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of all adapters by the names of messages."""
     if not isinstance(adapters, (tuple, list)):
         raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
@@ -475,9 +477,9 @@ def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, li
             )
 
 
-def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], beside: Mapping[str, Tensor]) -> NoReturn:
-    """Raise ValueError. `beside`: the tensors that `shape` follows from, hidden states or logits first."""
-    first, *others = beside.values()
+def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
+    """Raise ValueError. `related`: the tensors that `shape` follows from, hidden states or logits first."""
+    first, *others = related.values()
     hint = ""
     if name == "target":
         if others and value.shape == others[0].shape[:-1]:
@@ -486,7 +488,7 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], beside: Mappin
             hint = ": a floating target is read as class probabilities, for indices call .long()"
         elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
             hint = ": classes are the last dimension of logits; where they are the second, give logits.movedim(1, -1)"
-    shapes = " and ".join(f"{other} {tuple(tensor.shape)}" for other, tensor in beside.items())
+    shapes = " and ".join(f"{other} {tuple(tensor.shape)}" for other, tensor in related.items())
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
 
@@ -517,13 +519,13 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
 
 
-def narrowed(dtype: torch.dtype, device_type: str) -> torch.dtype:
+def autocast_operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """What autocast makes of an operand of a matrix product: it leaves float64 alone."""
     autocast = autocast_dtype(device_type)
     return dtype if autocast is None or dtype == torch.float64 else autocast
 
 
-def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
+def autocast_result_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """The dtype of what autocast makes in float32, losses and softmax among it: it leaves float64 alone."""
     autocast = autocast_dtype(device_type)
     return dtype if autocast is None or dtype == torch.float64 else torch.float32
@@ -531,7 +533,7 @@ def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    return tensor.to(narrowed(tensor.dtype, tensor.device.type))
+    return tensor.to(autocast_operand_dtype(tensor.dtype, tensor.device.type))
 
 
 def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
@@ -546,13 +548,13 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     return linear_bias.to(accum)
 
 
-def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], batches: bool = False) -> None:
+def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], refuse_vmap: bool = False) -> None:
     """RuntimeError for a tensor of a transform of torch.func that the operators have no rule for.
 
     Args:
         function: the public function.
         instead: functions of PyTorch that have such rules.
-        batches: whether `torch.func.vmap` is refused too.
+        refuse_vmap: whether `torch.func.vmap` is refused too.
     """
     if not is_in_transform():
         return
@@ -560,12 +562,12 @@ def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | No
     for tensor in tensors:
         if tensor is None:
             continue
-        if is_differentiated_forward() and forward_ad.unpack_dual(tensor).tangent is not None:
+        if is_in_forward_ad() and forward_ad.unpack_dual(tensor).tangent is not None:
             raise RuntimeError(
                 f"flce.{function} does not support forward-mode differentiation (torch.func.jvp, torch.func.jacfwd, "
                 f"dual tensors of torch.autograd.forward_ad): {use} backward and torch.autograd.grad"
             )
-        if batches and private.is_batchedtensor(tensor):
+        if refuse_vmap and private.is_batchedtensor(tensor):
             raise RuntimeError(
                 f"flce.{function} does not support torch.func.vmap: {use} give all elements of the batch to one call, "
                 "as more tokens, or call it for each element"
@@ -593,7 +595,7 @@ def refuse_double_backward(function: str, instead: str) -> None:
 def check_shift(shift: int, target: Tensor | None = None) -> int:
     """Return `shift` as an int; TypeError or ValueError if it is not an int >= 0, or not 0 and the target has no
     dimension."""
-    shift = integer("shift", shift)
+    shift = check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
     if shift and target is not None and target.dim() == 0:
@@ -607,7 +609,7 @@ def check_options(options: ChunkOptions | None) -> None:
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
-def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
+def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions, for shift > 0.
 
     Raises:
@@ -633,22 +635,22 @@ def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> 
         if num_items.dtype == torch.bool or num_items.is_complex():
             raise TypeError(f"num_items must be a number or a tensor of real numbers, got a {num_items.dtype} tensor")
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
-    number = real("num_items", num_items)
+    number = check_float("num_items", num_items)
     if not 0 < number < float("inf"):
         raise ValueError(f"num_items must be > 0 and finite, got {number}")
     return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 
-def overridable(function: Callable[P, R]) -> Callable[P, R]:
+def dispatches_torch_function(function: Callable[P, R]) -> Callable[P, R]:
     """A public function that asks ``__torch_function__`` of its first argument, `logits`, as those of PyTorch do."""
 
     @functools.wraps(function)
-    def ask(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         logits: Any = args[0] if args else kwargs.get("logits")
         if not has_torch_function_unary(logits):
             return function(*args, **kwargs)
         rest: Any = (args[1:], {name: value for name, value in kwargs.items() if name != "logits"})
-        overridden: R = handle_torch_function(ask, (logits,), logits, *rest[0], **rest[1])
+        overridden: R = handle_torch_function(wrapper, (logits,), logits, *rest[0], **rest[1])
         return overridden
 
-    return ask
+    return wrapper

@@ -32,8 +32,8 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
     # product of half precision with a float32 result that can be differentiated.
     wide = accumulation_dtype(input.dtype)
     input, linear_weight = input.to(wide), linear_weight.to(wide)
-    known = torch.amp.is_autocast_available(input.device.type)
-    with torch.autocast(input.device.type, enabled=False) if known else contextlib.nullcontext():
+    has_autocast = torch.amp.is_autocast_available(input.device.type)
+    with torch.autocast(input.device.type, enabled=False) if has_autocast else contextlib.nullcontext():
         logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
         for a, b in args.adapters:
             logits = logits + F.linear(a.reshape(-1, a.shape[-1]).to(wide), b.to(wide))

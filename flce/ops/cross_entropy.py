@@ -21,23 +21,24 @@ from torch import Tensor
 
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
-from flce.backends.state import Targets, empty_shard, write_results
+from flce.backends.formulas import Targets, write_empty_state, write_results
 from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.ops import vocabulary_parallel
 from flce.ops.arguments import refuse_double_backward
-from flce.ops.row_layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
-from flce.torch_ops.frames import mark_frames, never_compiled
-from flce.torch_ops.registration import as_text, define, from_text
-from flce.torch_ops.vmap import is_batched, register_loop
+from flce.ops.row_layout import RowOrder, as_rows, empty_like_rows, may_overlap, row_order
+from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.registration import from_json, register_operator, to_json
+from flce.torch_ops.vmap import is_batched, register_vmap_loop
 
 _SCHEMA = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
     "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
 )
-# The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; what backward needs of
+# The results of `vectors.pack_outputs` in the shape of the target, of which the first is the loss; what backward needs
+# of
 # `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
 
@@ -57,8 +58,8 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
         outputs = _InPlace.apply(logits, problem.token_weight, problem, rebase)
         *rows, _, _ = outputs[1:] if rebase else outputs
     else:
-        *rows, _, _ = torch.ops.flce.cross_entropy(*_Arguments.of(problem))
-    return RowOutputs.given(problem.spec, rows)
+        *rows, _, _ = torch.ops.flce.cross_entropy(*_Arguments.from_problem(problem))
+    return RowOutputs.from_tensors(problem.spec, rows)
 
 
 def check_overwritable(logits: Tensor) -> None:
@@ -98,52 +99,53 @@ def check_overwritable(logits: Tensor) -> None:
 # The work
 
 
-def _losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
+def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Loss and statistics."""
     backend = get_backend(p.device)
-    scales = vectors.LossScales(p, backend, with_gradients=False).of_loss
-    logits, order = rows_of(p.logits)
-    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
+    scales = vectors.LossScales(p, backend, with_gradients=False).for_loss
+    logits, order = as_rows(p.logits)
+    out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
     inputs = _row_inputs(p, order, scales, not p.token_weight_grad)
-    _statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep=True), out))
-    return _outputs(p, backend, order, out, scales)
+    _compute_statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep_logits=True), out))
+    return _reduce_outputs(p, backend, order, out, scales)
 
 
-def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
+def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The same, with the gradient of the loss, or of every row's loss, times the gradient scale that is returned
+    (None: 1) over
     the logits."""
     backend = get_backend(p.device)
-    scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
-    logits, order = rows_of(p.logits)
+    scales = vectors.LossScales(p, backend, with_gradients=True, has_gradient_scale=p.dtype == torch.float16)
+    logits, order = as_rows(p.logits)
     inputs = _row_inputs(p, order, scales.for_gradient())
     # The gradient in the weights of tokens is made of losses without them.
     of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
-    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
+    out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
     if not p.shard:
         vectors.check_targets(p)
         upstream = inputs.token_weight if p.token_weight_grad else None
         backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
     else:
-        _statistics(p, backend, logits, TileCall(of_loss, p.spec, _tile(p, keep=True), out))
+        _compute_statistics(p, backend, logits, TileCall(of_loss, p.spec, _tile(p, keep_logits=True), out))
         if logits.shape[-1]:
             backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
-    return _outputs(p, backend, order, out, scales.of_loss), scales.unit
+    return _reduce_outputs(p, backend, order, out, scales.for_loss), scales.gradient_scale
 
 
-def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
+def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
     """Like the logits. `normalizer` and `scales` as forward left them; `upstream` like the loss."""
-    logits, order = rows_of(p.logits)
+    logits, order = as_rows(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
         backend = get_backend(p.device)
         inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
-        upstream = order.vector(upstream) if upstream.dim() else upstream
-        call = TileCall(inputs, p.spec, _tile(p, keep=True), None, order.vector(normalizer), upstream)
+        upstream = order.flatten(upstream) if upstream.dim() else upstream
+        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), None, order.flatten(normalizer), upstream)
         backend.gradient(logits, grad_rows, call)
     return grad
 
 
-def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
+def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
     if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
@@ -153,33 +155,33 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
     if logits.shape[-1]:
         backend.statistics(logits, call, state)
     else:
-        empty_shard(state)
+        write_empty_state(state)
     target, cols = call.inputs.target, logits.shape[-1]
-    results = vocabulary_parallel.results_of_all(state, cols, target, p.class_weight, p.spec, p.shard)
+    results = vocabulary_parallel.merge_results(state, cols, target, p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    write_results(results, call, Targets.of(call))
+    write_results(results, call, Targets.from_call(call))
 
 
-def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
+def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> Tile:
     # What lies behind the last class of a row is none of ours: no room.
     cols = p.logits.shape[-1]
-    return Tile(p.start, cols, p.vocab_size, room=cols, shard=bool(p.shard), keep=keep)
+    return Tile(p.start, cols, p.vocab_size, accessible_cols=cols, is_shard=bool(p.shard), keep_logits=keep_logits)
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-    weight = order.vector(p.token_weight) if weighted and p.token_weight is not None else None
-    return RowInputs(order.vector(p.target), weight, p.class_weight, None, scales)
+    weight = order.flatten(p.token_weight) if weighted and p.token_weight is not None else None
+    return RowInputs(order.flatten(p.target), weight, p.class_weight, None, scales)
 
 
-def _outputs(
+def _reduce_outputs(
     p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
 ) -> tuple[Tensor, ...]:
-    weight = None if p.token_weight is None else order.vector(p.token_weight)
-    results, scales, grad = vectors.reduce(p, backend, out, scales, order.vector(p.target), weight)
-    results = results.map(lambda t: order.restore(t) if t.dim() else t)
-    others = (scales, None if grad is None else order.restore(grad))
-    return *vectors.as_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
+    weight = None if p.token_weight is None else order.flatten(p.token_weight)
+    results, scales, grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), weight)
+    results = results.map(lambda t: order.unflatten(t) if t.dim() else t)
+    others = (scales, None if grad is None else order.unflatten(grad))
+    return *vectors.pack_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -194,21 +196,21 @@ class _InPlace(torch.autograd.Function):
         ctx: Any, logits: Tensor, token_weight: Tensor | None, problem: CrossEntropyProblem, rebase: bool
     ) -> tuple[Tensor, ...]:
         mark_frames()
-        out, unit = _losses_and_gradient(problem)
+        out, gradient_scale = _compute_losses_and_gradient(problem)
         # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
         if rebase:
             ctx.mark_dirty(logits)
         else:
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits.detach(), unit, problem.target, out[-1])
-        ctx.rebase, ctx.weighs, ctx.ignore_index = rebase, problem.token_weight_grad, problem.spec.ignore_index
+        ctx.save_for_backward(logits.detach(), gradient_scale, problem.target, out[-1])
+        ctx.rebase, ctx.has_weight_grad, ctx.ignore_index = rebase, problem.token_weight_grad, problem.spec.ignore_index
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
-        ctx.used = False
+        ctx.has_run = False
         return (logits, *out) if rebase else out
 
     @staticmethod
-    @never_compiled
+    @skip_frame_and_callees
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.rebase:
             grad_logits, *grads = grads  # type: ignore[assignment]
@@ -221,24 +223,24 @@ class _InPlace(torch.autograd.Function):
         if grad_loss is None:
             return None, None, None, None
         refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
-        if ctx.used:
+        if ctx.has_run:
             raise RuntimeError(
                 "backward through the same flce.cross_entropy(inplace=True) a second time: its gradient, which is "
                 "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
             )
-        ctx.used = True
-        grad, unit, target, weight_grad = ctx.saved_tensors
-        weight_grad = grad_loss * weight_grad if ctx.weighs else None
-        factor = grad_loss if unit is None else grad_loss / unit
+        ctx.has_run = True
+        grad, gradient_scale, target, weight_grad = ctx.saved_tensors
+        weight_grad = grad_loss * weight_grad if ctx.has_weight_grad else None
+        factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
         if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
             of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
             return (grad.to(factor.dtype) * of_rows).to(grad.dtype), weight_grad, None, None
         if row_order(grad) is None:  # of a hook on saved tensors
             grad = grad.contiguous()
-        rows, order = rows_of(grad)
-        factor = order.vector(factor) if factor.dim() else factor
+        rows, order = as_rows(grad)
+        factor = order.flatten(factor) if factor.dim() else factor
         # An ignored row is 0, whatever arrives for it.
-        get_backend(grad.device).scale_rows_(rows, factor, order.vector(target), ctx.ignore_index)
+        get_backend(grad.device).scale_rows_(rows, factor, order.flatten(target), ctx.ignore_index)
         return grad, weight_grad, None, None
 
 
@@ -262,14 +264,14 @@ class _Arguments(NamedTuple):
     vocab_size: Any = None
 
     @staticmethod
-    def of(p: CrossEntropyProblem) -> _Arguments:
+    def from_problem(p: CrossEntropyProblem) -> _Arguments:
         tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
-        scalars = as_text(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
+        scalars = to_json(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
         return _Arguments(*tensors, *scalars, p.start, p.vocab_size)
 
     @property
     def problem(self) -> CrossEntropyProblem:
-        (spec,) = from_text(self.spec, (LossSpec,))
+        (spec,) = from_json(self.spec, (LossSpec,))
         shard = None if self.group is None else Shard(self.group, self.start, self.vocab_size)
         return CrossEntropyProblem(
             self.logits, self.target, self.class_weight, self.token_weight, self.num_items, spec, shard, self.shift,
@@ -278,23 +280,23 @@ class _Arguments(NamedTuple):
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _losses(_Arguments(*args).problem)
+    return _compute_losses(_Arguments(*args).problem)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).problem
-    kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
-    sizes = (kept,), p.target.shape if p.token_weight_grad else (0,)
+    num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
+    sizes = (num_scales,), p.target.shape if p.token_weight_grad else (0,)
     constants, weight_grad = (p.logits.new_empty(size, dtype=accumulation_dtype(p.dtype)) for size in sizes)
     return *vectors.fake_outputs(p, p.logits), constants, weight_grad
 
 
 def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _gradient(_Arguments(*args).problem, normalizer, constants, upstream)
+    return _compute_gradient(_Arguments(*args).problem, normalizer, constants, upstream)
 
 
 def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    return empty_like_rows(logits, rows_of(logits)[1])[0]
+    return empty_like_rows(logits, as_rows(logits)[1])[0]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -318,7 +320,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     return tuple(_Arguments(logits=grad, token_weight=grad_loss * weight_grad if needed.token_weight else None))
 
 
-define(
+register_operator(
     "cross_entropy",
     f"({_SCHEMA}) -> ({_RESULTS})",
     _forward,
@@ -326,10 +328,10 @@ define(
     backward=_differentiate,
     setup_context=_setup_context,
 )
-define(
+register_operator(
     "cross_entropy_backward",
     f"(Tensor normalizer, Tensor constants, Tensor upstream, {_SCHEMA}) -> Tensor",
     _backward,
     _backward_fake,
 )
-register_loop("cross_entropy_backward")
+register_vmap_loop("cross_entropy_backward")

@@ -43,17 +43,17 @@ def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             raise TypeError(f"dtype must be None or a floating dtype, got {dtype}")
     if not is_dtensor(weight):
         return weight if dtype is None else weight.to(dtype)
-    whole: Tensor = _Gathered.apply(weight, dtype or weight.dtype)
-    return whole
+    full: Tensor = _Gathered.apply(weight, dtype or weight.dtype)
+    return full
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, dtype: torch.dtype) -> Tensor:
         ctx.mesh, ctx.placements, ctx.dtype = weight.device_mesh, weight.placements, weight.dtype
-        whole: Tensor = weight.detach().to(dtype).full_tensor()
+        full: Tensor = weight.detach().to(dtype).full_tensor()
         # Replicated, it is the parameter itself.
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:

@@ -23,18 +23,20 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import passes, vectors
 from flce.ops.arguments import refuse_double_backward
-from flce.ops.linear_call import SCHEMA, Arguments, LinearCall, plan_of, run_plan
+from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
 from flce.planning import new_shapes
-from flce.planning.device_kinds import Described
+from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import plan_of_call
+from flce.planning.search import plan_for_case
 from flce.torch_ops import flops
-from flce.torch_ops.frames import mark_frames, never_compiled
-from flce.torch_ops.registration import define
-from flce.torch_ops.vmap import for_each, is_batched, register_loop
+from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.registration import register_operator
+from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
-# The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
-# them, which no user sees; that unit, () or, for 1, (0,); and the gradient in the weights of tokens, (N,), or (0,).
+# The results of `vectors.pack_outputs`, of which the first is the loss; its gradients times a gradient scale, as
+# `Needs.flat` lists
+# them, which no user sees; that gradient scale, () or, for 1, (0,); and the gradient in the weights of tokens, (N,),
+# or (0,).
 _RESULTS = ", ".join(
     ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor grad_unit", "Tensor weight_grad"]
 )
@@ -43,47 +45,47 @@ _RESULTS = ", ".join(
 def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
     """Solve a problem. Differentiable once, in ``loss``."""
     call = LinearCall(problem, options, torch.compiler.is_compiling())
-    if not call.traced:
+    if not call.is_traced:
         tensors = call.tensors()
-        if _nobody_watches(tensors):
+        if _can_bypass_dispatcher(tensors):
             return RowOutputs._make(flce_linear_cross_entropy.apply(call, *tensors))
-        flops.tell_active_counters()
-    *rows, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.arguments())
-    return RowOutputs.given(problem.spec, rows)
+        flops.update_active_counters()
+    *rows, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.to_arguments())
+    return RowOutputs.from_tensors(problem.spec, rows)
 
 
 def _forward(*args: Any) -> tuple[Any, ...]:
-    call = Arguments(*args).call()
-    result = _solved(call, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
-    optional = result.grad_unit, result.weight_grad
-    unit, weight_grad = (result.rows.loss.new_empty(0) if t is None else t for t in optional)
-    return *vectors.as_outputs(result.rows), result.grads, unit, weight_grad
+    call = OperatorArguments(*args).to_call()
+    result = _run_forward(call, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
+    optional = result.gradient_scale, result.token_weight_gradient
+    gradient_scale, weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
+    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, weight_grad
 
 
-def _solved(call: LinearCall, how: str) -> passes.ForwardResult:
-    plan = plan_of(call)
-    gradients = call.makes_gradients if call.traced else plan.makes_gradients
-    if log.telling():
-        new_shapes.log_new_shape(plan, how)
+def _run_forward(call: LinearCall, route: str) -> passes.ForwardResult:
+    plan = plan_for_problem(call)
+    gradients = call.has_forward_gradients if call.is_traced else plan.has_forward_gradients
+    if log.is_debug_enabled():
+        new_shapes.log_new_shape(plan, route)
     return run_plan(lambda plan: passes.forward(call.problem, plan, gradients), plan)
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    return _fake_outputs(Arguments(*args).call())
+    return _fake_outputs(OperatorArguments(*args).to_call())
 
 
 def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
     call.case.check()
-    p, gradients = call.problem, call.makes_gradients
+    p, gradients = call.problem, call.has_forward_gradients
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     scaled = gradients and call.case.dtypes(deferred=False).logits_grad == torch.float16
-    unit = like.new_empty(() if scaled else (0,), dtype=accum)
+    gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
     weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
     grads = call.fake_gradients(forward=True) if gradients else []
-    return *vectors.fake_outputs(p, like), grads, unit, weight_grad
+    return *vectors.fake_outputs(p, like), grads, gradient_scale, weight_grad
 
 
-def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], ChunkPlan]:
+def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
     """What ``flce::linear_cross_entropy`` returns for tensors without values where they stand for those of a GPU, and
     the plan there.
 
@@ -91,42 +93,44 @@ def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], C
         args: of the operator.
         gpu: what stands in place of their device.
     """
-    call = replace(Arguments(*args).call(), gpu=gpu)
-    return _fake_outputs(call), plan_of_call(call.case)
+    call = replace(OperatorArguments(*args).to_call(), gpu=gpu)
+    return _fake_outputs(call), plan_for_case(call.case)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    call = Arguments(*args).call()
-    return run_plan(lambda plan: passes.backward(call.problem, plan, normalizer, upstream), plan_of(call))
+    call = OperatorArguments(*args).to_call()
+    return run_plan(lambda plan: passes.backward(call.problem, plan, normalizer, upstream), plan_for_problem(call))
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    return Arguments(*args).call().fake_gradients()
+    return OperatorArguments(*args).to_call().fake_gradients()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, grads, unit, weight_grad = output
-    ctx.mark_non_differentiable(*rows[1:], *grads, unit, weight_grad)
-    _keep(ctx, Arguments(*inputs).call(), grads, unit, weight_grad, RowOutputs(*rows).normalizer)
+    *rows, grads, gradient_scale, weight_grad = output
+    ctx.mark_non_differentiable(*rows[1:], *grads, gradient_scale, weight_grad)
+    _save_for_backward(
+        ctx, OperatorArguments(*inputs).to_call(), grads, gradient_scale, weight_grad, RowOutputs(*rows).normalizer
+    )
 
 
-def _keep(
+def _save_for_backward(
     ctx: Any,
     call: LinearCall,
     grads: Sequence[Tensor],
-    grad_unit: Tensor | None,
+    gradient_scale: Tensor | None,
     weight_grad: Tensor | None,
     normalizer: Tensor,
 ) -> None:
     """For backward: the gradient in the weights of tokens; the others, or the normalizer and the call's tensors."""
     p = call.problem
-    ctx.needs, ctx.weighs, ctx.dtype, ctx.deferred = p.needs.flat, p.token_weight_grad, p.dtype, not grads
+    ctx.needs, ctx.has_weight_grad, ctx.dtype, ctx.deferred = p.needs.flat, p.token_weight_grad, p.dtype, not grads
     # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
     ctx.set_materialize_grads(False)
     if grads:
-        ctx.save_for_backward(weight_grad, *grads, grad_unit)
+        ctx.save_for_backward(weight_grad, *grads, gradient_scale)
     else:
-        arguments = call.arguments()
+        arguments = call.to_arguments()
         ctx.settings = arguments.settings
         ctx.save_for_backward(weight_grad, normalizer, *arguments.tensors())
 
@@ -134,62 +138,68 @@ def _keep(
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     """The gradients in the places of the arguments, None where there is none."""
     if grad_loss is None:
-        return Arguments.gradients(ctx.needs)
+        return OperatorArguments.place_gradients(ctx.needs)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     weight_grad, *saved = ctx.saved_tensors
     gradients: Sequence[Tensor] = ()
-    directly = _nobody_watches((grad_loss, *saved))
-    if not directly:
-        flops.tell_active_counters()
+    can_bypass = _can_bypass_dispatcher((grad_loss, *saved))
+    if not can_bypass:
+        flops.update_active_counters()
     # In place only where nothing needs what was saved again: another backward, or another upstream gradient of a batch.
     if not any(ctx.needs):
         pass
-    elif not directly and is_batched(grad_loss):
-        gradients = for_each(lambda upstream: _gradients(ctx, saved, upstream, directly, in_place=False), grad_loss)
+    elif not can_bypass and is_batched(grad_loss):
+        gradients = map_over_batch(
+            lambda upstream: _compute_gradients(ctx, saved, upstream, can_bypass, in_place=False), grad_loss
+        )
     else:
-        gradients = _gradients(ctx, saved, grad_loss, directly, in_place=not private.keeps_graph())
-    return Arguments.gradients(ctx.needs, gradients, grad_loss * weight_grad if ctx.weighs else None)
+        gradients = _compute_gradients(ctx, saved, grad_loss, can_bypass, in_place=not private.is_graph_retained())
+    return OperatorArguments.place_gradients(
+        ctx.needs, gradients, grad_loss * weight_grad if ctx.has_weight_grad else None
+    )
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, directly: bool, in_place: bool) -> Sequence[Tensor]:
+def _compute_gradients(
+    ctx: Any, saved: Sequence[Tensor], upstream: Tensor, can_bypass: bool, in_place: bool
+) -> Sequence[Tensor]:
     """The gradients that are needed, in the order of `Needs.flat`.
 
     Args:
-        directly: no operator is called: `_nobody_watches`.
+        can_bypass: no operator is called: `_can_bypass_dispatcher`.
         in_place: they may be made in the memory of what was saved.
     """
     if ctx.deferred:
         normalizer, *tensors = saved
-        backward = _backward if directly else torch.ops.flce.linear_cross_entropy_backward
-        return backward(normalizer, upstream.contiguous(), *Arguments.of_tensors(tensors, ctx.settings))
-    *grads, unit = saved
+        backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward
+        return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.settings))
+    *grads, gradient_scale = saved
     factor = upstream
-    if unit is not None and unit.dim() == 0:
+    if gradient_scale is not None and gradient_scale.dim() == 0:
         # Matrices are cast. The vector of the bias is copied too: then no result of an operator is changed for an
         # upstream gradient of 1, and whoever has called the operator still has what forward returned.
-        factor, in_place = upstream / unit, False
+        factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
-    steps: Any = get_backend(factor.device) if directly else torch.ops.flce
-    result, in_its_place = [], []
+    steps: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
+    result, scaled_in_place = [], []
     # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
     for grad in grads:
         # The bias, a vector, came in the dtype in which it is summed.
         dtype = grad.dtype if grad.dim() == 1 else ctx.dtype
         # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
         if in_place and type(grad) is Tensor and grad.dtype == dtype:
-            in_its_place.append(grad)
+            scaled_in_place.append(grad)
             result.append(grad)
         else:
             result.append(steps.scale_cast(grad, factor, dtype))
-    if in_its_place:
-        steps.scale_(in_its_place, factor)
+    if scaled_in_place:
+        steps.scale_(scaled_in_place, factor)
     return result
 
 
 # ------------------------------------------------------------------------------------------- without the operators
 
 
-def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
+def _can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call need not be an operator: no compiler, tracer, mode or transform is there to see one."""
     if (
         torch.compiler.is_compiling()
@@ -219,29 +229,29 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """`tensors` are those of the call, for autograd."""
         mark_frames()
-        rows, grads, unit, weight_grad = _solved(call, new_shapes.ROUND)
+        rows, grads, gradient_scale, weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
-        _keep(ctx, call, grads, unit, weight_grad, rows.normalizer)
+        _save_for_backward(ctx, call, grads, gradient_scale, weight_grad, rows.normalizer)
         # Every tensor that a node returns takes time of the host. This one is for statistics.
         return (*rows[:2], rows.normalizer if call.problem.spec.stats else None, *rows[3:])
 
     @staticmethod
-    @never_compiled
+    @skip_frame_and_callees
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        return (None, *Arguments(*_differentiate(ctx, grad_loss)).tensors())
+        return (None, *OperatorArguments(*_differentiate(ctx, grad_loss)).tensors())
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
-    logits, gradients = Arguments(*args).call().flops()
+    logits, gradients = OperatorArguments(*args).to_call().flops()
     *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
 
 def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
-    return sum(Arguments(*args).call().flops())
+    return sum(OperatorArguments(*args).to_call().flops())
 
 
-define(
+register_operator(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
     _forward,
@@ -249,25 +259,25 @@ define(
     backward=_differentiate,
     setup_context=_setup_context,
 )
-define(
+register_operator(
     "linear_cross_entropy_backward",
     f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
     _backward,
     _backward_fake,
 )
-define(
+register_operator(
     "scale_",
     "(Tensor(a!)[] xs, Tensor factor) -> ()",
     lambda xs, factor: get_backend(factor.device).scale_(xs, factor),
     lambda xs, factor: None,
 )
-define(
+register_operator(
     "scale_cast",
     "(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
     lambda x, factor, dtype: get_backend(x.device).scale_cast(x, factor, dtype),
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
-flops.declare("linear_cross_entropy", _forward_flops)
-flops.declare("linear_cross_entropy_backward", _backward_flops)
-register_loop("linear_cross_entropy_backward")
-register_loop("scale_cast")
+flops.register_formula("linear_cross_entropy", _forward_flops)
+flops.register_formula("linear_cross_entropy_backward", _backward_flops)
+register_vmap_loop("linear_cross_entropy_backward")
+register_vmap_loop("scale_cast")

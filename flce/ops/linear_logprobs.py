@@ -20,16 +20,16 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs, accumulation_dtype
 from flce.engine import per_token
 from flce.ops.arguments import refuse_double_backward
-from flce.ops.linear_call import SCHEMA, Arguments, LinearCall, plan_of, run_plan
+from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
 from flce.planning import new_shapes
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError
 from flce.torch_ops import flops
-from flce.torch_ops.registration import define
-from flce.torch_ops.vmap import for_each, register_loop
+from flce.torch_ops.registration import register_operator
+from flce.torch_ops.vmap import map_over_batch, register_vmap_loop
 
 
-class Results(NamedTuple):
+class LogprobResults(NamedTuple):
     """What the operator returns, in its order; of shape (0,) what was not asked for. The first four are
     differentiable."""
 
@@ -56,30 +56,32 @@ def linear_logprobs(
     Args:
         candidates: (N, K) int64. Results of K = 0 are differentiable, too: their gradients are 0.
     """
-    spec = per_token.spec_of(problem)
+    spec = per_token.logprob_spec(problem)
     if not torch.compiler.is_compiling():
-        flops.tell_active_counters()
+        flops.update_active_counters()
     call = LinearCall(problem, options, torch.compiler.is_compiling(), candidates if spec.candidates else None)
-    made = Results._make(torch.ops.flce.linear_logprobs(*call.arguments()))._asdict()
-    for name, asked in zip(Results._fields, _asked(spec), strict=True):
+    results = LogprobResults._make(torch.ops.flce.linear_logprobs(*call.to_arguments()))._asdict()
+    for name, requested in zip(LogprobResults._fields, _requested_results(spec), strict=True):
         if name == "candidate_logprob" and candidates is not None:
-            made[name] = made[name].view(candidates.shape)
-        elif not asked:
-            made[name] = None
-    return made
+            results[name] = results[name].view(candidates.shape)
+        elif not requested:
+            results[name] = None
+    return results
 
 
-def _in_order(rows: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any) -> Results:
-    """Return values of results in the order of `Results`. `rows`: values in the order of `RowOutputs`."""
+def _in_order(
+    rows: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any
+) -> LogprobResults:
+    """Return values of results in the order of `LogprobResults`. `rows`: values in the order of `RowOutputs`."""
     named = {**dict(zip(RowOutputs._fields, rows, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
     named |= {"top_k_logprob": top_k_logprob, "top_k_ids": top_k_ids}
-    return Results(*[named[name] for name in Results._fields])
+    return LogprobResults(*[named[name] for name in LogprobResults._fields])
 
 
-def _asked(spec: LogprobSpec) -> Results:
+def _requested_results(spec: LogprobSpec) -> LogprobResults:
     """Return a bool for each result: whether the caller asked for it."""
     top = spec.top_k > 0
-    return _in_order(RowOutputs.asked(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
+    return _in_order(RowOutputs.requested_fields(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
 
 
 def _without_gradients(call: LinearCall) -> LinearCall:
@@ -88,22 +90,22 @@ def _without_gradients(call: LinearCall) -> LinearCall:
     return replace(call, problem=replace(p, needs=Needs.from_flat([False] * len(p.needs.flat))))
 
 
-def _call(*args: Any) -> LinearCall:
-    return Arguments(*args).call(LogprobSpec)
+def _parse_call(*args: Any) -> LinearCall:
+    return OperatorArguments(*args).to_call(LogprobSpec)
 
 
-def _plan(call: LinearCall) -> ChunkPlan:
+def _plan_untraced(call: LinearCall) -> ChunkPlan:
     """In a graph the same as outside: results have the same bits."""
-    return plan_of(replace(call, traced=False))
+    return plan_for_problem(replace(call, is_traced=False))
 
 
-def _plans(call: LinearCall) -> list[ChunkPlan]:
+def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
     """The plan of forward and, if gradients are needed, of backward. Where either cannot keep the budget, the error is
     raised before the work, and names a budget that is enough for both."""
     plans, refused = [], []
     for each in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
         try:
-            plans.append(_plan(each))
+            plans.append(_plan_untraced(each))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -112,10 +114,10 @@ def _plans(call: LinearCall) -> list[ChunkPlan]:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    call = _call(*args)
-    (plan, *_), problem = _plans(call), _without_gradients(call).problem
-    if log.telling():
-        new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
+    call = _parse_call(*args)
+    (plan, *_), problem = _forward_and_backward_plans(call), _without_gradients(call).problem
+    if log.is_debug_enabled():
+        new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
     rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
     return _results(problem, rows, *others)
 
@@ -126,15 +128,15 @@ def _results(
     candidate_logprob: Tensor | None,
     top_logprob: Tensor | None,
     top_ids: Tensor | None,
-) -> Results:
+) -> LogprobResults:
     lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
-    made = _in_order(rows, lse, candidate_logprob, top_logprob, top_ids)
-    return Results._make(rows.normalizer.new_empty(0) if t is None else t for t in made)
+    results = _in_order(rows, lse, candidate_logprob, top_logprob, top_ids)
+    return LogprobResults._make(rows.normalizer.new_empty(0) if t is None else t for t in results)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    p = _call(*args).problem
-    spec, like, accum = per_token.spec_of(p), p.terms[0].input, accumulation_dtype(p.dtype)
+    p = _parse_call(*args).problem
+    spec, like, accum = per_token.logprob_spec(p), p.terms[0].input, accumulation_dtype(p.dtype)
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty((*slots, p.num_tokens), dtype=dtype)
@@ -142,16 +144,16 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     def entries(size: int, dtype: torch.dtype) -> Tensor | None:
         return like.new_empty((p.num_tokens, size), dtype=dtype) if size else None
 
-    rows = RowOutputs.of(spec, accum, new)
+    rows = RowOutputs.allocate(spec, accum, new)
     top = entries(spec.top_k, accum), entries(spec.top_k, torch.int64)
     return _results(p, rows, entries(spec.candidates, accum), *top)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    results, arguments = Results._make(output), Arguments(*inputs)
+    results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
     ctx.mark_non_differentiable(*results[_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
-    ctx.needs, ctx.settings = arguments.call(LogprobSpec).problem.needs.flat, arguments.settings
+    ctx.needs, ctx.settings = arguments.to_call(LogprobSpec).problem.needs.flat, arguments.settings
     ctx.save_for_backward(results.normalizer, results.entropy, results.candidate_logprob, *arguments.tensors())
 
 
@@ -159,10 +161,10 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward("linear_logprobs", "torch.nn.functional.linear and log_softmax")
     given = upstream[:_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
-        return Arguments.gradients(ctx.needs)
-    flops.tell_active_counters()
+        return OperatorArguments.place_gradients(ctx.needs)
+    flops.update_active_counters()
     normalizer, entropy, candidate_logprob, *tensors = ctx.saved_tensors
-    arguments = Arguments.of_tensors(tensors, ctx.settings)
+    arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
 
     def gradients(*upstream: Tensor | None) -> list[Tensor]:
         contiguous = [None if t is None else t.contiguous() for t in upstream]
@@ -171,7 +173,7 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         )
         return grads
 
-    return Arguments.gradients(ctx.needs, for_each(gradients, *given))
+    return OperatorArguments.place_gradients(ctx.needs, map_over_batch(gradients, *given))
 
 
 def _arguments_of_backward(
@@ -183,39 +185,41 @@ def _arguments_of_backward(
     of_lse: Tensor | None,
     of_candidates: Tensor | None,
     *args: Any,
-) -> tuple[LinearCall, per_token.Kept, per_token.Upstream]:
-    call = _call(*args)
-    asked = _asked(per_token.spec_of(call.problem))
-    if not asked.candidate_logprob:
+) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
+    call = _parse_call(*args)
+    requested = _requested_results(per_token.logprob_spec(call.problem))
+    if not requested.candidate_logprob:
         candidate_logprob = of_candidates = None
-    kept = per_token.Kept(normalizer, entropy if asked.entropy else None, candidate_logprob)
-    return call, kept, per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates)
+    kept = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
+    return call, kept, per_token.UpstreamGradients(of_logprob, of_entropy, of_lse, of_candidates)
 
 
 def _backward(*args: Any) -> list[Tensor]:
     call, kept, upstream = _arguments_of_backward(*args)
-    return run_plan(lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), _plan(call))
+    return run_plan(
+        lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), _plan_untraced(call)
+    )
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
     return _arguments_of_backward(*args)[0].fake_gradients()
 
 
-define(
+register_operator(
     "linear_logprobs",
-    f"({SCHEMA}) -> ({', '.join(['Tensor'] * len(Results._fields))})",
+    f"({SCHEMA}) -> ({', '.join(['Tensor'] * len(LogprobResults._fields))})",
     _forward,
     _forward_fake,
     backward=_differentiate,
     setup_context=_setup_context,
 )
-define(
+register_operator(
     "linear_logprobs_backward",
     "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? of_logprob, Tensor? of_entropy, "
     f"Tensor? of_lse, Tensor? of_candidates, {SCHEMA}) -> Tensor[]",
     _backward,
     _backward_fake,
 )
-flops.declare("linear_logprobs", lambda *args, out_val: _call(*args).flops()[0])
-flops.declare("linear_logprobs_backward", lambda *args, out_val: sum(_arguments_of_backward(*args)[0].flops()))
-register_loop("linear_logprobs_backward")
+flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
+flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_arguments_of_backward(*args)[0].flops()))
+register_vmap_loop("linear_logprobs_backward")

@@ -18,35 +18,35 @@ class RowOrder:
     """The order in which the rows of (..., V) are taken: that of memory, since a loss has none of its own.
 
     So a transposed batch is as good as the batch, and only what is left out between rows (``logits[:, :-1]``) makes
-    a second level. Vectors of a value per row are brought into the same order: `vector`, and `restore` back.
+    a second level. Vectors of a value per row are brought into the same order: `flatten`, and `unflatten` back.
     """
 
     shape: tuple[int, ...]  # of the leading dimensions
     order: tuple[int, ...]  # these, the largest stride first
     levels: tuple[int, ...]  # sizes: (N,) or (outer, inner)
 
-    def rows(self, x: Tensor) -> Tensor:
+    def to_rows(self, x: Tensor) -> Tensor:
         """(..., V) as (N, V) or (outer, inner, V), a view."""
         shape = (*self.levels, x.shape[-1])
         # A tensor without elements: any view will do.
         return x.reshape(shape) if x.numel() == 0 else x.permute(*self.order, -1).view(shape)
 
-    def unrows(self, rows: Tensor) -> Tensor:
-        """The inverse of `rows`, for memory without gaps: a view."""
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The inverse of `to_rows`, for memory without gaps: a view."""
         sizes = [self.shape[d] for d in self.order]
         return rows.view(*sizes, rows.shape[-1]).permute(*self._inverse, -1)
 
-    def vector(self, x: Tensor) -> Tensor:
+    def flatten(self, x: Tensor) -> Tensor:
         """(k..., ...) to (k..., N), contiguous."""
-        kept = x.dim() - len(self.order)
-        x = x.permute([*range(kept), *(kept + d for d in self.order)])
-        return x.reshape([*x.shape[:kept], math.prod(self.levels)]).contiguous()
+        num_leading = x.dim() - len(self.order)
+        x = x.permute([*range(num_leading), *(num_leading + d for d in self.order)])
+        return x.reshape([*x.shape[:num_leading], math.prod(self.levels)]).contiguous()
 
-    def restore(self, x: Tensor) -> Tensor:
+    def unflatten(self, x: Tensor) -> Tensor:
         """(k..., N) to (k..., ...), contiguous."""
-        kept = x.dim() - 1
+        num_leading = x.dim() - 1
         x = x.view([*x.shape[:-1], *(self.shape[d] for d in self.order)])
-        return x.permute([*range(kept), *(kept + d for d in self._inverse)]).contiguous()
+        return x.permute([*range(num_leading), *(num_leading + d for d in self._inverse)]).contiguous()
 
     @property
     def _inverse(self) -> list[int]:
@@ -80,14 +80,14 @@ def _levels(x: Tensor, order: Sequence[int]) -> list[tuple[int, int]]:
     return levels
 
 
-def rows_of(x: Tensor) -> tuple[Tensor, RowOrder]:
+def as_rows(x: Tensor) -> tuple[Tensor, RowOrder]:
     """(..., V) as (N, V) or (outer, inner, V), of a copy where there is no other way."""
     order = row_order(x)
     if order is None:
         x = x.contiguous()
         order = row_order(x)
         assert order is not None
-    return order.rows(x), order
+    return order.to_rows(x), order
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -105,4 +105,4 @@ def may_overlap(x: Tensor) -> bool:
 def empty_like_rows(x: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
     """New memory without gaps in the order of the rows of `x`: as (..., V), and as the rows of it."""
     rows = torch.empty((*order.levels, x.shape[-1]), dtype=x.dtype, device=x.device)
-    return order.unrows(rows), rows
+    return order.from_rows(rows), rows

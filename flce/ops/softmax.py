@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from flce.backends import get_backend
-from flce.core.numbers import check_dtype, integer
+from flce.core.numbers import check_dtype, check_int
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import FLOATING, check_tensor, refuse_transforms, widened
-from flce.torch_ops.registration import define
-from flce.torch_ops.vmap import register_loop
+from flce.ops.arguments import FLOATING, autocast_result_dtype, check_tensor, refuse_transforms
+from flce.torch_ops.registration import register_operator
+from flce.torch_ops.vmap import register_vmap_loop
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -75,7 +75,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     check_tensor("input", input)
     if input.dtype not in FLOATING:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
-    dim = integer("dim", dim)
+    dim = check_int("dim", dim)
     if dtype is not None:
         check_dtype("dtype", dtype, "None or a torch.dtype")
         if dtype not in FLOATING:
@@ -87,7 +87,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     if dtype is None:
         # As PyTorch has it, autocast on a CPU does not make softmax float32.
         kind = input.device.type
-        dtype = input.dtype if kind == "cpu" else widened(input.dtype, kind)
+        dtype = input.dtype if kind == "cpu" else autocast_result_dtype(input.dtype, kind)
     x = input if input.dim() else input[None]
     y: Tensor = torch.ops.flce.softmax(x, dim % dims, dtype, log)
     return y if input.dim() else y[0]
@@ -136,7 +136,7 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
     return of_grad.to(saved[0].dtype), of_y.to(saved[1].dtype), None, None, None
 
 
-define(
+register_operator(
     "softmax",
     "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
     _forward,
@@ -144,7 +144,7 @@ define(
     backward=_differentiate,
     setup_context=_setup_context,
 )
-define(
+register_operator(
     "softmax_backward",
     "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
     _backward,
@@ -152,4 +152,4 @@ define(
     backward=_differentiate_twice,
     setup_context=_setup_second_context,
 )
-register_loop("softmax_backward")
+register_vmap_loop("softmax_backward")

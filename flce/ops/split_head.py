@@ -15,22 +15,22 @@ from torch import Tensor
 
 from flce.core import private
 from flce.core.numbers import check_bool
-from flce.core.shard import Shard, bounds, gather
-from flce.engine.vectors import looks_at_values
+from flce.core.shard import Shard, all_gather, shard_bounds
+from flce.engine.vectors import can_read_values
 from flce.ops.vocabulary_parallel import (
-    all_classes,
     check_group,
     refuse_equal_slices,
     refuse_without_group,
-    shard_of,
+    shard_from_group,
+    total_vocab_size,
 )
-from flce.torch_ops.registration import define
+from flce.torch_ops.registration import register_operator
 
 # Rows and columns of the entries of slices that are compared.
 _SAMPLES = 16
 
 
-class SplitHead(NamedTuple):
+class SplitHeadArguments(NamedTuple):
     """Arguments of a call that say how a head is divided; documented by `flce.fused_linear_cross_entropy`."""
 
     process_group: dist.ProcessGroup | None = None
@@ -46,57 +46,57 @@ class SplitHead(NamedTuple):
         return (*batch, length * self.process_group.size())
 
 
-NOT_SPLIT = SplitHead()
+NOT_SPLIT = SplitHeadArguments()
 
 
-def split(
+def prepare_split_head(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     adapters: Sequence[tuple[Tensor, Tensor]],
     weight: Tensor | None,
-    how: SplitHead,
-    others: dict[str, Any],
+    split_head: SplitHeadArguments,
+    replicated: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
     """Return the first four arguments as this process computes with them, and its classes.
 
     Args:
         weight: of the classes.
-        others: arguments that have to be the same in all processes.
+        replicated: arguments that have to be the same in all processes.
 
     Raises:
         TypeError: the group is none, or `sequence_parallel` no bool.
         ValueError: there is no group, this process is not in it or should have other classes, or, on a CPU or with
             ``FLCE_DEBUG=1``, processes were given different arguments or equal slices.
     """
-    group, vocab_size, sequence_parallel = how
+    group, vocab_size, sequence_parallel = split_head
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
     check_group(group)
-    if looks_at_values(input.device) and not torch.compiler.is_compiling():
+    if can_read_values(input.device) and not torch.compiler.is_compiling():
         tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
         sliced = (linear_bias, *(b for _, b in adapters))
         of_slice = [None if t is None else t.shape[:1] == linear_weight.shape[:1] for t in sliced]
-        told = {
+        arguments = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
-            **_told_of_classes(len(linear_weight), weight, how),
+            **_class_arguments(len(linear_weight), weight, split_head),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
             "whether there is a linear_bias of the slice": of_slice[0],
             "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + of_slice[1:],
             "which tensors need a gradient": [
                 torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors
             ],
-            **others,
+            **replicated,
         }
-        _check_agreement(group, told, linear_weight)
-    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
+        _check_agreement(group, arguments, linear_weight)
+    shard = shard_from_group(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
-        input = _whole_sequence("an input", input, shard)
-        adapters = [(_whole_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
+        input = _gather_full_sequence("an input", input, shard)
+        adapters = [(_gather_full_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
     if shard.is_empty:
         # One class of a process that has none. What comes of it is not counted.
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
@@ -105,13 +105,13 @@ def split(
     return (input, linear_weight, linear_bias, adapters), shard
 
 
-def _told_of_classes(mine: int, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
+def _class_arguments(mine: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
     """Return V, whether this process has its slice of all classes, and of which classes it has weights."""
-    group: Any = how.process_group
-    total = all_classes(mine, how.vocab_size, group)
-    start, stop = bounds(total, group.size(), group.rank())
+    group: Any = split_head.process_group
+    total = total_vocab_size(mine, split_head.vocab_size, group)
+    start, stop = shard_bounds(total, group.size(), group.rank())
     # Where one process has all classes, their weights are its slice's too.
-    one_has_all = bounds(total, group.size(), 0)[1] >= total
+    one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
     length = None if weight is None else tuple(weight.shape)
     whose = "all" if length == (total,) or one_has_all else "the slice's" if length == (mine,) else "neither"
     return {
@@ -121,32 +121,34 @@ def _told_of_classes(mine: int, weight: Tensor | None, how: SplitHead) -> dict[s
     }
 
 
-def _check_agreement(group: Any, told: dict[str, Any], linear_weight: Tensor) -> None:
+def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tensor) -> None:
     """ValueError, in all processes, if their arguments differ or their slices do not. One collective."""
-    numbers = [*map(_number, told.values()), _mark_of_slice(linear_weight)]
-    marks = gather(torch.tensor(numbers, device=linear_weight.device), group)
-    is_equal = (marks == marks[0]).all(0).tolist()[:-1]
-    differ = {name: value for (name, value), equal in zip(told.items(), is_equal, strict=True) if not equal}
+    numbers = [*map(_hash_value, arguments.values()), _fingerprint_of_slice(linear_weight)]
+    fingerprints = all_gather(torch.tensor(numbers, device=linear_weight.device), group)
+    is_equal = (fingerprints == fingerprints[0]).all(0).tolist()[:-1]
+    differ = {name: value for (name, value), equal in zip(arguments.items(), is_equal, strict=True) if not equal}
     if differ:
         raise ValueError(
             f"the processes of the group were given different values of {', '.join(differ)}: rank {group.rank()} has "
             f"{differ}"
         )
     refuse_equal_slices(
-        [mark or None for mark in marks[:, -1].tolist()], "linear_weight", "linear_weight.chunk(n)[rank]"
+        [fingerprint or None for fingerprint in fingerprints[:, -1].tolist()],
+        "linear_weight",
+        "linear_weight.chunk(n)[rank]",
     )
 
 
-def _mark_of_slice(linear_weight: Tensor) -> int:
+def _fingerprint_of_slice(linear_weight: Tensor) -> int:
     """Return a number made from a few entries of the slice; 0 if its rows are equal (zeros, padding) or not numbers:
     such slices may be equal."""
     rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
     entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
     is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
-    return 0 if is_constant else _number(entries.tolist())
+    return 0 if is_constant else _hash_value(entries.tolist())
 
 
-def _number(value: Any) -> int:
+def _hash_value(value: Any) -> int:
     """Equal for equal values, in every process."""
     return int.from_bytes(hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:7], "big")
 
@@ -154,17 +156,17 @@ def _number(value: Any) -> int:
 # ------------------------------------------------------------------------------------------- sequence parallelism
 
 
-def _whole_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
+def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
     """(..., S, H) of which `x` is this process's share, (..., S / processes, H). Its gradient is summed over the
     processes and given back in shares."""
     if x.dim() < 2:
         raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
-    whole: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
-    return whole
+    full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
+    return full
 
 
 def _gather_sequence(x: Tensor, group: str) -> Tensor:
-    shares = gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
+    shares = all_gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
     return shares.movedim(0, -3).flatten(-3, -2).contiguous()
 
 
@@ -189,8 +191,8 @@ def _register() -> None:
         ctx.group = inputs[1]
 
     schema = "(Tensor x, str group) -> Tensor"
-    define("scatter_sequence", schema, _scatter_sequence, lambda x, group: shape(x, group, False))
-    define(
+    register_operator("scatter_sequence", schema, _scatter_sequence, lambda x, group: shape(x, group, False))
+    register_operator(
         "gather_sequence",
         schema,
         _gather_sequence,

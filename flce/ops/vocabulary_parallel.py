@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.state import RowResults, results_of_state
-from flce.core.numbers import integer
+from flce.backends.formulas import RowResults, results_from_state
+from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
-from flce.core.shard import Shard, bounds
-from flce.engine.shards import put_together, received, sent_to_all
-from flce.engine.vectors import looks_at_values
+from flce.core.shard import Shard, shard_bounds
+from flce.engine.shards import gather_shard_results, merge_shard_results, unpack_shard_results
+from flce.engine.vectors import can_read_values
 
 
-def shard_of(
+def shard_from_group(
     cols: int, vocab_size: int | None, process_group: Any, what: str = "logits", sequence_parallel: bool = False
 ) -> Shard:
     """What a process of the group has with `cols` columns; `vocab_size` None: all have equally many.
@@ -35,9 +35,9 @@ def shard_of(
     """
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
-    total, start = all_classes(cols, vocab_size, process_group), rank * cols
+    total, start = total_vocab_size(cols, vocab_size, process_group), rank * cols
     if vocab_size is not None:
-        start, stop = bounds(total, size, rank)
+        start, stop = shard_bounds(total, size, rank)
         if stop - start != cols:
             raise ValueError(
                 f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={total} (as "
@@ -69,24 +69,24 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
     )
 
 
-def refuse_equal_slices(marks: Sequence[Hashable | None], name: str, own: str) -> None:
-    """ValueError, in all processes, if two of them have the same mark of their slice; None is not compared.
+def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own: str) -> None:
+    """ValueError, in all processes, if two of them have the same fingerprint of their slice; None is not compared.
 
     Args:
-        marks: one for each rank.
+        fingerprints: one for each rank.
         name: of the argument.
         own: the slice of a process, in code.
     """
-    for rank, mark in enumerate(marks):
-        first = marks.index(mark)
-        if mark is not None and first < rank:
+    for rank, fingerprint in enumerate(fingerprints):
+        first = fingerprints.index(fingerprint)
+        if fingerprint is not None and first < rank:
             raise ValueError(
                 f"ranks {first} and {rank} of the group were given equal slices of {name}, probably all classes in "
                 f"each. Give each process its own classes, {own}, and the number of all classes as vocab_size"
             )
 
 
-def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
+def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> int:
     """V of a group in which this process has `cols` columns; `vocab_size` None: all have equally many.
 
     Raises:
@@ -95,13 +95,13 @@ def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
     """
     if vocab_size is None:
         return cols * process_group.size()
-    vocab_size = integer("vocab_size", vocab_size, "None or an int")
+    vocab_size = check_int("vocab_size", vocab_size, "None or an int")
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be positive, got {vocab_size}")
     return vocab_size
 
 
-def results_of_all(
+def merge_results(
     state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
 ) -> RowResults:
     """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
@@ -114,17 +114,17 @@ def results_of_all(
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
-    sent, names = sent_to_all(results_of_state(state, spec, cols, weight_sum), cols, shard)
-    widths, expected = sent[:, -1], shard.widths(sent)
-    if looks_at_values(sent.device) and not torch.equal(widths, expected):
+    sent, names = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
+    widths, expected = sent[:, -1], shard.local_vocab_sizes(sent)
+    if can_read_values(sent.device) and not torch.equal(widths, expected):
         raise ValueError(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
-    shards = received(sent, names, shard)
-    if looks_at_values(sent.device):
+    shards = unpack_shard_results(sent, names, shard)
+    if can_read_values(sent.device):
         refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
-    return put_together(shards, target, class_weight, shard)
+    return merge_shard_results(shards, target, class_weight, shard)
 
 
 def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
@@ -136,8 +136,10 @@ def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> No
     """
     is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
     numbers = torch.cat((offsets, log_sums), 1).tolist()
-    marks = [None if constant else (*mark,) for constant, mark in zip(is_constant, numbers, strict=True)]
-    refuse_equal_slices(marks, "logits", "logits.chunk(n, -1)[rank]")
+    fingerprints = [
+        None if constant else (*fingerprint,) for constant, fingerprint in zip(is_constant, numbers, strict=True)
+    ]
+    refuse_equal_slices(fingerprints, "logits", "logits.chunk(n, -1)[rank]")
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
@@ -166,7 +168,7 @@ def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
     return local, logits.device_mesh.get_group(by_class[0]), logits.shape[-1]
 
 
-def local_vector(x: Any, name: str) -> Any:
+def local_tensor(x: Any, name: str) -> Any:
     """The values of a DTensor that is replicated; anything else itself."""
     if not is_dtensor(x):
         return x

@@ -10,18 +10,18 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from flce.core.numbers import integer
+from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
-from flce.core.shard import Split
+from flce.core.shard import HeadSplit
 from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import AllClasses, slice_spec
-from flce.engine.top import Top
+from flce.engine.shards import FullVocab, shard_spec
+from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
 # Vectors of a number for each process and token that are alive at once while results are put together, beside what the
 # processes have sent: of the three numbers of any loss, and of more.
-MERGING, MERGING_MORE = 4, 7
+MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Collective:
         return f"{self.calls} {self.operation}{'s' * (self.calls > 1)} of {self.what} ({self.bytes / 2**20:.1f} MiB)"
 
 
-def split_of(shards: int | None, sequence_parallel: bool, num_tokens: int) -> Split | None:
+def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSplit | None:
     """The arguments of `flce.plan`, checked."""
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
@@ -51,7 +51,7 @@ def split_of(shards: int | None, sequence_parallel: bool, num_tokens: int) -> Sp
         if sequence_parallel:
             raise ValueError("sequence_parallel=True needs shards, the number of processes")
         return None
-    shards = integer("shards", shards, "None or an int")
+    shards = check_int("shards", shards, "None or an int")
     if shards < 1:
         raise ValueError(f"shards must be positive, got {shards}")
     if sequence_parallel and num_tokens % shards:
@@ -59,7 +59,7 @@ def split_of(shards: int | None, sequence_parallel: bool, num_tokens: int) -> Sp
             f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have equally "
             f"many, got {num_tokens}"
         )
-    return Split(shards, sequence_parallel)
+    return HeadSplit(shards, sequence_parallel)
 
 
 class Tally:
@@ -90,54 +90,54 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 7."""
-    return 2 + len(slice_spec(spec).stats) + bool(spec.label_smoothing)
+    """Numbers of a token that each process sends, see `VocabShard.merge_results`: 3 to 7."""
+    return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
 
 
 @dataclass
-class CountingSlice(AllClasses):
-    """In the place of a `Slice`, in a rehearsal: counts what it sends and the memory that this takes."""
+class CountingShard(FullVocab):
+    """In the place of a `VocabShard`, in a rehearsal: counts what it sends and the memory that this takes."""
 
-    split: Split = field(kw_only=True)
+    split: HeadSplit = field(kw_only=True)
     tally: Tally = field(kw_only=True)
 
-    divided = True
+    is_sharded = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        p, rows = self.full_problem, self.rows.num_rows
+        p, rows = self.full_problem, self.full_selection.num_rows
         # What is known of the slice alone: targets, and in forward results.
         if self.out is not None:
-            self._local = vectors.allocate(replace(p, spec=slice_spec(p.spec)), rows, self.arena)
+            self._local = vectors.allocate_outputs(replace(p, spec=shard_spec(p.spec)), rows, self.arena)
         self._targets = self.arena.new((rows,), torch.int64)
         self._begun: set[int] = set()
 
-    def complete(self, part: slice) -> None:
-        rows, processes = part.stop - part.start, self.split.processes
+    def merge_results(self, part: slice) -> None:
+        rows, processes = part.stop - part.start, self.split.num_processes
         spec, itemsize = self.full_problem.spec, self.normalizer.dtype.itemsize
         numbers = numbers_sent(spec)
         sent = processes * (numbers * rows + 1) * itemsize
         self.tally.add("all-gather", f"{numbers} numbers a token", sent)
-        merging = (MERGING if numbers == 3 else MERGING_MORE) * processes
-        cast(CountingArena, self.arena).for_a_moment(sent + (numbers + merging) * rows * itemsize)
+        merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes
+        cast(CountingArena, self.arena).count_temporary(sent + (numbers + merging) * rows * itemsize)
 
-    def complete_factors(self, part: slice, factors: Tensor) -> None:
-        self.complete(part)
+    def merge_factors(self, part: slice, factors: Tensor) -> None:
+        self.merge_results(part)
 
-    def begin_sum(self, term: int, share: Tensor) -> None:
+    def start_dx_sum(self, term: int, share: Tensor) -> None:
         self._begun.add(term)
-        if self.split.processes > 1 and not self.split.sequence_parallel:
+        if self.split.num_processes > 1 and not self.split.sequence_parallel:
             self.tally.add("all-reduce", "gradients of inputs", share.nbytes)
 
-    def finish_sum(self, term: int, grad: Tensor) -> None:
+    def finish_dx_sum(self, term: int, grad: Tensor) -> None:
         if term not in self._begun:
-            self.begin_sum(term, grad)
+            self.start_dx_sum(term, grad)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def sum_over_processes(self, x: Tensor) -> Tensor:
         self.tally.add("all-reduce", "logits of candidates", x.nbytes)
         return x
 
-    def complete_top(self, top: Top) -> Top:
-        for x in (top.logits, top.ids):
-            self.tally.add("all-gather", "largest logits", self.split.processes * x.nbytes)
-        return top
+    def merge_top_k(self, top_k: TopK) -> TopK:
+        for x in (top_k.logits, top_k.ids):
+            self.tally.add("all-gather", "largest logits", self.split.num_processes * x.nbytes)
+        return top_k

@@ -1,12 +1,14 @@
 """The plan of a call that has no budget, by a rule.
 
-* All tokens are one chunk where their logits take at most `Defaults.one_chunk`: then no gradient is summed over chunks.
-  More are cut into chunks of `Defaults.chunk`, so that the workspace does not grow with their number. Where tokens are
+* All tokens are one chunk where their logits take at most `DefaultBytes.one_chunk`: then no gradient is summed over
+chunks.
+  More are cut into chunks of `DefaultBytes.chunk`, so that the workspace does not grow with their number. Where tokens
+  are
   not too many, exponentials are borrowed from the weight gradient.
 * Where no gradient of a weight is summed, a large chunk gains little. A frozen head takes the chunks of
   `_frozen_rows`. ``reduction="none"`` takes the smallest blocks of classes that are nearly as fast as the fastest, and
   of plans that take no more than these the fastest. Results of tokens keep `PER_TOKEN_BYTES`.
-* ``strategy="vocab"`` takes blocks of a quarter of `Defaults.chunk`.
+* ``strategy="vocab"`` takes blocks of a quarter of `DefaultBytes.chunk`.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunk
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
-from flce.planning.plan import ChunkPlan, fastest_near, plan_of, smallest_near
+from flce.planning.plan import ChunkPlan, fastest_near, plan_for_size, smallest_near
 
 # What the smallest plan may take of time, times the fastest.
-WITHIN = 1.03
-# Results of tokens take no more than this, if there is such a plan; of those the smallest within WITHIN_SMALL. Larger
+MAX_SLOWDOWN = 1.03
+# Results of tokens take no more than this, if there is such a plan; of those the smallest within TOKEN_SLOWDOWN. Larger
 # blocks are no faster in fact: 16384 x 1024 x 151936 takes 1.17 of its products with 1057 MiB, 1.12 with 352 (H200).
 PER_TOKEN_BYTES = 512 << 20
-WITHIN_SMALL = 1.005
+TOKEN_SLOWDOWN = 1.005
 # Classes of a block among which the smallest is chosen.
-LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
+CANDIDATE_BLOCK_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
 # N / H, at most, with which exponentials are borrowed. With more tokens there is little to borrow. Borrowing takes no
 # more time where it takes less memory:
 #
@@ -38,7 +40,7 @@ LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32
 # | 4096 x 4096 x 128256    | 1.05     | 1.05         |
 # | 2048 x 4096 x 128256    | 1.07     | 1.13         |
 # | 8192 x 3584 x 152064    | 1.02     | 1.04         |
-BORROWED_RATIO = 4
+MAX_BORROWED_RATIO = 4
 # Of the time in which a product of a frozen head reads the weight, what it may have too little to multiply in.
 READ_SHARE = 0.9
 
@@ -50,41 +52,44 @@ def default_plan(c: Case) -> ChunkPlan:
         entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
         if strategy == "vocab":
             entries = c.chunk_rows * _default_cols(c)
-        return plan_of(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
+        return plan_for_size(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
     if strategy == "vocab":
-        return plan_of(c, Blocks, _default_cols(c))
-    rows, chosen = c.options.chunk_rows, c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu"
-    if chosen and not c.needs.weights[0]:
-        return _chunks(c, min(c.num_tokens, _frozen_rows(c)))
-    plan = _chunks(c, c.equal_rows(rows or _default_rows(c)))
-    if chosen and plan.deferred and strategy == "auto":
+        return plan_for_size(c, Blocks, _default_cols(c))
+    rows, has_default_rows = (
+        c.options.chunk_rows,
+        c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu",
+    )
+    if has_default_rows and not c.needs.weights[0]:
+        return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
+    plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
+    if has_default_rows and plan.deferred and strategy == "auto":
         # Logits are made twice in any case, and blocks of classes sum no gradient of a weight. They sum that of inputs,
         # which takes more where tokens are very many.
-        blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
+        blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         if not isinstance(c.spec, LogprobSpec):
-            return fastest_near(smallest_near(plans, WITHIN), plans)
+            return fastest_near(smallest_near(plans, MAX_SLOWDOWN), plans)
         small = [other for other in plans if other.workspace_bytes <= PER_TOKEN_BYTES]
-        return smallest_near(small, WITHIN_SMALL) if small else min(plans, key=lambda other: other.workspace_bytes)
+        return smallest_near(small, TOKEN_SLOWDOWN) if small else min(plans, key=lambda other: other.workspace_bytes)
     at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
-    if not (at_once and Borrowed.sizes(c)) or c.num_tokens > BORROWED_RATIO * c.hidden_sizes[0]:
+    if not (at_once and Borrowed.sizes(c)) or c.num_tokens > MAX_BORROWED_RATIO * c.hidden_sizes[0]:
         return plan
     # The float32 gradient of the inputs takes memory, too.
-    borrowing = (plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
+    borrowing = (plan_for_size(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
     return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
 
 
-def _chunks(c: Case, rows: int) -> ChunkPlan:
+def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     """The plan of chunks of `rows` tokens."""
-    few, dtypes = c.few_logits and rows >= c.num_tokens, c.dtypes(False)
+    few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
-    plan = next(plan_of(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
-    if few or type(plan.schedule) is not Chunks or not dtypes.wider_logits or c.options.chunk_rows is not None:
+    plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
+    if few or type(plan.schedule) is not Chunks or not dtypes.has_wider_logits or c.options.chunk_rows is not None:
         return plan
     # Float32 logits of a whole chunk take twice what their gradient does. Fewer rows take no more, with sums of dW.
     extra = rows * padded_cols(c.vocab_size) * (dtypes.logits.itemsize - dtypes.logits_grad.itemsize)
-    fewer = [c.equal_rows(max(ROW_MULTIPLE, rows // parts)) for parts in (2, 4)]
-    plans = [plan, *(plan_of(c, Chunks, size) for size in fewer)]
+    fewer = [c.equal_chunk_rows(max(ROW_MULTIPLE, rows // parts)) for parts in (2, 4)]
+    plans = [plan, *(plan_for_size(c, Chunks, size) for size in fewer)]
     small = (other for other in plans if other.workspace_bytes <= plan.workspace_bytes - extra + BLOCK_BYTES)
     return next(small, min(plans, key=lambda other: other.workspace_bytes))
 
@@ -95,7 +100,7 @@ def _default_rows(c: Case) -> int:
         return STATISTICS_ROWS
     per_row = padded_cols(c.vocab_size) * _entry_bytes(c)
     if c.dtype.itemsize >= 4:
-        limit = c.defaults.no_sum
+        limit = c.defaults.chunk_without_sum
     elif c.num_tokens * per_row <= c.defaults.one_chunk:
         limit = c.defaults.one_chunk
     else:
@@ -106,14 +111,14 @@ def _default_rows(c: Case) -> int:
 def _entry_bytes(c: Case) -> int:
     """Bytes that a chunk takes for a class of a token."""
     dtypes = c.dtypes(False)
-    gradient = c.spec.reduction == "none" or c.unnormalized or c.in_blocks
+    gradient = c.spec.reduction == "none" or c.has_unnormalized_products or c.has_block_exponentials
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 
 def _default_cols(c: Case) -> int:
     """Classes of a block with all tokens. It takes a quarter of the memory of a chunk: `vocab` is for saving memory.
     With fewer tokens it is no wider: its weight gradient has to be summed over them."""
-    cols = c.chunk_entries // 4 // max(1, c.num_tokens)
+    cols = c.logits_per_chunk // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 
@@ -127,11 +132,11 @@ def _frozen_rows(c: Case) -> int:
     # | these rows        | 1.015 | 1.024 | 1.017 | 0.999 |
     # | half of them      | 1.09  | 1.03  | 1.09  | 1.03  |
     # | other numbers     | 1.02 to 1.14, in no order     |
-    limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
+    limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.chunk_without_sum
     rates = cost_model.rates(c.device)
-    tall, wide = rates.block
+    tall, wide = rates.block_shape
     rows = max(1, int(0.97 * c.device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
     flops = rates.half_flops if c.dtype.itemsize < 4 else rates.wide_flops
-    rows *= ceil_div(int(READ_SHARE * flops / rates.operands * c.dtype.itemsize / 2), rows)
+    rows *= ceil_div(int(READ_SHARE * flops / rates.operand_bandwidth * c.dtype.itemsize / 2), rows)
     most = limit // (padded_cols(c.vocab_size) * _entry_bytes(c))
     return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)

@@ -17,18 +17,18 @@ from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec
 from flce.engine import per_token, vectors
 from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
+from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
 from flce.engine.selection import Selection
-from flce.engine.stage import Stage
 from flce.planning import cost_model
-from flce.planning.collectives import Collective, CountingSlice, Tally
+from flce.planning.collectives import Collective, CountingShard, Tally
 
 # About the number of borrowed blocks that a count looks at.
-SAMPLES = 6
+BLOCK_SAMPLES = 6
 
 
 @dataclass(frozen=True)
-class Count:
+class PlanCosts:
     workspace_bytes: int
     """Peak of memory above the inputs and the returned gradients, over forward and backward."""
     retained_workspace_bytes: int
@@ -40,29 +40,29 @@ class Count:
     collectives: tuple[Collective, ...]
 
 
-def count(plan: Plan) -> Count:
+def count_costs(plan: Plan) -> PlanCosts:
     """What the plan takes. Its own code runs, on tensors without values."""
     c, arena = plan.case, CountingArena()
-    meter = Meter(c, arena)
+    meter = CountingBackend(c, arena)
     with private.disable_current_modes(), private.disable_torch_function(), torch.no_grad():
-        grads = rehearse(plan, Runtime(cast(Any, meter), arena, CountingStage))
+        grads = dry_run_passes(plan, Runtime(cast(Any, meter), arena, CountingContext))
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
-        arena.for_a_moment(eager.SCALING_BYTES)
+        arena.count_temporary(eager.SCALING_BYTES)
     if c.split is not None and c.split.sequence_parallel:
         for size, needed in zip(c.hidden_sizes, c.needs.inputs, strict=True):
-            whole = c.num_tokens * size * c.dtype.itemsize
-            meter.tally.add("all-gather", "inputs", whole)
+            input_bytes = c.num_tokens * size * c.dtype.itemsize
+            meter.tally.add("all-gather", "inputs", input_bytes)
             if needed:
-                meter.tally.add("reduce-scatter", "gradients of inputs", whole)
-    workspace = arena.peak - c.returned_bytes
+                meter.tally.add("reduce-scatter", "gradients of inputs", input_bytes)
+    workspace = arena.peak_bytes - c.returned_bytes
     if not plan.deferred:  # Those that are scaled in place are copied instead.
         saved = grads[: sum(c.needs.flat)]
         grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
-    retained = arena.peak - c.returned_bytes
-    return Count(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
+    retained = arena.peak_bytes - c.returned_bytes
+    return PlanCosts(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
 
 
-def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
+def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     """Forward and backward of a call, as `ops.linear_cross_entropy` makes them, on operands without values.
 
     The gradients are returned, with all memory in the arena."""
@@ -70,28 +70,28 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
     c, arena = plan.case, runtime.arena
     n, accum = c.num_tokens, accumulation_dtype(c.dtype)
 
-    def given(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
+    def new_operand(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=arena.device)
 
     # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, their targets, and their
     # results at their places among all.
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
-    terms = tuple(LinearTerm(given(n, size), given(c.vocab_size, size)) for size in c.hidden_sizes)
+    terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
-    selection = AllRows(problem, index, arena=arena, kept=[])
+    selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
-        selection.kept.extend((selection.target, vectors.allocate(problem, n, arena)))
+        selection.live_vectors.extend((selection.target, vectors.allocate_outputs(problem, n, arena)))
     runtime = runtime._replace(select=lambda *_: selection)
     if isinstance(c.spec, LogprobSpec):
-        return _rehearse_per_token(problem, plan, runtime, c.spec.candidates)
-    result = forward(problem, plan, plan.makes_gradients, runtime)
+        return _dry_run_token_passes(problem, plan, runtime, c.spec.candidates)
+    result = forward(problem, plan, plan.has_forward_gradients, runtime)
     if plan.deferred:
-        upstream = given(*([n] if c.spec.reduction == "none" else []), dtype=accum)
-        return backward(problem, plan, result.rows.normalizer, upstream, runtime)
+        upstream = new_operand(*([n] if c.spec.reduction == "none" else []), dtype=accum)
+        return backward(problem, plan, result.outputs.normalizer, upstream, runtime)
     grads = result.grads
     del result
-    selection.kept.clear()
+    selection.live_vectors.clear()
     # They are multiplied by the upstream gradient, and cast.
     scaled = [g for g in grads if not _is_scaled_in_place(g, plan)]
     return [*grads, *(arena.new(g.shape, c.dtype if g.dim() == 2 else g.dtype) for g in scaled)]
@@ -99,11 +99,11 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
 
 def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
     """Return whether backward multiplies a gradient by the upstream gradient in the gradient's own memory."""
-    in_units = plan.dtypes.logits_grad == torch.float16
-    return not in_units and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
+    has_gradient_scale = plan.dtypes.logits_grad == torch.float16
+    return not has_gradient_scale and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
 
 
-def _rehearse_per_token(
+def _dry_run_token_passes(
     problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime, num_candidates: int
 ) -> list[Tensor]:
     """Forward and, if the plan is of gradients, backward. Forward is that of another plan, which takes as long."""
@@ -117,8 +117,8 @@ def _rehearse_per_token(
         return arena.new((n,), accum)
 
     of_candidates = arena.new((n, num_candidates), accum) if num_candidates else None
-    kept = per_token.Kept(arena.new((contract.normalizer_slots(problem.spec), n), accum), vector(), of_candidates)
-    upstream = per_token.Upstream(vector(), vector(), vector(), of_candidates)
+    kept = per_token.SavedRows(arena.new((contract.normalizer_slots(problem.spec), n), accum), vector(), of_candidates)
+    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), of_candidates)
     return per_token.backward(problem, plan, candidates, kept, upstream, runtime)
 
 
@@ -127,10 +127,10 @@ class AllRows(Selection):
     """All rows, gathered or not. Their vectors are kept to the end of both passes."""
 
     arena: Arena
-    kept: list[Any]
+    live_vectors: list[Any]
 
-    def scatter(self, out: RowOutputs) -> RowOutputs:
-        self.kept.append(out)
+    def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
+        self.live_vectors.append(out)
         return out
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -138,23 +138,23 @@ class AllRows(Selection):
         return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
 
 
-class Meter:
+class CountingBackend:
     """Adds up the time of what is launched. It stands for a backend, too."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops, self.tally = c, 0.0, 0.0, Tally()
-        self.scratch, self.rates = arena.for_a_moment, cost_model.rates(c.device)
+        self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
-    def product(self, m: int, n: int, k: int) -> None:
+    def add_product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
-        self.seconds += cost_model.product(self.case.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
 
-    def moved(self, *tensors: Tensor, launches: int = 1) -> None:
+    def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """A pass that reads or writes each of these."""
         self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.rates.bandwidth
-        self.seconds += launches * self.rates.launch
+        self.seconds += launches * self.rates.launch_seconds
 
-    def repeated(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
+    def repeat_tiles(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
         """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
         what the next needs, in `host` seconds."""
         for item, times in items:
@@ -166,10 +166,10 @@ class Meter:
 
     # ----------------------------------------------------------------------------- as a backend, see `Backend`
 
-    def _pass(self, tile: Tensor, grad: Tensor | None = None, keep: bool = False) -> None:
-        self.moved(tile, *(() if grad is None else (grad,)))
+    def _pass(self, tile: Tensor, grad: Tensor | None = None, keep_logits: bool = False) -> None:
+        self.add_pass(tile, *(() if grad is None else (grad,)))
         if self.case.backend == "torch":
-            self.scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep))
+            self.add_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Three numbers, which are not counted."""
@@ -178,10 +178,10 @@ class Meter:
         return (*rows.losses, None)
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        self.moved(out)
+        self.add_pass(out)
 
     def statistics(self, logits: Tensor, call: TileCall, *args: Any) -> None:
-        self._pass(logits, keep=call.tile.keep)
+        self._pass(logits, keep_logits=call.tile.keep_logits)
 
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
@@ -192,116 +192,124 @@ class Meter:
         self._pass(exps, exps)
 
     def product_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
-        self.product(len(x), len(weight), x.shape[1])
-        self.moved(launches=1)
-        self.scratch(contract.product_scratch_bytes(len(x), len(weight), contract.product_planes(self.case.spec)))
+        self.add_product(len(x), len(weight), x.shape[1])
+        self.add_pass(launches=1)
+        self.add_scratch(
+            contract.product_scratch_bytes(len(x), len(weight), contract.num_product_planes(self.case.spec))
+        )
 
     def product_gradient(self, x: Tensor, weight: Tensor, *args: Any) -> None:
-        self.product(len(x), len(weight), x.shape[1])
-        self.moved(launches=1)
+        self.add_product(len(x), len(weight), x.shape[1])
+        self.add_pass(launches=1)
 
     def product_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
         for tile in exps:
-            self.product(len(x), tile.shape[1], x.shape[1])
-        self.moved(launches=10)
-        self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
+            self.add_product(len(x), tile.shape[1], x.shape[1])
+        self.add_pass(launches=10)
+        self.add_scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """A row of the weight for each of the ids."""
         self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.rates.bandwidth
-        self.moved(x)
-        self._entries(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
+        self.add_pass(x)
+        self._add_entry_scratch(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
-        self.moved(ids, values, out)
-        self._entries(ids, ids.shape[1])
+        self.add_pass(ids, values, out)
+        self._add_entry_scratch(ids, ids.shape[1])
 
-    def _entries(self, ids: Tensor, numbers: int) -> None:
+    def _add_entry_scratch(self, ids: Tensor, numbers: int) -> None:
         """What so many numbers for each of the ids take for a moment."""
         if self.case.backend == "torch":
             row_bytes = ids.shape[1] * numbers * accumulation_dtype(self.case.dtype).itemsize
-            self.scratch(row_bytes * eager.slab_rows(self.case.device_type, len(ids), row_bytes, 1))
+            self.add_scratch(row_bytes * eager.slab_rows(self.case.device_type, len(ids), row_bytes, 1))
 
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
-        self.moved(ids, values)
+        self.add_pass(ids, values)
 
     def combine_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
-        self.moved(x, out)
+        self.add_pass(x, out)
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
-            self.product(len(grad), grad.shape[1], len(tile))
+            self.add_product(len(grad), grad.shape[1], len(tile))
         self.add_target_terms(grads)
 
     def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
-        self.product(len(grad), grad.shape[1], len(dlogits))
+        self.add_product(len(grad), grad.shape[1], len(dlogits))
 
     def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
-        self.moved(launches=4)
-        self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
+        self.add_pass(launches=4)
+        self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
 
-class CountingStage(Stage):
-    """A stage that measures what it is asked for. Its loops are shortened, see `_shortened`."""
+class CountingContext(PassContext):
+    """A stage that measures what it is asked for. Its loops are shortened, see `_sample_equal_tiles`."""
 
     def __post_init__(self) -> None:
-        self._meter, c = cast(Meter, self.backend), self.split
+        self._meter, c = cast(CountingBackend, self.backend), self.vocab
         if self._meter.case.split is not None:
-            fields = c.full_problem, c.rows, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.split = CountingSlice(*fields, split=self._meter.case.split, tally=self._meter.tally)
+            fields = c.full_problem, c.full_selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
+            self.vocab = CountingShard(*fields, split=self._meter.case.split, tally=self._meter.tally)
         super().__post_init__()
 
     def chunks(self, step: int) -> Iterator[slice]:
-        return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.rates.host)
+        return self._meter.repeat_tiles(
+            _sample_equal_tiles(0, self.selection.num_rows, step), self._meter.rates.host_seconds_per_tile
+        )
 
     def blocks(
-        self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
+        self, step: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
-        others = _shortened(first[-1].stop if first else start, stop, step)
-        return self._meter.repeated(itertools.chain(_sampled(first), others), self._meter.rates.host)
+        others = _sample_equal_tiles(leading_blocks[-1].stop if leading_blocks else start, stop, step)
+        return self._meter.repeat_tiles(
+            itertools.chain(_sample_blocks(leading_blocks), others), self._meter.rates.host_seconds_per_tile
+        )
 
     def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
-        return self._meter.repeated(_shortened(start, stop, step), self._meter.rates.host_block)
+        return self._meter.repeat_tiles(
+            _sample_equal_tiles(start, stop, step), self._meter.rates.host_seconds_per_block
+        )
 
     def round(self, x: Tensor, out: Tensor) -> None:
-        self._meter.moved(x, out)
+        self._meter.add_pass(x, out)
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
-        self._meter.moved(out, out)
+        self._meter.add_pass(out, out)
 
-    def put_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
-        self._meter.moved(x, *[x] * (1 + add))
+    def scatter_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
+        self._meter.add_pass(x, *[x] * (1 + add))
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
-        self._meter.moved(x)
+        self._meter.add_pass(x)
 
-    def collect(self, logits: Tensor, part: slice, cols: slice) -> None:
-        if self.top is not None:
-            self._meter.moved(logits, launches=5)
+    def collect_top_k(self, logits: Tensor, part: slice, cols: slice) -> None:
+        if self.top_k is not None:
+            self._meter.add_pass(logits, launches=5)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         (m, k), n = a.shape, b.shape[1]
-        self._meter.product(m, n, k)
+        self._meter.add_product(m, n, k)
         if accumulate or out.element_size() > a.element_size():
-            self._meter.moved(*[out] * (1 + accumulate), launches=0)
-        self._meter.scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))
+            self._meter.add_pass(*[out] * (1 + accumulate), launches=0)
+        self._meter.add_scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))
 
 
-def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
+def _sample_equal_tiles(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
     """Pieces of `step`, each with the number of pieces that it stands for: the second stands for all whole ones between
     the first and the last."""
-    whole, rest = divmod(stop - start, max(1, step))
-    numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
+    num_full, rest = divmod(stop - start, max(1, step))
+    numbers = {0: 1, 1: num_full - 2, num_full - 1: 1} if num_full > 2 else dict.fromkeys(range(num_full), 1)
     for number, times in numbers.items():
         yield slice(start + number * step, start + (number + 1) * step), times
     if rest:
         yield slice(stop - rest, stop), 1
 
 
-def _sampled(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
+def _sample_blocks(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
     """Some of the blocks, which become smaller: each stands for all classes up to the next."""
-    step = max(1, len(blocks) // SAMPLES)
+    step = max(1, len(blocks) // BLOCK_SAMPLES)
     for number in range(0, len(blocks), step):
         block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]
         yield block, (last.stop - block.start) / (block.stop - block.start)

@@ -10,7 +10,7 @@ from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
 from flce.engine.schedules import Schedule
 from flce.planning.collectives import Collective
-from flce.planning.dry_run import Count, count
+from flce.planning.dry_run import PlanCosts, count_costs
 
 
 class ChunkPlan(Plan):
@@ -26,34 +26,34 @@ class ChunkPlan(Plan):
         return named
 
     @functools.cached_property
-    def _count(self) -> Count:
-        return count(self)
+    def _costs(self) -> PlanCosts:
+        return count_costs(self)
 
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
-        return self._count.workspace_bytes
+        return self._costs.workspace_bytes
 
     @property
     def retained_workspace_bytes(self) -> int:
         """The same for a backward with ``retain_graph=True``, which leaves gradients that forward made with the graph,
         and returns copies of them."""
-        return self._count.retained_workspace_bytes
+        return self._costs.retained_workspace_bytes
 
     @property
     def flops(self) -> int:
         """Work of the matrix products of forward and backward."""
-        return self._count.flops
+        return self._costs.flops
 
     @property
     def seconds(self) -> float:
         """An estimate for the device, with nothing else to do, and without `collectives`."""
-        return self._count.seconds
+        return self._costs.seconds
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """What the processes of a divided head tell each other, over forward and backward."""
-        return self._count.collectives
+        return self._costs.collectives
 
     def __str__(self) -> str:
         c = self.case
@@ -68,13 +68,13 @@ class ChunkPlan(Plan):
         )
 
 
-def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
+def plan_for_size(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
     """The plan of a call with a schedule of some size."""
     without = "vocab" if c.options.strategy == "vocab" else "tokens"
-    return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+    return _cached_plan(c, kind.strategy if c.needs.any else without, kind.from_size(c, size))
 
 
-_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
+_cached_plan = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
 
 
 def fastest_near(chosen: ChunkPlan, plans: Sequence[ChunkPlan]) -> ChunkPlan:

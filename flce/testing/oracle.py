@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # The most logits that are made at once: half a GiB, several times.
-MOST_LOGITS = 1 << 26
+MAX_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def oracle(
     upstream = upstream.expand(target.shape).reshape(-1)
 
     parts: list[dict[str, Tensor]] = []
-    for tokens in torch.arange(len(y), device=y.device).split(max(1, MOST_LOGITS // max(1, num_classes))):
+    for tokens in torch.arange(len(y), device=y.device).split(max(1, MAX_LOGITS // max(1, num_classes))):
         x = _leaf(input.reshape(-1, input.shape[-1])[tokens])
         sides = [_leaf(a.reshape(-1, a.shape[-1])[tokens]) for a, _ in adapters]
         with torch.enable_grad():
@@ -149,11 +149,11 @@ def oracle(
             (upstream[tokens][rows] * (ce / divisor + zl / z_divisor)).sum().backward()
         with torch.no_grad():
             found = {"ce": ce, "zl": zl, "lse": lse, "logprob": z_target - lse, **_statistics(z_valid, lse, y_valid)}
-            part = {name: _placed(values.detach(), rows, len(tokens)) for name, values in found.items()}
+            part = {name: _scatter_rows(values.detach(), rows, len(tokens)) for name, values in found.items()}
             parts.append({**part, "x": _grad(x), **{f"a{k}": _grad(side) for k, side in enumerate(sides)}})
 
-    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    per_position = {name: values.view(target.shape) for name, values in whole.items() if values.dim() == 1}
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    per_position = {name: values.view(target.shape) for name, values in joined.items() if values.dim() == 1}
     ce, zl = per_position["ce"], per_position["zl"]
     if reduction != "none":
         ce, zl = ce.sum(), zl.sum()
@@ -165,10 +165,10 @@ def oracle(
         entropy=per_position["entropy"],
         argmax=per_position["argmax"].masked_fill(~is_valid, -1),
         correct=per_position["correct"],
-        grad_input=whole["x"].view(input.shape),
+        grad_input=joined["x"].view(input.shape),
         grad_weight=input.new_empty(0) if w is None else _grad(w),
         grad_bias=None if b is None else _grad(b),
-        grad_adapters=[(whole[f"a{k}"].view(a.shape), _grad(ups[k])) for k, (a, _) in enumerate(adapters)],
+        grad_adapters=[(joined[f"a{k}"].view(a.shape), _grad(ups[k])) for k, (a, _) in enumerate(adapters)],
         grad_token_weight=None if per_token is None else _grad(per_token).view(target.shape),
     )
 
@@ -181,7 +181,7 @@ def _grad(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _placed(values: Tensor, rows: Tensor, count: int) -> Tensor:
+def _scatter_rows(values: Tensor, rows: Tensor, count: int) -> Tensor:
     """The values at these of `count` rows; zero or False elsewhere."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_put((rows,), values)
 

@@ -14,7 +14,7 @@ import torch
 
 import flce
 from flce.backends import choose_backend, has_product
-from flce.core.devices import device_name, device_record, devices
+from flce.core.devices import device_name, device_record, list_devices
 
 BACKENDS = ("triton", "torch")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -28,10 +28,10 @@ VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE", "TRITON_I
 # --- devices ---
 
 
-def devices_of_a_kind() -> tuple[list[torch.device], dict[torch.device, torch.device]]:
+def distinct_devices() -> tuple[list[torch.device], dict[torch.device, torch.device]]:
     """One device of each name, and those that are as one of them."""
     first: dict[str, torch.device] = {}
-    there = {device: first.setdefault(device_name(device), device) for device in devices()}
+    there = {device: first.setdefault(device_name(device), device) for device in list_devices()}
     return list(first.values()), {device: kept for device, kept in there.items() if kept != device}
 
 
@@ -53,14 +53,14 @@ def why_no_backend(device: torch.device, backend: str) -> str | None:
     """Why a backend cannot run on a device; None: it can."""
     if backend == "torch":
         return None
-    with chosen(""):  # by flce, whatever the user has asked for
+    with use_backend(""):  # by flce, whatever the user has asked for
         if choose_backend(device).name != backend:
-            return choose_backend(device).why
+            return choose_backend(device).reason
     return "Triton's interpreter is for tests" if device.type == "cpu" else None
 
 
 @contextlib.contextmanager
-def chosen(backend: str) -> Iterator[None]:
+def use_backend(backend: str) -> Iterator[None]:
     """Within it every call takes this backend; "": the one that flce chooses."""
     before = os.environ.get("FLCE_BACKEND")
     os.environ["FLCE_BACKEND"] = backend
@@ -74,7 +74,7 @@ def chosen(backend: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
+def use_threads(number: int) -> Iterator[None]:
     """Within it PyTorch uses this number on a CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
@@ -108,7 +108,7 @@ def environment() -> dict[str, Any]:
         "packages": packages | versions(packages),
         "cuda": torch.version.cuda,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "devices": [device_facts(device) for device in devices()],
+        "devices": [device_facts(device) for device in list_devices()],
     }
 
 
@@ -137,7 +137,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     except ValueError as error:  # FLCE_BACKEND asks for what cannot be, or the profile is wrong
         return facts | {"backend": None, "why": str(error)}
     facts |= {"kind": record.name, "profile": record.profile}
-    return facts | {"why": choose_backend(device).why, "logits_in_registers": has_product(device)}
+    return facts | {"why": choose_backend(device).reason, "logits_in_registers": has_product(device)}
 
 
 def cpu_name() -> str:

@@ -22,13 +22,13 @@ Formula = Callable[..., int]
 _formulas: dict[Any, Formula] = {}
 
 
-def declare(name: str, formula: Formula) -> None:
+def register_formula(name: str, formula: Formula) -> None:
     """``formula(*arguments, out_val=result)`` is the number of flops of a call of ``flce::name``."""
     _formulas[getattr(torch.ops.flce, name)] = formula
     _register()
 
 
-def tell_active_counters() -> None:
+def update_active_counters() -> None:
     """Give the formulas to the flop counters that run, before an operator is called.
 
     Importing PyTorch's counter imports Triton, which takes as long as all else together. So this package does not. A

@@ -11,18 +11,18 @@ from flce.core import private
 FunctionT = TypeVar("FunctionT", bound=Any)
 
 # Frames that the compiler has not been told of yet, and whether what they call is left to Python too.
-_untold: list[tuple[CodeType, bool]] = []
+_unmarked: list[tuple[CodeType, bool]] = []
 
 
-def not_compiled(function: FunctionT) -> FunctionT:
+def skip_frame(function: FunctionT) -> FunctionT:
     """The function's own frame is never the beginning of a graph. What it calls may be. See `mark_frames`."""
-    _untold.append((function.__code__, False))
+    _unmarked.append((function.__code__, False))
     return function
 
 
-def never_compiled(function: FunctionT) -> FunctionT:
+def skip_frame_and_callees(function: FunctionT) -> FunctionT:
     """Neither the function's own frame nor what it calls is ever the beginning of a graph. See `mark_frames`."""
-    _untold.append((function.__code__, True))
+    _unmarked.append((function.__code__, True))
     return function
 
 
@@ -31,12 +31,12 @@ def mark_frames() -> None:
 
     What torch.compiler.disable does in the end, without the second that importing torch._dynamo takes.
     """
-    while _untold:
+    while _unmarked:
         with contextlib.suppress(IndexError):  # another thread may take the last one
-            private.skip_frames(*_untold.pop())
+            private.skip_frames(*_unmarked.pop())
 
 
-def graph_may_end() -> bool:
+def can_break_graph() -> bool:
     """Within a trace: whether the compiler may end the graph here, rather than fail (``fullgraph=True``).
 
     The compiler calls this while it traces, and takes the result for a constant.
@@ -54,12 +54,12 @@ def is_transformed() -> bool:
 
 def is_in_transform() -> bool:
     """Whether this code runs in a transform of ``torch.func`` or in ``torch.autograd.forward_ad.dual_level()``."""
-    return bool(private.forward_mode._current_level >= 0) or private.peek_interpreter_stack() is not None
+    return bool(private.forward_ad._current_level >= 0) or private.peek_interpreter_stack() is not None
 
 
-def is_differentiated_forward() -> bool:
+def is_in_forward_ad() -> bool:
     """Whether this code runs within ``torch.autograd.forward_ad.dual_level()``."""
-    return bool(private.forward_mode._current_level >= 0)
+    return bool(private.forward_ad._current_level >= 0)
 
 
 def is_exported() -> bool:
@@ -67,5 +67,5 @@ def is_exported() -> bool:
     return bool(private.is_exporting())
 
 
-for _function in (graph_may_end, is_transformed, is_in_transform, is_differentiated_forward, is_exported):
+for _function in (can_break_graph, is_transformed, is_in_transform, is_in_forward_ad, is_exported):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result

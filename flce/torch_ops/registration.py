@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from flce.core.numbers import constant
-from flce.torch_ops.frames import mark_frames, never_compiled
+from flce.core.numbers import specialize
+from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
 
 
-def define(
+def register_operator(
     name: str,
     schema: str,
     implementation: Callable[..., Any],
@@ -34,30 +34,30 @@ def define(
         mark_frames()
         setup_context(ctx, inputs, output)
 
-    torch.library.register_autograd(f"flce::{name}", never_compiled(backward), setup_context=prepare)
+    torch.library.register_autograd(f"flce::{name}", skip_frame_and_callees(backward), setup_context=prepare)
 
 
-def as_text(*records: Any) -> str:
-    """Dataclasses of constants as one argument of an operator: JSON, of which `from_text` makes equal ones."""
-    return _json([{f.name: constant(getattr(record, f.name)) for f in fields(record)} for record in records])
+def to_json(*records: Any) -> str:
+    """Dataclasses of constants as one argument of an operator: JSON, of which `from_json` makes equal ones."""
+    return _encode([{f.name: specialize(getattr(record, f.name)) for f in fields(record)} for record in records])
 
 
-def _json(values: Any) -> str:
+def _encode(values: Any) -> str:
     return _encoder.encode(values)
 
 
 _encoder = json.JSONEncoder(default=str)  # which is for dtypes
-_json._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+_encode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
 @functools.lru_cache(maxsize=1024)
-def from_text(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `as_text` was given, of these classes."""
+def from_json(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `to_json` was given, of these classes."""
     pairs = zip(kinds, json.loads(text), strict=True)
-    return tuple(kind(**{name: _of_json(value) for name, value in values.items()}) for kind, values in pairs)
+    return tuple(kind(**{name: _decode_value(value) for name, value in values.items()}) for kind, values in pairs)
 
 
-def _of_json(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     is_dtype = isinstance(value, str) and value.startswith("torch.")

@@ -26,9 +26,9 @@ def is_batched(x: Tensor) -> bool:
     return private.is_batchedtensor(x) or private.is_legacy_batchedtensor(x)
 
 
-def for_each(function: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Sequence[Tensor]:
+def map_over_batch(function: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Sequence[Tensor]:
     """``function(*upstream)``, where some of `upstream` may be batches of the older kind, for which an operator with
-    lists among its arguments can have no rule. For the newer one see `register_loop`."""
+    lists among its arguments can have no rule. For the newer one see `register_vmap_loop`."""
     batched = {k: t for k, t in enumerate(upstream) if t is not None and private.is_legacy_batchedtensor(t)}
     if not batched:
         return function(*upstream)
@@ -45,7 +45,7 @@ def for_each(function: Callable[..., Sequence[Tensor]], *upstream: Tensor | None
     )
 
 
-def register_loop(name: str) -> None:
+def register_vmap_loop(name: str) -> None:
     """A rule for the newer kind: ``flce::name``, which changes no argument, is called for each element."""
     packet = getattr(torch.ops.flce, name)
 

@@ -22,14 +22,14 @@ from flce.core.problem import LossSpec, Needs
 from flce.engine.borrowing import exponential_tiles
 from flce.engine.case import Case
 from flce.engine.schedules.chunks import DeferredChunks
-from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
+from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests import forced, interpreted_bfloat16
 from tests.forced import force
-from tests.helpers import check, least_unless_kept, pairs, plan_for
-from tests.hopper import as_on_hopper, case_on_hopper, misplaced
+from tests.helpers import check, least_budget_unless_accepted, parametrize_pairs, plan_for
+from tests.hopper import case_on_hopper, misaligned, plan_as_on_hopper
 
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
@@ -40,8 +40,8 @@ KINDS = (Unnormalized, Borrowed)  # and `Recomputed`, which is one of the first
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
     if not CUDA:
-        interpreted_bfloat16.mend(monkeypatch)
-    yield from as_on_hopper(monkeypatch)
+        interpreted_bfloat16.fix_interpreter(monkeypatch)
+    yield from plan_as_on_hopper(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 37, 64], grads=["xw", "xwt", "x", "w"])
+@parametrize_pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 37, 64], grads=["xw", "xwt", "x", "w"])
 def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, device: torch.device) -> None:
     problem = problem_of(device, **EXTRAS[extras])
     options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
@@ -290,7 +290,7 @@ def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **opti
 @pytest.mark.parametrize(
     "tokens, count, extras",
     [
-        *((tokens, count, "plain") for tokens, count in zip((40, 130, 70), COUNTS, strict=True)),
+        *((tokens, count, "plain") for tokens, count in zip((40, 130, 70), BORROWED_TILE_COUNTS, strict=True)),
         (130, 1, "all"),
         (70, 3, "all"),
         (40, 1, "one gradient"),
@@ -324,7 +324,9 @@ def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeyp
     assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
 
 
-@pairs(way=["usual", "borrowed", "recomputed"], logits_dtype=[None, torch.float32], tokens=[1, 70], skip=[False, True])
+@parametrize_pairs(
+    way=["usual", "borrowed", "recomputed"], logits_dtype=[None, torch.float32], tokens=[1, 70], skip=[False, True]
+)
 def test_operands_without_descriptors(
     way: str,
     logits_dtype: torch.dtype | None,
@@ -341,7 +343,7 @@ def test_operands_without_descriptors(
         options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
     elif way == "recomputed":
         force(monkeypatch, lambda c: Recomputed(32, 1051, 768))
-    weight, x = (misplaced(monkeypatch, t) for t in (problem.linear_weight, problem.input))
+    weight, x = (misaligned(monkeypatch, t) for t in (problem.linear_weight, problem.input))
     for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
@@ -394,7 +396,7 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
         return made
 
     budget = 1 + int(share * 2 * tokens * vocab)
-    least = least_unless_kept(budget, functools.partial(plan, strategy=strategy))
+    least = least_budget_unless_accepted(budget, functools.partial(plan, strategy=strategy))
     if least is None:
         return
     if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
@@ -409,22 +411,22 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
     tokens=st.integers(1, 20000),
     hidden=st.integers(1, 1024).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
-    count=st.sampled_from(COUNTS),
+    count=st.sampled_from(BORROWED_TILE_COUNTS),
 )
 def test_where_borrowed_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
     """Where nothing is written before they have been read: behind no class of theirs, and apart."""
     own, *tiles = exponential_tiles(tokens, hidden, vocab, count)
     assert own.start == 0
-    assert own.place is None
+    assert own.borrowed_class is None
     assert len(tiles) in (0, count)
     stop, free = own.stop, 0
     for tile in tiles:
         assert tile.start == stop < tile.stop
         assert stop % 256 == 0
-        assert tile.place is not None
-        assert free <= tile.place
+        assert tile.borrowed_class is not None
+        assert free <= tile.borrowed_class
         room = -(-(tile.stop - tile.start) // 64) * 64
-        free = tile.place + -(-tokens * room // hidden)
+        free = tile.borrowed_class + -(-tokens * room // hidden)
         assert free <= tile.start
         stop = tile.stop
     assert stop == vocab
@@ -470,10 +472,17 @@ def test_classes_that_are_recomputed(
             for rows in (2048, 8192)
         ),
         ((4096, 768, 50257), "xw", False, lambda c: Unnormalized(2048)),
-        *(((4096, 4096, 50257), grads, False, forced.borrowed(n)) for grads in ("xw", "w") for n in COUNTS),
+        *(
+            ((4096, 4096, 50257), grads, False, forced.borrowed(n))
+            for grads in ("xw", "w")
+            for n in BORROWED_TILE_COUNTS
+        ),
         ((8192, 4096, 33024), "xw", False, forced.borrowed(1)),
-        *(((16384, 1024, 151936), "xw", False, lambda c, rows=rows: Recomputed.sized(c, rows)) for rows in (640, 1280)),
-        ((8192, 2048, 128256), "w", False, lambda c: Recomputed.sized(c, 640)),
+        *(
+            ((16384, 1024, 151936), "xw", False, lambda c, rows=rows: Recomputed.from_size(c, rows))
+            for rows in (640, 1280)
+        ),
+        ((8192, 2048, 128256), "w", False, lambda c: Recomputed.from_size(c, 640)),
     ],
 )
 def test_promise(

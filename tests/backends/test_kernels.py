@@ -15,10 +15,10 @@ from torch import Tensor
 
 from flce.backends.contract import RowOutputs, Tile
 from flce.backends.eager import TorchBackend
-from flce.backends.state import finish
+from flce.backends.formulas import write_state_results
 from flce.core.gemm import padded_cols
 from flce.core.problem import LossSpec
-from tests.extremes import every_extreme, has_a_softmax
+from tests.extremes import every_extreme, has_softmax
 from tests.helpers import allpairs
 from tests.tiles import Rows, assert_close, assert_same, random_rows
 
@@ -67,7 +67,7 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     def gradient_buffer(logits: Tensor, tile: Tile) -> Tensor:
         if grad_dtype in (None, logits.dtype):
             return logits
-        return logits.new_full((len(logits), tile.room), 55.0, dtype=grad_dtype)[:, : tile.cols]
+        return logits.new_full((len(logits), tile.accessible_cols), 55.0, dtype=grad_dtype)[:, : tile.cols]
 
     made = []
     for backend in (theirs, mine):
@@ -117,7 +117,7 @@ def test_a_gradient_over_wider_logits(
             memory[:, :cols] = logits
             apart = logits.new_empty(len(logits), padded_cols(cols), dtype=torch.float16)
             grad = (memory.view(torch.float16) if narrow else apart)[:, :cols]
-            whole = tile._replace(room=padded_cols(cols))
+            whole = tile._replace(accessible_cols=padded_cols(cols))
             rows.loss_and_gradient(backend, memory[:, :cols], grad, whole, rows.outputs())
             grads.append(grad)
         assert same_bits(grads[-1], grads[-2])
@@ -160,7 +160,7 @@ def test_rows_in_two_levels(
     """Rows of (outer, inner, cols) are those of (outer * inner, cols), and nothing between them is touched."""
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
     rows = random_rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
-    tile = Tile(0, 37, 37, room=37, keep=True)
+    tile = Tile(0, 37, 37, accessible_cols=37, keep_logits=True)
     expected, grad = rows.outputs(), torch.empty_like(rows.logits)
     rows.statistics(TorchBackend(), rows.logits, tile, None, expected)
     rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, rows.upstream)
@@ -176,7 +176,7 @@ def test_rows_in_two_levels(
         if layout != "in place":
             grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
             mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
-        rows.gradient(backend, logits, mine, Tile(0, 37, 37, room=37), out.normalizer, rows.upstream)
+        rows.gradient(backend, logits, mine, Tile(0, 37, 37, accessible_cols=37), out.normalizer, rows.upstream)
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
         factor = torch.ones_like(rows.upstream)
         factor[2::3] = 0.25
@@ -337,7 +337,7 @@ def test_dtypes(
 def extreme_rows(dtype: torch.dtype, device: torch.device, defined: bool, **spec: Any) -> Rows:
     """Those that have a softmax, or the others, each with a target or two of its four."""
     logits, target = (t[::3] for t in every_extreme(37))
-    some = has_a_softmax(logits) == defined
+    some = has_softmax(logits) == defined
     plain = random_rows(int(some.sum()), 37, dtype, device, stats=STATS if defined else ("logprob",), **spec)
     inputs = plain.inputs._replace(target=target[some].to(device))
     return replace(plain, logits=logits[some].to(device, dtype), inputs=inputs)
@@ -447,13 +447,13 @@ def check_rows_anywhere(
 ) -> None:
     """As from PyTorch's backend in float64."""
     start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
-    tile = Tile(start, stop - start, rows.vocab, stop - start, shard=shard, keep=mode != "both")
+    tile = Tile(start, stop - start, rows.vocab, stop - start, is_shard=shard, keep_logits=mode != "both")
 
     def statistics(backend: Any, rows: Rows, logits: Tensor) -> RowOutputs:
         out, state = rows.outputs(), rows.state() if shard else None
         rows.statistics(backend, logits, tile, state, out)
         if state is not None:
-            finish(state, rows.call(tile, out))
+            write_state_results(state, rows.call(tile, out))
         return out
 
     wide = rows.in_float64()

@@ -27,7 +27,7 @@ from flce.testing.problem import Problem, make_problem, relative_error, run_fuse
 from tests import forced
 from tests.forced import force
 from tests.helpers import case_of, check, plan_for
-from tests.hopper import as_on_hopper, misplaced
+from tests.hopper import misaligned, plan_as_on_hopper
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float16]
@@ -36,7 +36,7 @@ HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 @pytest.fixture(autouse=True)
 def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    yield from as_on_hopper(monkeypatch)
+    yield from plan_as_on_hopper(monkeypatch)
 
 
 def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:
@@ -97,7 +97,7 @@ def test_no_gradient(device: torch.device) -> None:
 def test_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(device, DTYPES[0], leading=(20,), hidden=64, vocab=300)
     expected = run_fused(problem, grads="").loss
-    weight = misplaced(monkeypatch, problem.linear_weight)
+    weight = misaligned(monkeypatch, problem.linear_weight)
     mine = run_fused(replace(problem, linear_weight=weight), grads="").loss
     torch.testing.assert_close(mine, expected, rtol=1e-3, atol=0)
 
@@ -140,7 +140,7 @@ def test_an_option_that_products_do_not_know(device: torch.device) -> None:
 def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a product begins before its end, and waits for it: the same bits as one after the other."""
     from flce.backends.triton import product
-    from flce.backends.triton.launch import overlap
+    from flce.backends.triton.launch import overlap_options
 
     g = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
@@ -158,7 +158,7 @@ def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch)
         assert {type(plan.schedule) for plan in plans} >= {Unnormalized}
         return made
 
-    assert overlap(w.device)["OVERLAP"]
+    assert overlap_options(w.device)["OVERLAP"]
     overlapping = [results() for _ in range(3)]
     monkeypatch.setattr(product, "overlap", lambda device: {"OVERLAP": False})
     expected = results()

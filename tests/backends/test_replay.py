@@ -16,8 +16,8 @@ from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.statistics import Statistics
 from tests.forced import borrowed, force, unnormalized
-from tests.helpers import pairs
-from tests.hopper import as_on_hopper
+from tests.helpers import parametrize_pairs
+from tests.hopper import plan_as_on_hopper
 
 pytest.importorskip("triton")
 
@@ -53,11 +53,11 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     """On CPU tensors, as if they were on the GPU."""
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 7))
-    monkeypatch.setattr(private, "launches", streams)
-    monkeypatch.setattr(replay, "_replays", lambda device: True)
+    monkeypatch.setattr(private, "triton_driver", streams)
+    monkeypatch.setattr(replay, "_can_replay", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     yield Kernel()
-    replay.forget()
+    replay.clear()
 
 
 def aligned(*shape: int, offset: int = 0) -> Tensor:
@@ -164,10 +164,10 @@ def test_signatures_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPat
     def make(x: Tensor, size: int) -> Iterator[Launch]:
         yield Launch(kernel, (3,), {"x": x, "y": x, "size": size}, {"FLAG": True})
 
-    monkeypatch.setattr(replay, "MOST", 10)
+    monkeypatch.setattr(replay, "MAX_SIGNATURES", 10)
     for size in range(35):
         replay.run(make, aligned(4), size)
-        assert len(replay._ready) <= 10
+        assert len(replay._prepared) <= 10
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -188,13 +188,13 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     "Blocks": ("xw", 0.5, 7),  # two blocks
     "BlocksAroundSum": ("xw", 0.5, 9),  # three
     "ChunksOfBlocks": ("x", 0.5, 40),  # two chunks, 16 blocks of each
-    "Apart": ("xw", 0.5, 43),  # as many, and two blocks
+    "SeparatePasses": ("xw", 0.5, 43),  # as many, and two blocks
 }
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from as_on_hopper(monkeypatch)
+    yield from plan_as_on_hopper(monkeypatch)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -216,7 +216,7 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
         if name.startswith("Statistics"):
             return Statistics(40, 2048)
         sizes = kinds[name].sizes(c)
-        made = kinds[name].sized(c, sizes[int(share * (len(sizes) - 1))])
+        made = kinds[name].from_size(c, sizes[int(share * (len(sizes) - 1))])
         assert type(made) is kinds[name]
         return made
 
@@ -243,7 +243,7 @@ def test_every_schedule_has_a_number() -> None:
 
 
 @pytest.mark.gpu
-@pairs(
+@parametrize_pairs(
     tokens=[1, 64, 200, 513],
     vocab=[1000, 2048, 40000, 50257],
     hidden=[64, 768],
@@ -272,14 +272,14 @@ def test_kept_launches_on_cuda(
     if way != "planned" and options.get("reduction") != "none":
         force(monkeypatch, borrowed(1) if way == "borrowed" and vocab >= 40000 else unnormalized)
     for seed in range(2):
-        replay.forget()
+        replay.clear()
         anew = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
         between = torch.empty(1000 * (seed + 1), device="cuda")
         again = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
         del between
         for mine, other in zip(again, anew, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
-    assert replay._ready
+    assert replay._prepared
 
 
 def call(

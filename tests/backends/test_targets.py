@@ -14,7 +14,7 @@ import torch
 
 import flce
 from flce import backends
-from flce.core.device_record import KNOWN
+from flce.core.device_record import KNOWN_KINDS
 
 pytest.importorskip("triton")
 
@@ -45,7 +45,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """The machine has a GPU of this architecture."""
 
     def arch(name: str) -> None:
-        monkeypatch.setattr(backends, "device_record", lambda device: KNOWN["H200"]._replace(arch=name))
+        monkeypatch.setattr(backends, "device_record", lambda device: KNOWN_KINDS["H200"]._replace(arch=name))
         backends._choose.cache_clear()
 
     monkeypatch.delenv("FLCE_BACKEND", raising=False)
@@ -55,9 +55,9 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 def test_amd_takes_triton_when_told_to(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     has("gfx942")
-    assert not backends.has_product_of("triton", KNOWN["MI300X"])
-    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.choose_backend(CUDA).why
-    for there in (None, KNOWN["MI300X"]):
+    assert not backends.device_has_product("triton", KNOWN_KINDS["MI300X"])
+    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.choose_backend(CUDA).reason
+    for there in (None, KNOWN_KINDS["MI300X"]):
         monkeypatch.delenv("FLCE_BACKEND", raising=False)
         assert backends.choose_backend(CUDA, there).name == "torch"
         monkeypatch.setenv("FLCE_BACKEND", "triton")
@@ -77,7 +77,7 @@ def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytes
     has("sm_61")
     assert backends.choose_backend(CUDA).name == "torch"
     said = "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
-    assert backends.choose_backend(CUDA).why == said
+    assert backends.choose_backend(CUDA).reason == said
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
         backends.choose_backend(CUDA)
@@ -89,11 +89,11 @@ def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     """As many threads, at least a warp. AMD's compilers take no limit of registers, and RDNA has warps of 32."""
     found = SimpleNamespace()
     monkeypatch.setattr(launch, "device_record", lambda device: found.record)
-    found.record = KNOWN["RTX-3090"]
-    assert launch.threads(CUDA, 8, 64) == {"num_warps": 8, "maxnreg": 64}
-    found.record = KNOWN["MI300X"]
-    assert launch.threads(CUDA, 8, 64) == {"num_warps": 4}
-    assert launch.threads(CUDA, 1) == {"num_warps": 1}
-    assert launch.overlap(CUDA) == {"OVERLAP": False}
-    found.record = KNOWN["MI300X"]._replace(arch="gfx1100")
-    assert launch.threads(CUDA, 8, 64) == {"num_warps": 8}
+    found.record = KNOWN_KINDS["RTX-3090"]
+    assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8, "maxnreg": 64}
+    found.record = KNOWN_KINDS["MI300X"]
+    assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 4}
+    assert launch.thread_options(CUDA, 1) == {"num_warps": 1}
+    assert launch.overlap_options(CUDA) == {"OVERLAP": False}
+    found.record = KNOWN_KINDS["MI300X"]._replace(arch="gfx1100")
+    assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.device_plans import HEADS, TOKENS, over_products, planned
-from flce.core.device_record import KNOWN
+from benchmarks.device_plans import HEADS, TOKENS, planned, time_over_products
+from flce.core.device_record import KNOWN_KINDS
 
 WANTED = 1.15
-KINDS = [name for name, kind in KNOWN.items() if kind.flops_per_byte <= 210]
+KINDS = [name for name, kind in KNOWN_KINDS.items() if kind.flops_per_byte <= 210]
 WIDE = [name for name, head in HEADS.items() if head.hidden >= 2048]
 
 
 def times(models: list[str], frozen: bool, share: float) -> dict[tuple[str, str], float]:
     return {
-        (kind, model): over_products(planned(kind, HEADS[model], frozen, share)) for kind in KINDS for model in models
+        (kind, model): time_over_products(planned(kind, HEADS[model], frozen, share))
+        for kind in KINDS
+        for model in models
     }
 
 
@@ -42,5 +44,5 @@ def test_a_frozen_head_is_fast_from_some_width_on() -> None:
 def test_chunks_of_a_frozen_head_take_longer_than_its_weight_takes_to_be_read(kind: str, hidden: int) -> None:
     """One wave of blocks has 128 tokens on an L4 with H = 8192: reading the weight would take four times as long."""
     head = HEADS["Llama-3-8B"]._replace(hidden=hidden)
-    assert over_products(planned(kind, head, frozen=True)) <= 1.35
-    assert planned(kind, head, frozen=True).schedule.tiles(planned(kind, head, frozen=True).case)[0] < TOKENS / 4
+    assert time_over_products(planned(kind, head, frozen=True)) <= 1.35
+    assert planned(kind, head, frozen=True).schedule.tile_sizes(planned(kind, head, frozen=True).case)[0] < TOKENS / 4

@@ -19,7 +19,7 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 import flce
 from benchmarks import grpo
 from benchmarks.benchmark import save
-from benchmarks.cases import Effort, known
+from benchmarks.cases import Effort, select_contenders
 from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Completions, GrpoStep
 from benchmarks.models import build
 from benchmarks.runs import Run
@@ -38,7 +38,7 @@ def problem() -> tuple[Any, Completions]:
 
 
 def step_of(name: str, problem: tuple[Any, Completions], part: str) -> GrpoStep:
-    (contender,) = known(CONTENDERS, [name])
+    (contender,) = select_contenders(CONTENDERS, [name])
     return GrpoStep(*problem, part, contender)
 
 
@@ -108,7 +108,7 @@ def test_ours_is_not_trls_kernel(problem: tuple[Any, Completions], monkeypatch: 
         raise TypeError("a head of another kind")
 
     monkeypatch.setattr(integration, "patch_model", refuse)
-    (result,) = GRPO.measure(CASE, CPU, Effort(1, 1.0), known(CONTENDERS, ["ours"])).results[:1]
+    (result,) = GRPO.measure(CASE, CPU, Effort(1, 1.0), select_contenders(CONTENDERS, ["ours"])).results[:1]
     assert result.status == "failed"
     assert "NotFusedWarning: TRL's own kernel computes" in str(result.reason)
 
@@ -132,7 +132,8 @@ def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.
 
 def test_a_run(tmp_path: Any) -> None:
     """Its tables; and what is measured on a GPU."""
-    entries = [GRPO.measure(case, CPU, Effort(2, 1.0), known(CONTENDERS, ["ours", "trl", "stock"])) for case, _ in
+    entries = [GRPO.measure(case, CPU, Effort(2, 1.0), select_contenders(CONTENDERS, ["ours", "trl", "stock"])) for
+    case, _ in
                PRESETS["tiny"]()]  # fmt: skip
     save(Run("grpo", HEAD, entries), tmp_path / "run.json")
     run = GRPO.load(tmp_path / "run.json")

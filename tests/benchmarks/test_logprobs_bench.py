@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flce
 from benchmarks import cases, contenders, logprobs
-from benchmarks.cases import Effort, known
+from benchmarks.cases import Effort, select_contenders
 from benchmarks.logprobs import CONTENDERS, LOGPROBS, RULES, TARGETS, TINY
 from benchmarks.problem import OperatorProblem
 from benchmarks.runs import BenchResult, Entry, Run
@@ -55,7 +55,7 @@ def test_every_peer_is_compared():
 
 
 def step_of(name: str, problem: OperatorProblem) -> Any:
-    (contender,) = known(CONTENDERS, [name])
+    (contender,) = select_contenders(CONTENDERS, [name])
     return contender.prepare(problem)
 
 
@@ -94,7 +94,7 @@ def test_our_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plans_are_noted() -> None:
     """The larger of those of forward and of backward, of flce alone."""
     names = ("floor", "ours", "ours-all", "ours-forward")
-    entry = LOGPROBS.measure(TINY, CPU, Effort(1, 1.0), known(CONTENDERS, names))
+    entry = LOGPROBS.measure(TINY, CPU, Effort(1, 1.0), select_contenders(CONTENDERS, names))
     sizes = {result.contender: result.planned_bytes or 0 for result in entry.results}
     assert sizes["floor"] == 0
     assert sizes["ours-all"] > sizes["ours"] == sizes["ours-again"] >= sizes["ours-forward"] > 0

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.cases import Effort
 from benchmarks.measure import BenchMeter
-from benchmarks.row_calls import Calls, launched, make_region
+from benchmarks.row_calls import Calls, launched_region, make_region
 from benchmarks.rows import (
     CACHES,
     CONTENDERS,
@@ -100,7 +100,7 @@ def test_what_comes_before_is_not_timed():
         return index
 
     calls = Calls(2, lambda i, ready: log.append(f"timed {i} {ready}"), ahead, lambda: log.append("restore"))
-    region = launched(calls)
+    region = launched_region(calls)
     for _ in range(2):
         log.clear()
         with region.turn(BenchMeter(CPU)):

@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 from benchmarks import small_card
-from benchmarks.cases import Effort, known
+from benchmarks.cases import Effort, select_contenders
 from benchmarks.models import CONTENDERS
 from benchmarks.small_card import CASES, CLOSE, KIND, MULTIPLE, SMALL_CARD, TINY, longest, predicted, table
 from flce.core import devices
-from flce.core.device_record import KNOWN
-from tests.hopper import forget_devices, instead_of_a_gpu
+from flce.core.device_record import KNOWN_KINDS
+from tests.hopper import clear_device_caches, fake_h100
 
 
 @pytest.mark.parametrize("limit", [8, 100, 9_920, 400_000])
@@ -40,7 +40,9 @@ def test_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where the peak of a step is bounded in the place of the memory of a device."""
     monkeypatch.setattr(small_card, "longest", lambda trains, guess: max(n for n in (guess, 192) if trains(n)))
     monkeypatch.setattr(small_card, "QUICK", 0.0)
-    entry = SMALL_CARD.measure(TINY[0], torch.device("cpu"), Effort(1, 0.0), known(CONTENDERS, ["ours", "stock"]))
+    entry = SMALL_CARD.measure(
+        TINY[0], torch.device("cpu"), Effort(1, 0.0), select_contenders(CONTENDERS, ["ours", "stock"])
+    )
     ours, stock = entry.results
     assert ours.status == stock.status == "ok", (ours.reason, stock.reason)
     assert (ours.tokens, stock.tokens) == (192, 64)
@@ -54,15 +56,15 @@ def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.Monke
     device = torch.device("cuda", 0)
     monkeypatch.setenv("FLCE_PROFILE", "")  # whose value comes back after the test, whatever happens
     monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
-    instead_of_a_gpu(monkeypatch, 80 << 30)
+    fake_h100(monkeypatch, 80 << 30)
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     try:
         SMALL_CARD.begin(device)
         record = devices.device_record(device)
     finally:
-        forget_devices()
-    assert record._replace(profile=None) == KNOWN[KIND]._replace(name="H100", memory=small_card.MEMORY)
+        clear_device_caches()
+    assert record._replace(profile=None) == KNOWN_KINDS[KIND]._replace(name="H100", memory=small_card.MEMORY)
     assert shares == [23 / 80]
 
 

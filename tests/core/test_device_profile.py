@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flce
-from flce.core.device_record import KNOWN
+from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
-from tests.hopper import forget_devices, instead_of_a_gpu
+from tests.hopper import clear_device_caches, fake_h100
 
 CUDA = torch.device("cuda")
 NAME = "NVIDIA H100 80GB HBM3"
@@ -21,9 +21,9 @@ NAME = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture(autouse=True)
 def an_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    instead_of_a_gpu(monkeypatch, 79 << 30)
+    fake_h100(monkeypatch, 79 << 30)
     yield
-    forget_devices()
+    clear_device_caches()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def planned(**how: Any) -> flce.ChunkPlan:
 def test_its_fields_are_those_of_the_device(file: Path, name: str) -> None:
     file.write_text(json.dumps({"name": name, "own_products": False, "memory": 23 << 30, "bandwidth": 1008e9}))
     found = device_record(CUDA)
-    changed = KNOWN["H100"]._replace(own_products=False, memory=23 << 30, bandwidth=1008e9, profile=str(file))
+    changed = KNOWN_KINDS["H100"]._replace(own_products=False, memory=23 << 30, bandwidth=1008e9, profile=str(file))
     assert found == changed
 
 

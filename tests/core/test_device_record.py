@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from flce.core.device_record import CAUTIOUS_RATIO, KNOWN, Device, device_told, known
+from flce.core.device_record import (
+    DEFAULT_FLOPS_PER_BYTE,
+    KNOWN_KINDS,
+    DeviceRecord,
+    record_from_properties,
+    record_of_kind,
+)
 
 
 def properties(name: str, major: int, minor: int, multiprocessors: int, gib: float, **others: Any) -> SimpleNamespace:
@@ -16,8 +22,8 @@ def properties(name: str, major: int, minor: int, multiprocessors: int, gib: flo
     return SimpleNamespace(name=name, major=major, minor=minor, **counts, **others)
 
 
-def told(*args: Any, hip: bool = False, **others: Any) -> Device:
-    return device_told(properties(*args, **others), hip)
+def told(*args: Any, hip: bool = False, **others: Any) -> DeviceRecord:
+    return record_from_properties(properties(*args, **others), hip)
 
 
 @pytest.mark.parametrize(
@@ -25,23 +31,23 @@ def told(*args: Any, hip: bool = False, **others: Any) -> Device:
     [("H200", 206), ("RTX-4090", 164), ("RTX-3090", 76), ("L4", 403), ("A100-80GB", 153), ("MI300X", 247)],
 )
 def test_flops_of_a_byte_are_those_of_the_data_sheets(name: str, flops_per_byte: int) -> None:
-    assert round(KNOWN[name].flops_per_byte) == flops_per_byte
+    assert round(KNOWN_KINDS[name].flops_per_byte) == flops_per_byte
 
 
 @pytest.mark.parametrize("written", ["RTX-4090", "rtx 4090", "RTX_4090", "Rtx4090"])
 def test_spaces_hyphens_and_case_are_ignored(written: str) -> None:
-    assert known(written) is KNOWN["RTX-4090"]
+    assert record_of_kind(written) is KNOWN_KINDS["RTX-4090"]
 
 
 def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
-    assert known("sm_90a") == KNOWN["H200"]._replace(memory=None)
-    assert known("sm_86") == KNOWN["A10"]._replace(memory=None)
-    newer, older = known("sm_103"), known("sm_75")
-    assert newer == KNOWN["B200"]._replace(memory=None, arch="sm_103")
-    assert older == KNOWN["A100-80GB"]._replace(memory=None, arch="sm_75")
-    near_hopper = known("sm_92")
-    assert near_hopper == KNOWN["H200"]._replace(memory=None, arch="sm_92", own_products=False)
-    assert (known("sm_"), known("H300")) == (None, None)
+    assert record_of_kind("sm_90a") == KNOWN_KINDS["H200"]._replace(memory=None)
+    assert record_of_kind("sm_86") == KNOWN_KINDS["A10"]._replace(memory=None)
+    newer, older = record_of_kind("sm_103"), record_of_kind("sm_75")
+    assert newer == KNOWN_KINDS["B200"]._replace(memory=None, arch="sm_103")
+    assert older == KNOWN_KINDS["A100-80GB"]._replace(memory=None, arch="sm_75")
+    near_hopper = record_of_kind("sm_92")
+    assert near_hopper == KNOWN_KINDS["H200"]._replace(memory=None, arch="sm_92", own_products=False)
+    assert (record_of_kind("sm_"), record_of_kind("H300")) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +62,8 @@ def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
 )
 def test_a_device_that_is_there_is_of_a_known_kind(name: str, kind: str, args: tuple[Any, ...]) -> None:
     """With the memory that this one has."""
-    assert told(name, *args) == KNOWN[kind]._replace(memory=int(args[-1] * 2**30))
-    assert told(name, *args)._replace(memory=None) == KNOWN[kind]._replace(memory=None)
+    assert told(name, *args) == KNOWN_KINDS[kind]._replace(memory=int(args[-1] * 2**30))
+    assert told(name, *args)._replace(memory=None) == KNOWN_KINDS[kind]._replace(memory=None)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +83,8 @@ def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
     assert (found.name, found.arch) == (name, f"sm_{args[0]}{args[1]}")
     assert (found.multiprocessors, found.shared_memory, found.cache) == (args[2], 101376, 7 << 20)
     assert found.memory == int(args[3] * 2**30)
-    assert found.flops_per_byte == pytest.approx(CAUTIOUS_RATIO)
-    like = known(found.arch)
+    assert found.flops_per_byte == pytest.approx(DEFAULT_FLOPS_PER_BYTE)
+    like = record_of_kind(found.arch)
     assert like is not None
     assert found.half_flops / found.multiprocessors == pytest.approx(like.half_flops / like.multiprocessors)
     assert found.own_products == (args[0] == 9)
@@ -86,6 +92,6 @@ def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
 
 def test_a_gpu_of_amd() -> None:
     args = "AMD Instinct MI300X", 9, 4, 304, 191.9
-    assert told(*args, hip=True, gcnArchName="gfx942:sramecc+:xnack-") == KNOWN["MI300X"]
+    assert told(*args, hip=True, gcnArchName="gfx942:sramecc+:xnack-") == KNOWN_KINDS["MI300X"]
     other = told("AMD Radeon PRO W7900", 11, 0, 96, 44.9, hip=True, gcnArchName="gfx1100")
-    assert (other.arch, other.capability, other.warp, other.own_products) == ("gfx1100", 0, 32, False)
+    assert (other.arch, other.capability, other.warp_size, other.own_products) == ("gfx1100", 0, 32, False)

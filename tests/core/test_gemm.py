@@ -35,7 +35,7 @@ def test_operands_that_are_cast_in_pieces(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of columns, of the inner dimension, and of rows."""
-    for bound in ("LEAST_CAST_BYTES", "MOST_CAST_BYTES"):
+    for bound in ("MIN_CAST_BYTES", "MAX_CAST_BYTES"):
         monkeypatch.setattr(gemm, bound, 5 * 4 * N)
     a, b, out = operands(*dtypes)
     for x, y, z in ((a, b, out), (b.t(), a.t(), out.t().contiguous()), (out, b.t(), a.float())):
@@ -109,13 +109,13 @@ def test_products_of_all_of_a_long_inner_dimension(k: int, dtype: torch.dtype) -
 def test_where_pytorch_has_no_float32_results_of_halves(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are cast in pieces, and these are counted."""
     a, b, out = torch.empty(4, 8, dtype=HALF), torch.empty(8, 16, dtype=HALF), torch.empty(4, 16)
-    assert gemm.has_float32_results(FLOAT)
+    assert gemm.can_output_dtype(FLOAT)
     assert gemm.scratch_bytes(a, b, out, False, "cuda") == 0
     if refused == "ROCm":
         monkeypatch.setattr(torch.version, "hip", "6.4")
-        assert gemm.has_float32_results(FLOAT) == (torch.torch_version.TorchVersion(torch.__version__) >= "2.10")
+        assert gemm.can_output_dtype(FLOAT) == (torch.torch_version.TorchVersion(torch.__version__) >= "2.10")
         monkeypatch.setattr(torch, "__version__", "2.9.1+rocm6.4")
     else:
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True))
-    assert not gemm.has_float32_results(FLOAT)
+    assert not gemm.can_output_dtype(FLOAT)
     assert gemm.scratch_bytes(a, b, out, False, "cuda") == 4 * (4 * 8 + 8 * 16)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.backends.contract import unknown_to_products
+from flce.backends.contract import unsupported_by_products
 from flce.core import callers, log
 from flce.core.problem import LossSpec
 from flce.engine import passes
@@ -61,7 +61,7 @@ def test_each_shape_once(told: Any, torch_backend: str) -> None:
         assert part in line
     assert "reduction='mean', gradients of input;" in line
     assert "logits in memory: no kernel" in line
-    assert line.endswith(new_shapes.ROUND)
+    assert line.endswith(new_shapes.DIRECT)
     for tokens in (6, 5, 6):
         call(tokens, classes)
     (other,) = told()
@@ -82,9 +82,9 @@ def test_a_watched_call_goes_through_the_operators(told: Any, torch_backend: str
         with _Nothing():
             call(5, classes)
     (line,) = told()
-    assert line.endswith(new_shapes.WATCHED)
+    assert line.endswith(new_shapes.DISPATCHED)
     call(5, classes)
-    assert [line.endswith(new_shapes.ROUND) for line in told()] == [True]
+    assert [line.endswith(new_shapes.DIRECT) for line in told()] == [True]
 
 
 def test_tracing_tells_nothing(told: Any, torch_backend: str) -> None:
@@ -117,8 +117,11 @@ def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_why_logits_are_in_memory() -> None:
-    assert unknown_to_products(LossSpec(softcap=30.0, stats=("lse",))) == []
-    assert unknown_to_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == ["argmax", "label_smoothing"]
+    assert unsupported_by_products(LossSpec(softcap=30.0, stats=("lse",))) == []
+    assert unsupported_by_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == [
+        "argmax",
+        "label_smoothing",
+    ]
     x, adapter = 64, (8,)
     for dtype, ranks, hidden, why in (
         (torch.float32, (), x, "float32"),
@@ -128,10 +131,10 @@ def test_why_logits_are_in_memory() -> None:
     ):
         c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
         here = replace(c, has_product=True)
-        said = here.why_not_in_registers
+        said = here.logits_in_memory_reason
         assert said is None if why is None else str(said).startswith(why)
         assert here.in_registers == (why is None)
-        assert "no kernel" in str(c.why_not_in_registers)
+        assert "no kernel" in str(c.logits_in_memory_reason)
 
 
 # ---------------------------------------------------------------------------------------------- the environment
@@ -173,7 +176,7 @@ def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.Mo
     logger = logging.Logger("made up")
     monkeypatch.setattr(log, "logger", logger)
     monkeypatch.setenv("FLCE_LOG", name)
-    log.follow_environment()
+    log.configure_from_environment()
     assert (logger.level, len(logger.handlers), logger.propagate) == (level, 1 if name else 0, not name)
 
 
@@ -234,7 +237,7 @@ def test_filters_have_the_last_word() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter(action)
             for _ in range(3):
-                callers.caller().warn("of this test alone", UserWarning, told)
+                callers.find_caller().warn("of this test alone", UserWarning, told)
                 with warnings.catch_warnings():
                     pass
         return len(caught)

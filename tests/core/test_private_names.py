@@ -53,7 +53,7 @@ def _is_private(path: str) -> bool:
 
 def test_this_version_has_them() -> None:
     importlib.import_module("torch.distributed.fsdp")
-    assert private.lacking() == []
+    assert private.incomplete_entries() == []
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,11 @@ def test_without(name: str, outcomes: dict[str, Any]) -> None:
     assert outcome["values"] == pytest.approx(outcome["stock"], rel=1e-5)
     (said,) = outcome["said"]
     assert entry.purpose in said
-    assert entry.without in said
+    assert entry.consequence in said
     assert entry.paths[0] in said
 
 
-REFUSED = [name for name, entry in private.NAMES.items() if entry.without.startswith("That raises RuntimeError")]
+REFUSED = [name for name, entry in private.NAMES.items() if entry.consequence.startswith("That raises RuntimeError")]
 
 
 @pytest.mark.parametrize("name", REFUSED)

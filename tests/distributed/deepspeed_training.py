@@ -337,7 +337,7 @@ def of_trl() -> None:
         return value
 
     stock, patched = tiny_llama(), tiny_llama()
-    flce.huggingface.trl.adding_head(utils.add_fused_lm_head, None)(patched, outputs=("entropy",))
+    flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(patched, outputs=("entropy",))
     results = [_train(engine_of(stock, FREED_AT_ONCE), LOSSES["labels"], False)]
     results.append(_train(engine_of(patched, FREED_AT_ONCE), loss_of_trl, False))
     _check_same(results[1], results[0])

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flce
-from flce.core.shard import bounds, gather
+from flce.core.shard import all_gather, shard_bounds
 from flce.engine import case
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
@@ -32,8 +32,8 @@ from flce.testing.oracle import OracleResult
 from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
 from tests import quick_interpreter
 from tests.helpers import STATS
-from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
-from tests.interpreted_bfloat16 import mend
+from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
+from tests.interpreted_bfloat16 import fix_interpreter
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,16 +66,16 @@ def device() -> torch.device:
     if dist.get_backend() == "gloo":
         for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "reduce_scatter_tensor"):
             if hasattr(dist, name):
-                setattr(dist, name, _through_the_cpu(getattr(dist, name)))
+                setattr(dist, name, _via_cpu(getattr(dist, name)))
     return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 
 
-class _Done:
+class _FinishedWork:
     def wait(self) -> None:
         pass
 
 
-def _through_the_cpu(collective: Any) -> Any:
+def _via_cpu(collective: Any) -> Any:
     """The first tensor is written."""
 
     @functools.wraps(collective)
@@ -83,19 +83,19 @@ def _through_the_cpu(collective: Any) -> Any:
         on_cpu = [out.cpu(), *(t.cpu() if isinstance(t, Tensor) else t for t in args)]
         collective(*on_cpu, **kwargs)
         out.copy_(on_cpu[0])
-        return _Done() if async_op else None
+        return _FinishedWork() if async_op else None
 
     return copied
 
 
-class Mine:
+class LocalShare:
     """What this process has of a problem, as leaves."""
 
     def __init__(self, p: Problem, group: Any, sequence_parallel: bool = False, slices: bool = False) -> None:
         self.p, self.group, self.sequence_parallel = p, group, sequence_parallel
         weight = p.linear_weight
         self.vocab_size = len(weight)
-        self.classes = slice(*bounds(self.vocab_size, group.size(), group.rank()))
+        self.classes = slice(*shard_bounds(self.vocab_size, group.size(), group.rank()))
         self.input = self.leaf(self.tokens(p.input))
         self.weight = self.leaf(weight[self.classes])
         self.bias = None if p.linear_bias is None else self.leaf(p.linear_bias[self.classes])
@@ -139,9 +139,9 @@ class Mine:
     def errors(self, expected: OracleResult) -> dict[str, float]:
         """Of all gradients, relative to those of all classes and tokens."""
 
-        def relative(got: Tensor | None, mine: Tensor, all_of_it: Tensor) -> float:
+        def relative(got: Tensor | None, local: Tensor, all_of_it: Tensor) -> float:
             assert got is not None
-            return float((got.double() - mine).norm() / all_of_it.norm().clamp(min=1e-6))
+            return float((got.double() - local).norm() / all_of_it.norm().clamp(min=1e-6))
 
         dx, dw = expected.grad_input, expected.grad_weight
         errors = {"dX": relative(self.input.grad, self.tokens(dx), dx)}
@@ -173,13 +173,13 @@ def check(
 ) -> list[Tensor]:
     """The loss, statistics and gradients of a call are those of the float64 oracle. Returns what must be the same, bit
     for bit, in all processes."""
-    mine, upstream = Mine(p, group, **how), upstream_of(p)
+    local, upstream = LocalShare(p, group, **how), upstream_of(p)
     stats = options.pop("stats", STATS)
-    out = mine.loss(stats=stats, options=flce.ChunkOptions(**options))
+    out = local.loss(stats=stats, options=flce.ChunkOptions(**options))
     out.loss.backward(upstream.to(out.loss.dtype))
-    whole = p.map(lambda t, letter: Mine.leaf(t) if letter == "t" else t)
-    expected = run_oracle(whole, grad_output=upstream)
-    errors = mine.errors(expected)
+    full_problem = p.map(lambda t, letter: LocalShare.leaf(t) if letter == "t" else t)
+    expected = run_oracle(full_problem, grad_output=upstream)
+    errors = local.errors(expected)
     for name in ("loss", *stats):
         errors[name] = relative_error(getattr(out, name), getattr(expected, name))
     wrong = {k: v for k, v in errors.items() if not v <= (limit if k[0] in "daBbt" else of_results)}
@@ -187,9 +187,9 @@ def check(
     return [out.loss.detach(), *(getattr(out, name) for name in stats)]
 
 
-def same_everywhere(values: list[Tensor], group: Any) -> None:
+def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
     for value in values:
-        for other in gather(value.contiguous(), group):
+        for other in all_gather(value.contiguous(), group):
             assert torch.equal(value, other) or bool(value.isnan().any())
 
 
@@ -206,7 +206,7 @@ def losses(group_name: str) -> None:
             kwargs = {**kwargs, "ignore_index": 1}
         p = problem((3, 4), 16, vocab, **kwargs)
         for slices in (False, True)[: 1 + (name in ("smoothing", "mean"))]:
-            same_everywhere(check(p, group, 1e-9, dict(options), slices=slices), group)
+            assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options), slices=slices), group)
     p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1, adapter_ranks=(3,), ignored=0.2)
     for options in OPTIONS:
         check(p, group, 1e-9, dict(options), sequence_parallel=True)
@@ -243,10 +243,10 @@ def padded_losses(group_name: str) -> None:
     ]
     for kwargs, options in itertools.product(kinds, OPTIONS):
         p = problem((3, 4), 16, 41, bias=True, **kwargs)
-        same_everywhere(check(padded(p, 20), group, 1e-9, dict(options)), group)
+        assert_equal_on_all_ranks(check(padded(p, 20), group, 1e-9, dict(options)), group)
         p = problem((3, 4), 16, 3, bias=True, **kwargs)
         p = replace(p, linear_bias=torch.full_like(p.linear_weight[:, 0], low))
-        same_everywhere(check(p, group, 1e-9, dict(options)), group)
+        assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options)), group)
 
 
 def token_results(group_name: str) -> None:
@@ -267,11 +267,11 @@ def token_results(group_name: str) -> None:
             temperature = (torch.rand(3, 8, dtype=torch.float64, generator=draw) + 0.5).to(device())
         p = problem((3, 8), 16, vocab, **kwargs)
         candidates = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
-        mine = Mine(p, group, sequence_parallel)
-        alone = Mine(p, _Alone())
+        local = LocalShare(p, group, sequence_parallel)
+        alone = LocalShare(p, _SingleProcessGroup())
 
         def call(
-            of: Mine,
+            of: LocalShare,
             how: dict[str, Any],
             candidates: Tensor = candidates,
             temperature: Any = temperature,
@@ -299,25 +299,25 @@ def token_results(group_name: str) -> None:
             total.backward()
             return out
 
-        got, expected = call(mine, mine.how), call(alone, {})
+        got, expected = call(local, local.how), call(alone, {})
         for field in fields(got):
             torch.testing.assert_close(
                 getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
             )
         pairs = [
-            (mine.input.grad, mine.tokens(_grad(alone.input))),
-            (mine.weight.grad, _grad(alone.weight)[mine.classes]),
+            (local.input.grad, local.tokens(_grad(alone.input))),
+            (local.weight.grad, _grad(alone.weight)[local.classes]),
         ]
-        if mine.bias is not None and alone.bias is not None:
-            pairs.append((mine.bias.grad, _grad(alone.bias)[mine.classes]))
-        for (a, b), (of_a, of_b) in zip(mine.adapters, alone.adapters, strict=True):
-            pairs += [(a.grad, mine.tokens(_grad(of_a))), (b.grad, _grad(of_b)[mine.classes])]
+        if local.bias is not None and alone.bias is not None:
+            pairs.append((local.bias.grad, _grad(alone.bias)[local.classes]))
+        for (a, b), (of_a, of_b) in zip(local.adapters, alone.adapters, strict=True):
+            pairs += [(a.grad, local.tokens(_grad(of_a))), (b.grad, _grad(of_b)[local.classes])]
         for gradient, right in pairs:
             torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-10)
 
 
-class _Alone:
-    """A group of one process, for `Mine`."""
+class _SingleProcessGroup:
+    """A group of one process, for `LocalShare`."""
 
     def size(self) -> int:
         return 1
@@ -334,28 +334,28 @@ def _grad(t: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _as_on_a_gpu(hopper: bool) -> Iterator[list[str]]:
     """Kernels under the interpreter, with the dtypes of a GPU; the names of the schedules that are taken."""
-    quick_interpreter.hasten()
+    quick_interpreter.speed_up_interpreter()
     taken: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLCE_BACKEND", "triton")
-        mend(patch)
-        whole = as_on_hopper(patch) if hopper else iter((None,))
+        fix_interpreter(patch)
+        whole = plan_as_on_hopper(patch) if hopper else iter((None,))
         next(whole)
         patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-        search.plan_of_call.cache_clear()
-        search.plan_of_slice.cache_clear()
-        plan_of = vars(linear_cross_entropy)["plan_of"]
+        search.plan_for_case.cache_clear()
+        search.plan_for_shard.cache_clear()
+        plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
 
         def noted(*args: Any) -> Any:
-            plan = plan_of(*args)
+            plan = plan_for_problem(*args)
             taken.append(type(plan.schedule).__name__)
             return plan
 
-        patch.setattr(linear_cross_entropy, "plan_of", noted)
+        patch.setattr(linear_cross_entropy, "plan_for_problem", noted)
         yield taken
         next(whole, None)
-    search.plan_of_call.cache_clear()
-    search.plan_of_slice.cache_clear()
+    search.plan_for_case.cache_clear()
+    search.plan_for_shard.cache_clear()
 
 
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -393,9 +393,9 @@ def gpu_schedules() -> list[str]:
                 check(p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, of_results=1e-5)
             if hopper:  # Processes with other numbers of classes, where the host looks at no values.
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("flce.ops.split_head.looks_at_values", lambda device: False)
+                    patch.setattr("flce.ops.split_head.can_read_values", lambda device: False)
                     p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
-                    x, weight = Mine.leaf(p.input), Mine.leaf(p.linear_weight)
+                    x, weight = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
                     for smoothing in (0.0, 0.1):  # by the kernel, and by PyTorch
                         how: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
                         loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **how)
@@ -410,7 +410,7 @@ def forced_schedules() -> None:
     def choose(kind: Any) -> Any:
         def make(c: Case) -> Schedule:
             sizes = kind.sizes(c)
-            return kind.sized(c, sizes[min(8, len(sizes)) - 1])
+            return kind.from_size(c, sizes[min(8, len(sizes)) - 1])
 
         return make
 
@@ -429,19 +429,19 @@ def compiled() -> None:
     """One graph."""
     p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1)
     for sequence_parallel in (False, True):
-        mine, again = (Mine(p, groups()["all"], sequence_parallel, slices=True) for _ in range(2))
-        mine.loss().backward()
+        local, again = (LocalShare(p, groups()["all"], sequence_parallel, slices=True) for _ in range(2))
+        local.loss().backward()
         torch.compile(again.loss, fullgraph=True, backend="aot_eager")().backward()
-        for got, right in ((again.input, mine.input), (again.weight, mine.weight)):
+        for got, right in ((again.input, local.input), (again.weight, local.weight)):
             assert torch.equal(_grad(got), _grad(right))
 
 
 def repeatable() -> None:
     """The same bits from run to run."""
     p = problem((2, 8), 16, 41, dtype=torch.float32)
-    first, second = (Mine(p, groups()["all"]) for _ in range(2))
-    for mine in (first, second):
-        mine.loss().backward()
+    first, second = (LocalShare(p, groups()["all"]) for _ in range(2))
+    for local in (first, second):
+        local.loss().backward()
     assert torch.equal(_grad(first.input), _grad(second.input))
     assert torch.equal(_grad(first.weight), _grad(second.weight))
 
@@ -451,7 +451,7 @@ def sequence_first() -> None:
     group = groups()["all"]
     p = problem((3, 8), 16, 41)  # (B, S, H)
     x = p.input.transpose(0, 1).chunk(group.size())[group.rank()]
-    x, weight = Mine.leaf(x), Mine(p, group).weight
+    x, weight = LocalShare.leaf(x), LocalShare(p, group).weight
     loss = flce.fused_linear_cross_entropy(
         x.flatten(0, 1), weight, p.target.t().flatten(), process_group=group, vocab_size=41, sequence_parallel=True
     )
@@ -465,8 +465,8 @@ def sequence_first() -> None:
 def wrong_arguments() -> None:
     group, rank = groups()["all"], dist.get_rank()
     p = problem((3, 4), 16, 41)
-    mine = Mine(p, group)
-    call = functools.partial(flce.fused_linear_cross_entropy, mine.input, mine.weight, p.target)
+    local = LocalShare(p, group)
+    call = functools.partial(flce.fused_linear_cross_entropy, local.input, local.weight, p.target)
     for how, given in (
         ({"vocab_size": 41}, "^vocab_size=41 needs a"),
         ({"sequence_parallel": True}, "^sequence_parallel=True needs a"),
@@ -484,7 +484,7 @@ def wrong_arguments() -> None:
         call(process_group=group, vocab_size=0)
     with pytest.raises(ValueError, match="class-index targets"):
         flce.fused_linear_cross_entropy(
-            mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **mine.how
+            local.input, local.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **local.how
         )
     # What `dist.new_group` gives to processes that are not in it.
     others: Any = dist.GroupMember.NON_GROUP_MEMBER
@@ -492,16 +492,16 @@ def wrong_arguments() -> None:
         call(process_group=others)
     how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
     with pytest.raises(ValueError, match="must have this process in it"):
-        flce.linear_logprobs(mine.input, mine.weight, None, **how)
+        flce.linear_logprobs(local.input, local.weight, None, **how)
     with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
-        flce.linear_logprobs(mine.input, mine.weight, p.target, top_k=42, **mine.how)
+        flce.linear_logprobs(local.input, local.weight, p.target, top_k=42, **local.how)
     nothing = torch.ones((), dtype=torch.float64, device=device())
     with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
-        call(weight=nothing, **mine.how)
+        call(weight=nothing, **local.how)
     with pytest.raises(ValueError, match=r"adapters\[0\]\[1\] must have shape"):
-        call(adapters=[(mine.input, nothing)], **mine.how)
+        call(adapters=[(local.input, nothing)], **local.how)
     # Gathers would lose a tangent.
-    shares = Mine(problem((3, 4), 16, 41), group, sequence_parallel=True)
+    shares = LocalShare(problem((3, 4), 16, 41), group, sequence_parallel=True)
     with forward_ad.dual_level():
         shares.input = forward_ad.make_dual(shares.input, torch.ones_like(shares.input))
         with pytest.raises(RuntimeError, match="does not support forward-mode"):
@@ -515,15 +515,15 @@ def wrong_arguments() -> None:
         ("the shape of target", {}),
         ("dtypes", {}),
         ("whether there is a weight", {"weight": None if rank else all_weights}),
-        ("of which classes", {"weight": all_weights if rank == 0 else all_weights[mine.classes]}),
+        ("of which classes", {"weight": all_weights if rank == 0 else all_weights[local.classes]}),
         ("whether there is a linear_bias of the slice", {"linear_bias": None if rank else all_weights[:3]}),
-        ("shapes of adapters", {"adapters": [(mine.input[..., :2], mine.weight[: 3 if rank else None, :2])]}),
+        ("shapes of adapters", {"adapters": [(local.input[..., :2], local.weight[: 3 if rank else None, :2])]}),
         ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
         ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
         ("which tensors need a gradient", {}),
     ):
-        how = {**mine.how, **kwargs}
-        target, x, weight = p.target, mine.input, mine.weight
+        how = {**local.how, **kwargs}
+        target, x, weight = p.target, local.input, local.weight
         if told == "the shape of target" and rank == 1:
             target = target[:2]
         if told == "dtypes" and rank == group.size() - 1:
@@ -536,27 +536,27 @@ def wrong_arguments() -> None:
     equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
     for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
         with pytest.raises(ValueError, match=equal):
-            function(mine.input, p.linear_weight, p.target, process_group=group)
+            function(local.input, p.linear_weight, p.target, process_group=group)
     how = {"process_group": group, "vocab_size": 5 * group.size()}
     with pytest.raises(ValueError, match=equal):
-        flce.fused_linear_cross_entropy(mine.input, p.linear_weight[:5], p.target % 5, **how)
+        flce.fused_linear_cross_entropy(local.input, p.linear_weight[:5], p.target % 5, **how)
     for constant in (torch.zeros(10, 16), torch.linspace(0, 1, 16).expand(10, 16)):  # as before training, or padding
         weight = constant.to(p.linear_weight)
-        loss = flce.fused_linear_cross_entropy(mine.input, weight, p.target % 10, process_group=group)
+        loss = flce.fused_linear_cross_entropy(local.input, weight, p.target % 10, process_group=group)
         torch.testing.assert_close(loss, torch.full_like(loss, math.log(10 * group.size())))
     target = p.target.clone()
     target[0, 0] = 41
     with pytest.raises(IndexError, match="expected 0 <= target < 41"):
-        flce.fused_linear_cross_entropy(mine.input, mine.weight, target, **mine.how)
+        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.how)
     del os.environ["FLCE_DEBUG"]
 
 
 def captured() -> None:
     """In a CUDA graph, with NCCL."""
     p = problem((64,), 128, 1000, dtype=torch.bfloat16)
-    mine, again = (Mine(p, dist.group.WORLD) for _ in range(2))
+    local, again = (LocalShare(p, dist.group.WORLD) for _ in range(2))
     options = flce.ChunkOptions(skip_ignored=False)
-    mine.loss(options=options).backward()
+    local.loss(options=options).backward()
     graph = torch.cuda.CUDAGraph()
     again.loss(options=options).backward()
     again.input.grad = again.weight.grad = None
@@ -564,20 +564,20 @@ def captured() -> None:
     with torch.cuda.graph(graph):
         again.loss(options=options).backward()
     graph.replay()
-    assert torch.equal(_grad(again.input), _grad(mine.input))
-    assert torch.equal(_grad(again.weight), _grad(mine.weight))
+    assert torch.equal(_grad(again.input), _grad(local.input))
+    assert torch.equal(_grad(again.weight), _grad(local.weight))
 
 
 def one_raises() -> str:
     """One process raises an error before the collective. The others' ends with the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     p = problem((3, 4), 16, 41)
-    mine = Mine(p, group)
+    local = LocalShare(p, group)
     try:
         if dist.get_rank() == dist.get_world_size() - 1:
-            flce.fused_linear_cross_entropy(mine.input, mine.weight, p.target.float(), **mine.how)
+            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.how)
         else:
-            mine.loss()
+            local.loss()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"

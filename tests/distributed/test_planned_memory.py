@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 
 from flce.huggingface.estimate.sharding import Sharding
-from flce.huggingface.estimate.training_memory import LIBRARIES, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import described
+from flce.huggingface.estimate.training_memory import LIBRARY_BYTES, Training, TrainingMemory, Variant
+from flce.planning.device_kinds import resolve_device
 from tests.distributed import training
 from tests.distributed.pair import World
 
@@ -34,8 +34,8 @@ def test_a_step_in_two_processes(pair: World) -> None:
     """The least of three peaks: gloo keeps buffers for as long as it is late."""
     config = LlamaConfig(**SIZES)
     how = Training(1, torch.float32, optimizer="none", sharding=Sharding("fsdp", 2))
-    steps = TrainingMemory(config, how, described(torch.device("cuda"), "H100", None))
+    steps = TrainingMemory(config, how, resolve_device(torch.device("cuda"), "H100", None))
     planned = steps.step(64, Variant(patched=True, checkpointing=True))
-    beside = planned.peak_bytes - LIBRARIES - planned.parts["weights"]
+    beside = planned.peak_bytes - LIBRARY_BYTES - planned.parts["weights"]
     for peaks in pair.run(training.peaks_of_fsdp2, config, 64):
         assert min(peaks) == pytest.approx(beside, rel=0.05)

@@ -371,7 +371,9 @@ def of_trl(summed: bool, wrapping: str) -> None:
         return value
 
     stock, patched = (with_lora("modules_to_save")(tiny_llama()) for _ in range(2))
-    flce.huggingface.trl.adding_head(utils.add_fused_lm_head, None)(patched.get_base_model(), outputs=("entropy",))
+    flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(
+        patched.get_base_model(), outputs=("entropy",)
+    )
     wrap = {
         "root": _fsdp2,
         "tail, resharded": lambda model: _tail(model, True),

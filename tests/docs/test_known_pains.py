@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.core.device_record import KNOWN
+from flce.core.device_record import KNOWN_KINDS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "known-pains.md").read_text()
@@ -82,4 +82,4 @@ def test_the_plan_does_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch
     # Sizes that no other test has planned.
     assert flce.plan(8191, 4096, 128257, torch.bfloat16, device=device).workspace_bytes > 0
     made = flce.plan(8191, 4096, 128257, torch.bfloat16, device_kind="RTX-4090")
-    assert 0 < made.workspace_bytes <= (KNOWN["RTX-4090"].memory or 0) / 24
+    assert 0 < made.workspace_bytes <= (KNOWN_KINDS["RTX-4090"].memory or 0) / 24

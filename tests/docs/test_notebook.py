@@ -51,7 +51,7 @@ def test_the_notebook_installs_flce_where_it_is_not(commands: list[list[str]], m
     ((*pip, package),) = commands
     assert pip[1:4] == ["-m", "pip", "install"]
     extras, _, address = package.partition(" @ git+")
-    assert address == project.ADDRESS
+    assert address == project.REPOSITORY_URL
     for extra in re.findall(r"\w+", extras.removeprefix("flce")):
         assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
 

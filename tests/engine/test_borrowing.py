@@ -21,7 +21,7 @@ from flce.engine import borrowing, case, sums
 from flce.engine.borrowing import BorrowedBlocks
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
-from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum
+from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.planning import search
 from flce.planning.plan import ChunkPlan
@@ -43,15 +43,15 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
     yield
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
 
 
 def with_borrowed(plan: ChunkPlan) -> list[slice]:
     """The blocks whose tiles are borrowed."""
     borrowed = getattr(plan.schedule, "borrowed", None)
-    return borrowed.of(0, plan.case.vocab_size) if isinstance(borrowed, BorrowedBlocks) else []
+    return borrowed.blocks(0, plan.case.vocab_size) if isinstance(borrowed, BorrowedBlocks) else []
 
 
 def borrows(plan: ChunkPlan) -> bool:
@@ -60,12 +60,12 @@ def borrows(plan: ChunkPlan) -> bool:
 
 
 def blocks_of_128(c: Case) -> Schedule:
-    return Blocks.sized(c, 128)
+    return Blocks.from_size(c, 128)
 
 
 def blocks_around_sum(c: Case) -> BlocksAroundSum:
     assert 128 in BlocksAroundSum.sizes(c)
-    return BlocksAroundSum.sized(c, 128)
+    return BlocksAroundSum.from_size(c, 128)
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
@@ -74,7 +74,7 @@ def test_borrowed_tiles(extras: str, backend: str, monkeypatch: pytest.MonkeyPat
     plans = force(monkeypatch, blocks_of_128)
     check(problem, options=VOCAB, grad_output=1.7)
     assert len(plans) == 2
-    first, *others = plans[-1].schedule.tiles(plans[-1].case)[1]
+    first, *others = plans[-1].schedule.tile_sizes(plans[-1].case)[1]
     assert first > 128
     assert with_borrowed(plans[-1])[0] == slice(0, first)
     assert len(with_borrowed(plans[-1])) <= len(others)  # the last is not borrowed
@@ -205,7 +205,9 @@ def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, 
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("kind, dtypes", [(Blocks, [torch.float64, *HALF]), (BlocksAroundSum, HALF), (Apart, HALF)])
+@pytest.mark.parametrize(
+    "kind, dtypes", [(Blocks, [torch.float64, *HALF]), (BlocksAroundSum, HALF), (SeparatePasses, HALF)]
+)
 @given(
     n=st.integers(1, 90),
     h=st.integers(20, 150),
@@ -225,7 +227,7 @@ def test_borrowed_memory_of_any_size(
         patch.setattr(borrowing, "BLOCK_MULTIPLE", 64)  # several blocks of small problems
         sizes = kind.sizes(case_of(problem, VOCAB))[10:50]
         if sizes:
-            force(patch, lambda c: kind.sized(c, sizes[int(share * (len(sizes) - 1))]))
+            force(patch, lambda c: kind.from_size(c, sizes[int(share * (len(sizes) - 1))]))
             made = check(problem, options=VOCAB, tolerance=None if dtype == torch.float64 else 3e-2)
             assert made.grad_input is not None
             assert made.grad_weight is not None
@@ -239,7 +241,7 @@ def test_a_float32_sum_in_a_budget_on_cuda(rows: int, reduction: str, monkeypatc
     from tests.planning.test_plan import assert_kept, promise_and_peak
 
     kind = DeferredChunks if reduction == "none" else Chunks
-    plans = force(monkeypatch, lambda c: kind.sized(c, rows))
+    plans = force(monkeypatch, lambda c: kind.from_size(c, rows))
     settings_ = {"dtype": torch.bfloat16, "reduction": reduction}
     _, peak = promise_and_peak(2000, 768, 50257, "cuda", settings_, {"strategy": "tokens"})
     assert 50257 * 768 * 2 < plans[-1].workspace_bytes < 50257 * 768 * 4

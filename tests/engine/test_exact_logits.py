@@ -14,18 +14,18 @@ from torch import Tensor
 import flce
 from flce.engine import case
 from flce.engine.case import Case
+from flce.engine.pass_context import PassContext
 from flce.engine.schedules import SCHEDULES, Schedule
-from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum, ChunksOfBlocks
+from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
-from flce.engine.stage import Stage
 from flce.planning import search
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
-from tests.helpers import BACKENDS, case_of, pairs, upstream_of
+from tests.helpers import BACKENDS, case_of, parametrize_pairs, upstream_of
 from tests.hopper import logits_dtypes_on_a_gpu
-from tests.interpreted_bfloat16 import mend
+from tests.interpreted_bfloat16 import fix_interpreter
 
 # Kernels run on CPU tensors under the interpreter only. A GPU has these dtypes itself.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a GPU where there is none")
@@ -47,9 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 EVERY = flce.ChunkOptions(skip_ignored=False)
 MAKE: dict[type[Schedule], Any] = {
-    kind: lambda c, kind=kind: kind.sized(c, 6)
-    for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, Apart)
-} | {kind: lambda c, kind=kind: kind.sized(c, 128) for kind in (Blocks, BlocksAroundSum)}
+    kind: lambda c, kind=kind: kind.from_size(c, 6)
+    for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, SeparatePasses)
+} | {kind: lambda c, kind=kind: kind.from_size(c, 128) for kind in (Blocks, BlocksAroundSum)}
 
 
 @pytest.fixture(autouse=True)
@@ -58,22 +58,24 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
     monkeypatch.setattr(case, "ONE_PIECE_BYTES", 0)
-    monkeypatch.setattr("flce.engine.stage.BLOCK_ROWS", 4)
-    mend(monkeypatch)
-    search.plan_of_call.cache_clear()
+    monkeypatch.setattr("flce.engine.pass_context.BLOCK_ROWS", 4)
+    fix_interpreter(monkeypatch)
+    search.plan_for_case.cache_clear()
     yield
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
 
 
 def tiles(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, slice, Tensor], Any]) -> list[Any]:
     """What ``note`` says of each tile that logits are written to: of the input's rows, the classes and the tile."""
     made: list[Any] = []
 
-    def write_logits(self: Stage, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = Stage.write_logits) -> None:
+    def write_logits(
+        self: PassContext, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = PassContext.write_logits
+    ) -> None:
         made.append(note(xs[0], cols, out))
         do(self, xs, cols, out)
 
-    monkeypatch.setattr(Stage, "write_logits", write_logits)
+    monkeypatch.setattr(PassContext, "write_logits", write_logits)
     return made
 
 
@@ -83,7 +85,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
-@pairs(
+@parametrize_pairs(
     shape=[(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (300, 15, 8353)],
     reduction=["mean", "none"],
     dtype=[BF16, F16],
@@ -95,7 +97,7 @@ def test_small_calls_make_logits_twice_by_the_same_products(
     """Products of other shapes sum in another order. Of logits of 5,000 that is a thousandth of a probability."""
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    mend(monkeypatch)
+    fix_interpreter(monkeypatch)
     shapes = tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
     tokens, hidden, vocab = shape
     problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction=reduction)

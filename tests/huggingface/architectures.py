@@ -448,7 +448,7 @@ class Architecture:
     def id(self) -> str:
         return f"{self.kind}-{self.model_type}"
 
-    def of(self, table: Mapping[str, Any], default: Any) -> Any:
+    def lookup(self, table: Mapping[str, Any], default: Any) -> Any:
         """The table's entry for this name in this mapping or, failing that, for the model type."""
         return table.get(self.id, table.get(self.model_type, default))
 
@@ -474,9 +474,9 @@ def build(architecture: Architecture) -> Any:
     config_class = CONFIG_MAPPING[architecture.model_type]
     if model_class.config_class is not None and not issubclass(config_class, model_class.config_class):
         config_class = model_class.config_class
-    override = dict(architecture.of(OVERRIDES, {}))
+    override = dict(architecture.lookup(OVERRIDES, {}))
     if transformers.__version__.startswith("4."):
-        override = dict(architecture.of(OVERRIDES_4, override))
+        override = dict(architecture.lookup(OVERRIDES_4, override))
     made = override.pop("config", None)
     config = made() if made is not None else small_config(config_class(), override)
     config._attn_implementation = "eager"
@@ -504,7 +504,7 @@ def batch(architecture: Architecture) -> dict[str, Any]:
     labels[:, :2] = -100
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     torch.manual_seed(3)
-    inputs.update(architecture.of(INPUTS, dict)())
+    inputs.update(architecture.lookup(INPUTS, dict)())
     return {key: value for key, value in inputs.items() if value is not None}
 
 
@@ -568,11 +568,11 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
     except TooSlow:
         raise
     except Exception as error:
-        return STOCK_FAILS, _line(error)
+        return STOCK_FAILS, _one_line(error)
     try:
         flce.patch_model(patched)
     except TypeError as error:
-        return NOT_PATCHED, _line(error)
+        return NOT_PATCHED, _one_line(error)
     calls: list[Any] = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -587,14 +587,14 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
         try:
             outputs = _step(patched, batch(architecture))
         except Exception as error:  # too slow as well: stock was not
-            return DIFFERS, _line(error)
+            return DIFFERS, _one_line(error)
     read = [str(w.message) for w in caught if issubclass(w.category, MaterializedLogitsWarning)]
-    if not read and any(value.is_materialized for value in _lazy(outputs)):
+    if not read and any(value.is_materialized for value in _lazy_logits_in(outputs)):
         return DIFFERS, "the logits were computed without a warning"
     try:
         compare(stock, wanted, patched, outputs)
     except AssertionError as error:
-        return DIFFERS, _line(error)
+        return DIFFERS, _one_line(error)
     if read:
         return MATERIALISES, read[0].split(" at ")[0]  # the operation
     return (FUSED, "") if calls else (NOT_FUSED, "the loss does not come from the output embedding")
@@ -616,12 +616,12 @@ def _step(model: Any, inputs: dict[str, Any]) -> Any:
     return outputs
 
 
-def _lazy(value: Any) -> list[LazyLogits]:
+def _lazy_logits_in(value: Any) -> list[LazyLogits]:
     if isinstance(value, LazyLogits):
         return [value]
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    return [lazy for item in value for lazy in _lazy(item)] if isinstance(value, (tuple, list)) else []
+    return [lazy for item in value for lazy in _lazy_logits_in(item)] if isinstance(value, (tuple, list)) else []
 
 
 def compare(stock: nn.Module, wanted: Any, patched: nn.Module, outputs: Any) -> None:
@@ -629,13 +629,13 @@ def compare(stock: nn.Module, wanted: Any, patched: nn.Module, outputs: Any) -> 
     assert type(outputs) is type(wanted)
     assert list(outputs.keys()) == list(wanted.keys())
     for key, want in wanted.items():
-        _same(f"outputs.{key}", outputs[key], want)
+        _assert_same(f"outputs.{key}", outputs[key], want)
     for (name, left), (other, right) in zip(stock.named_parameters(), patched.named_parameters(), strict=True):
         assert name == other
-        _same(f"gradient of {name}", right.grad, left.grad)
+        _assert_same(f"gradient of {name}", right.grad, left.grad)
 
 
-def _same(name: str, got: Any, want: Any) -> None:
+def _assert_same(name: str, got: Any, want: Any) -> None:
     if isinstance(want, Tensor):
         if isinstance(got, LazyLogits):
             assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device), name
@@ -649,16 +649,16 @@ def _same(name: str, got: Any, want: Any) -> None:
     elif isinstance(want, Mapping):
         assert isinstance(got, Mapping), name
         for key in want:
-            _same(f"{name}.{key}", got[key], want[key])
+            _assert_same(f"{name}.{key}", got[key], want[key])
     elif isinstance(want, (tuple, list)):
         assert len(got) == len(want), name
         for i, (left, right) in enumerate(zip(got, want, strict=True)):
-            _same(f"{name}[{i}]", left, right)
+            _assert_same(f"{name}[{i}]", left, right)
     else:
         assert type(got) is type(want), name
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """An exception on one line, as short as a table's cell."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 160 else text[:157] + "..."

@@ -91,7 +91,7 @@ def compare(
 
 
 @pytest.fixture
-def nothing_materialises() -> Iterator[None]:
+def fail_on_materialize() -> Iterator[None]:
     """Fails the test where lazy logits become real without having been asked to."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", MaterializedLogitsWarning)

@@ -244,7 +244,7 @@ custom_tanh.register_autograd(lambda ctx, gradient: gradient * 5.0)
 
 
 def hook(x: Tensor, function: Callable[[Tensor], Any]) -> None:
-    _ = x.grad_fn  # see `Run.crashes`
+    _ = x.grad_fn  # see `Run.can_crash`
     x.register_hook(function)
 
 
@@ -365,19 +365,19 @@ class Run:
 
     def watch(self, step: str) -> None:
         """After a line: count what is written to tensors by methods of their own."""
-        for name in _names(step):
+        for name in _tensor_names(step):
             x = self.tensors.get(name)
-            if x is None or name in made(step):
+            if x is None or name in assigned_names(step):
                 self.written[name] = 0
             elif re.search(rf"\b{name}(\.\w+_\(| [-+*/]= )", step):
                 self.written[name] += 1
 
-    def crashes(self, step: str) -> bool:
+    def can_crash(self, step: str) -> bool:
         """Whether PyTorch 2.13 may: in a hook on a tensor that was written to through a view, unless something has
         asked for the tensor's `grad_fn` since."""
         if not HOOKS.search(step):
             return False
-        return any(n in self.tensors and self.tensors[n]._version != self.written[n] for n in _names(step))
+        return any(n in self.tensors and self.tensors[n]._version != self.written[n] for n in _tensor_names(step))
 
     def backward(self, roots: Sequence[str]) -> None:
         sums = [total(self.tensors[name]) for name in roots if self.tensors[name].requires_grad]
@@ -523,7 +523,7 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
     if isinstance(want, bool | str | torch.dtype | torch.layout | torch.Size | type(None)):
         return None if type(got) is type(want) and got == want else f"{got} instead of {want}"
     if isinstance(got, Exception):
-        return None if STALE.search(str(got)) else _told(got)
+        return None if STALE.search(str(got)) else _error_text(got)
     if isinstance(want, list | tuple) and not (want and all(type(w) in (int, float) for w in want)):
         if len(got) != len(want):
             return f"{len(got)} instead of {len(want)}"
@@ -549,7 +549,7 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
 
 # Documented: after the loss no gradient passes through lazy logits, and who asks for one is told.
 HOOKS = re.compile(r"hook\(|retain\(")
-TOLD = "after the loss"
+REFUSED_AFTER_LOSS = "after the loss"
 # What autograd forbids, because it cannot do it for views in one memory.
 VIEW_RULES = re.compile(
     r"created in no_grad mode|output of a function that returns multiple views|a leaf Variable"
@@ -557,13 +557,13 @@ VIEW_RULES = re.compile(
     r"|refer to a single memory location|view size is not compatible"
 )
 # Writes that autograd does not see: stock's gradients are then those of another value.
-UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
+UNTRACKED_WRITE = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
 # Documented: an error where hidden states have changed that are still needed; PyTorch's own for some views of them.
 STALE = re.compile(
     r"no longer be computed: the hidden states were changed|its base or another view of its base has been"
 )
 # PyTorch's, of a fused loss that has kept the hidden states for backward: stock needs none for a frozen head.
-CHANGED = "modified by an inplace operation"
+MODIFIED_IN_PLACE = "modified by an inplace operation"
 # Documented: an error where a hook was set after an autograd.Function had been given the logits.
 HOOKED_LATE = "a hook was set on logits"
 # A write, and the name that it goes by; what C++ code is given.
@@ -571,10 +571,10 @@ WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
     r"|F\.\w+\((\w+), inplace=True"
 )
-GIVEN = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
+FUNCTION_ARGUMENT = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 
 
-def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
+def _is_beyond_limits(steps: Sequence[str], loose: set[str]) -> bool:
     """Whether gradients are of no use: limits of flce (docs/support.md), or of PyTorch.
 
     flce: autograd.Functions of logits that were read, and then written to through a view of them.
@@ -584,12 +584,12 @@ def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
     written: set[str] = set()
     hooked: set[str] = set()
     for step in steps:
-        now = {name for names in GIVEN.findall(step) for name in names if name}
+        now = {name for names in FUNCTION_ARGUMENT.findall(step) for name in names if name}
         writes = {name for names in WRITE.findall(step) for name in names if name}
         if re.search(r"(\]|\b(detach|view|flatten|unsqueeze)\(.*\))\.\w+_\(", step):
             writes.add("a view")
         if HOOKS.search(step):
-            hooked.update(_names(step))
+            hooked.update(_tensor_names(step))
         if (now and written - now) or (hooked and writes) or (loose and "InPlace" in step):
             return True
         written |= writes
@@ -604,7 +604,7 @@ def _fails(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def _told(error: Exception | None) -> str:
+def _error_text(error: Exception | None) -> str:
     return "nothing" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -632,40 +632,44 @@ class Comparison:
     run: type[Run] = Run
 
 
-AS_USUAL = Comparison()
+DEFAULT_COMPARISON = Comparison()
 
 
-def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
+def compare(program: Program, how: Comparison = DEFAULT_COMPARISON) -> Difference | None:
     """Run a program on both models. Returns the first difference, if there is one."""
     stock, lazy = Run(program.setup, False), how.run(program.setup, True)
     # PyTorch says of views that were made without gradients that they require some, and gives them none.
     loose: set[str] = set()
     for step in program.steps:
-        if stock.crashes(step):
+        if stock.can_crash(step):
             continue
         want, got = _fails(lambda step=step: stock.step(step)), _fails(lambda step=step: lazy.step(step))  # type: ignore[misc]
         if (want is None) != (got is None) and how.limits:
             if STALE.search(str(got)) and any("rescale_hidden" in before for before in program.steps):
                 return None
-            if want is None and HOOKS.search(step) and (TOLD in str(got) or loose.intersection(_names(step))):
+            if (
+                want is None
+                and HOOKS.search(step)
+                and (REFUSED_AFTER_LOSS in str(got) or loose.intersection(_tensor_names(step)))
+            ):
                 return None
             if (VIEW_RULES.search(str(want)) and not how.layout) or "max_workspace_bytes" in str(got):
                 return None
         if (want is None) != (got is None):
             kind = "patched raises" if want is None else "stock raises"
-            return Difference(kind, f"at `{step}`: {_told(got if want is None else want)}")
+            return Difference(kind, f"at `{step}`: {_error_text(got if want is None else want)}")
         if want is not None:
-            return None if how.limits else Difference("both raise", f"at `{step}`: {_told(want)}")
+            return None if how.limits else Difference("both raise", f"at `{step}`: {_error_text(want)}")
         stock.watch(step)
-        new = set(made(step))
-        taken = _names(step.split(" = ")[-1])
+        new = set(assigned_names(step))
+        taken = _tensor_names(step.split(" = ")[-1])
         if ".requires_grad_()" in step:  # views of a leaf follow it, but not views of what was a view itself
             loose |= set(stock.tensors)
         elif "no_grad" in step or loose.intersection(taken):
             loose |= new
         else:
             loose -= new
-        for name in _names(step):
+        for name in _tensor_names(step):
             if name not in stock.tensors:
                 continue
             theirs = _result(lambda name=name: stock.properties(name, how.layout))  # type: ignore[misc]
@@ -675,7 +679,7 @@ def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
             if STALE.search(str(ours)):
                 return None
             if isinstance(ours, Exception):
-                return Difference("properties raise", f"{name} after `{step}`: {_told(ours)}")
+                return Difference("properties raise", f"{name} after `{step}`: {_error_text(ours)}")
             for what in ours:
                 if ours[what] != theirs[what] and not (what == "gradient" and name in loose):
                     return Difference(what, f"{name} after `{step}`: {ours[what]} instead of {theirs[what]}")
@@ -713,12 +717,14 @@ def _gradients(
     program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str], how: Comparison
 ) -> Difference | None:
     want, got = _fails(lambda: stock.backward(program.roots)), _fails(lambda: lazy.backward(program.roots))
-    if how.limits and (want is not None or any(map(UNSEEN.search, program.steps)) or _beyond(program.steps, loose)):
+    if how.limits and (
+        want is not None or any(map(UNTRACKED_WRITE.search, program.steps)) or _is_beyond_limits(program.steps, loose)
+    ):
         return None  # stock cannot differentiate this; it is no harm if flce can
-    told = _told(got if want is None else want)
+    told = _error_text(got if want is None else want)
     if how.limits and (
         STALE.search(told)
-        or (CHANGED in told and any("rescale_hidden" in step for step in program.steps))
+        or (MODIFIED_IN_PLACE in told and any("rescale_hidden" in step for step in program.steps))
         or HOOKED_LATE in told
         or ("does not require" in told and loose)
     ):
@@ -753,7 +759,7 @@ class Draw(dict[str, str]):
         self.rng, self.tensors, self.fresh = rng, tensors, fresh
 
     def __missing__(self, key: str) -> str:
-        self[key] = drawn = DRAWN[key](self)
+        self[key] = drawn = DRAW_BY_KEY[key](self)
         return drawn
 
     def pick(self, suits: Callable[[Tensor], bool]) -> str:
@@ -790,7 +796,7 @@ class Draw(dict[str, str]):
 
 
 # How each placeholder of an operation is filled.
-DRAWN: dict[str, Callable[[Draw], str]] = {
+DRAW_BY_KEY: dict[str, Callable[[Draw], str]] = {
     "x": lambda draw: draw.pick(lambda x: x.numel() < 1500 and x.ndim < 6),
     "g": lambda draw: draw.pick(lambda x: x.ndim > 1 and x.shape[-1] > 1 and x.numel() < 1500),
     "l": lambda draw: draw.pick(lambda x: x.shape == (2, 4, 13)),
@@ -883,22 +889,22 @@ def draw(seed: int) -> Program:
     return Program(setup, tuple(steps), tuple(roots), rng.random() < 0.5)
 
 
-def _names(step: str) -> list[str]:
+def _tensor_names(step: str) -> list[str]:
     """The tensors of a line, in the order in which they appear."""
     return list(dict.fromkeys(re.findall(r"\b(?:lg|t\d+|loss\d+)\b", step)))
 
 
-def made(step: str) -> list[str]:
+def assigned_names(step: str) -> list[str]:
     """Those that it gives to names, or takes away."""
-    return [n for n in _names(step) if re.match(rf"(.*: )?(\w+, )?{n}(, \w+)? = |del {n}", step)]
+    return [n for n in _tensor_names(step) if re.match(rf"(.*: )?(\w+, )?{n}(, \w+)? = |del {n}", step)]
 
 
-def _without(program: Program, position: int) -> Iterator[Program]:
+def _programs_without(program: Program, position: int) -> Iterator[Program]:
     """Programs without one line, in which what the line made is something else."""
     step = program.steps[position]
     rest = program.steps[:position] + program.steps[position + 1 :]
-    new = made(step)
-    used = [n for n in _names(step) if n not in new] or ["lg"]
+    new = assigned_names(step)
+    used = [n for n in _tensor_names(step) if n not in new] or ["lg"]
     yield replace(program, steps=rest, roots=tuple(r for r in program.roots if r not in new))
     for old in new:
         after = tuple(re.sub(rf"\b{old}\b", used[0], s) for s in program.steps[position + 1 :])
@@ -908,7 +914,7 @@ def _without(program: Program, position: int) -> Iterator[Program]:
 
 def _simpler(program: Program) -> Iterator[Program]:
     for position in reversed(range(len(program.steps))):
-        yield from _without(program, position)
+        yield from _programs_without(program, position)
     for root in program.roots:
         yield replace(program, roots=tuple(r for r in program.roots if r != root))
     for name, value in Setup().__dict__.items():
@@ -918,7 +924,7 @@ def _simpler(program: Program) -> Iterator[Program]:
         yield replace(program, setup=replace(program.setup, bias=False))
     for position, step in enumerate(program.steps):
         plainer = [re.sub(r"^with .*?: ", "", step)]
-        plainer += [re.sub(rf"\b{name}\b(?! =)", "lg", step) for name in _names(step) if name != "lg"]
+        plainer += [re.sub(rf"\b{name}\b(?! =)", "lg", step) for name in _tensor_names(step) if name != "lg"]
         for other in plainer:
             if other != step:
                 yield replace(program, steps=(*program.steps[:position], other, *program.steps[position + 1 :]))
@@ -927,11 +933,11 @@ def _simpler(program: Program) -> Iterator[Program]:
 def _size(program: Program) -> tuple[int, ...]:
     plain = Setup(bias=False)
     told = sum(getattr(program.setup, k) != v for k, v in plain.__dict__.items())
-    names = {n for step in program.steps for n in _names(step)}
+    names = {n for step in program.steps for n in _tensor_names(step)}
     return len(program.steps), len(program.roots), len(names), told, sum(map(len, program.steps))
 
 
-def shrink(program: Program, difference: Difference, how: Comparison = AS_USUAL) -> Program:
+def shrink(program: Program, difference: Difference, how: Comparison = DEFAULT_COMPARISON) -> Program:
     """A smaller program with a difference of the same kind."""
     while True:
         for other in _simpler(program):
@@ -955,7 +961,7 @@ class Finding:
         return f"seed {self.seed}: {self.difference}\n{self.program}\n"
 
 
-def check(seed: int, how: Comparison = AS_USUAL) -> Finding | None:
+def check(seed: int, how: Comparison = DEFAULT_COMPARISON) -> Finding | None:
     """Run the program of a seed on both models; what differs is shrunk."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

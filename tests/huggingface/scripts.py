@@ -123,17 +123,17 @@ class Run:
     def unpatch(self, model: Any) -> Any:
         return flce.unpatch_model(model) if self.patched else model
 
-    def note(self, *values: Any, within: float = 1e-5) -> None:
+    def note(self, *values: Any, tolerance: float = 1e-5) -> None:
         """What has to be the same in both runs."""
-        self.notes.append((plain(values), within))
+        self.notes.append((plain(values), tolerance))
 
-    def backward(self, loss: Tensor, within: float = 1e-5) -> None:
+    def backward(self, loss: Tensor, tolerance: float = 1e-5) -> None:
         """Notes the loss, all gradients and buffers."""
         model = self.names["model"]
         model.zero_grad()
         if loss.requires_grad:
             loss.backward()
-        self.note(loss, {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}, within=within)
+        self.note(loss, {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()}, tolerance=tolerance)
         self.note(dict(model.named_buffers()))
 
     def step(self, **inputs: Any) -> Any:
@@ -171,14 +171,16 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | torch.dtype | type | None) else type(value)
 
 
-def assert_same(got: Any, want: Any, within: float, what: str) -> None:
+def assert_same(got: Any, want: Any, tolerance: float, what: str) -> None:
     if isinstance(want, Tensor):
-        torch.testing.assert_close(got, want, rtol=within, atol=within, equal_nan=True, msg=f"{what}: {{}}".format)
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance, equal_nan=True, msg=f"{what}: {{}}".format
+        )
     elif isinstance(want, dict | list):
         keys, theirs = (list(each) if isinstance(each, dict) else range(len(each)) for each in (got, want))
         assert keys == theirs, what
         for key in keys:
-            assert_same(got[key], want[key], within, f"{what}, {key}")
+            assert_same(got[key], want[key], tolerance, f"{what}, {key}")
     else:
         assert got == want, what
 
@@ -198,6 +200,6 @@ def compare(script: str, calls: Calls, given: dict[str, Any]) -> tuple[Run, Run]
     """Runs the script twice. Returns both runs, with what they have made."""
     stock, patched = (run(script, which, calls, given) for which in (False, True))
     assert len(patched.notes) == len(stock.notes)
-    for i, ((got, _), (want, within)) in enumerate(zip(patched.notes, stock.notes, strict=True), 1):
-        assert_same(got, want, within, f"note {i}")
+    for i, ((got, _), (want, tolerance)) in enumerate(zip(patched.notes, stock.notes, strict=True), 1):
+        assert_same(got, want, tolerance, f"note {i}")
     return stock, patched

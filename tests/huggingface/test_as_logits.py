@@ -359,7 +359,7 @@ PROGRAMS = {
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_program(name: str, read_first: bool) -> None:
     steps = tuple(line.strip() for line in PROGRAMS[name].strip().splitlines())
-    roots = tuple(each for step in steps for each in fuzz.made(step) if each.startswith("loss"))
+    roots = tuple(each for step in steps for each in fuzz.assigned_names(step) if each.startswith("loss"))
     program = fuzz.Program(SETUP, steps, roots, read_first)
     difference = fuzz.compare(program, fuzz.Comparison(limits=False))
     assert difference is None, f"{difference}\n{program}"

@@ -14,7 +14,7 @@ import flce
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.staleness import StaleLogitsError
 from flce.huggingface.usage import Usage
-from tests.helpers import counted_flops, skip_where_old_transformers_fails
+from tests.helpers import count_flops, skip_where_old_transformers_fails
 
 Build = Callable[..., Any]
 
@@ -34,9 +34,9 @@ def test_flops_of_a_training_step(name: str, own: bool, build: Build) -> None:
     def step() -> None:
         (own_loss(model(input_ids=ids).logits, ids) if own else model(input_ids=ids, labels=ids).loss).backward()
 
-    expected = counted_flops(step)
+    expected = count_flops(step)
     flce.patch_model(model)
-    assert counted_flops(step) == expected
+    assert count_flops(step) == expected
 
 
 def test_flops_of_a_loss(build: Build, fused_calls: list[Any]) -> None:
@@ -44,10 +44,10 @@ def test_flops_of_a_loss(build: Build, fused_calls: list[Any]) -> None:
     model = build("Llama")
     ids = torch.randint(3, 97, (2, 7))
     logits = model(input_ids=ids).logits
-    expected = counted_flops(lambda: own_loss(logits, ids).backward())
+    expected = count_flops(lambda: own_loss(logits, ids).backward())
     flce.patch_model(model)
     lazy = model(input_ids=ids).logits
-    assert counted_flops(lambda: own_loss(lazy, ids).backward()) == expected + 2 * ids.numel() * 32 * 97
+    assert count_flops(lambda: own_loss(lazy, ids).backward()) == expected + 2 * ids.numel() * 32 * 97
     assert len(fused_calls) == 1
 
 
@@ -74,7 +74,7 @@ def test_the_head_of_a_meta_model_is_not_read() -> None:
     """Whether it has changed can be told by its shape, dtype and device only."""
     weight = torch.nn.Parameter(torch.empty(97, 32, device="meta"))
     call = HeadCall(weight, None, Usage(), None, None)
-    call.check_unchanged(waiting_is_fine=True)
+    call.check_unchanged(can_synchronize=True)
     weight.data = torch.empty(97, 32, device="meta", dtype=torch.bfloat16)
     with pytest.raises(StaleLogitsError, match="bfloat16"):
-        call.check_unchanged(waiting_is_fine=True)
+        call.check_unchanged(can_synchronize=True)

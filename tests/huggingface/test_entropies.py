@@ -21,7 +21,7 @@ from flce.huggingface import lazy_logits
 from tests.huggingface.conftest import SIZES
 from tests.huggingface.scripts import IDS, Build, V
 
-pytestmark = pytest.mark.usefixtures("nothing_materialises")
+pytestmark = pytest.mark.usefixtures("fail_on_materialize")
 
 TEXT = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
 BLOCKS = [block for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S) if "import torch\n\ndef" in block]

@@ -93,4 +93,4 @@ def test_all_groups_are_drawn() -> None:
         if any(map(re.compile(re.sub(r"\\\{\w+\\\}", r"[^=]+?", re.escape(each.code))).fullmatch, steps))
     ]
     assert {each.group for each in drawn} == fuzz.WEIGHTS.keys()
-    assert {name for each in drawn for name in re.findall(r"{(\w+)}", each.code)} == fuzz.DRAWN.keys()
+    assert {name for each in drawn for name in re.findall(r"{(\w+)}", each.code)} == fuzz.DRAW_BY_KEY.keys()

@@ -17,7 +17,7 @@ import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsError, lazy_logits
 from tests.huggingface.scripts import IDS, Build, Calls, Compare
 
-pytestmark = pytest.mark.usefixtures("nothing_materialises")
+pytestmark = pytest.mark.usefixtures("fail_on_materialize")
 
 NO_GRADIENTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
-from flce.huggingface.head_call import HeadCall, add_hook
+from flce.huggingface.head_call import HeadCall, add_wrapper_hook
 from flce.huggingface.lazy import is_lazy, make_lazy
-from flce.huggingface.lazy.fold import Folded, fold
+from flce.huggingface.lazy.normal_form import NormalForm, to_normal_form
 from flce.huggingface.lazy.state import Settings, head_state
 from flce.huggingface.usage import Usage
 
@@ -64,7 +64,7 @@ def test_wrappers_hooks_fire_for_few_classes() -> None:
     for function in (lambda x: x[..., [1, 2]], lambda x: x[..., 1], lambda x: x.log_softmax(-1)[..., [1, 2]]):
         pair = Pair()
         seen: list[Tensor] = []
-        add_hook(seen.append, pair.lazy._state.calls)
+        add_wrapper_hook(seen.append, pair.lazy._state.calls)
         function(pair.lazy).sum().backward()
         assert len(seen) == 1
 
@@ -164,7 +164,7 @@ def test_a_training_loop_warns_once() -> None:
     assert len([w for w in caught if w.category is MaterializedLogitsWarning]) == 1
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_materialize_does_not_warn() -> None:
     pair = Pair()
     real = pair.lazy.materialize()
@@ -363,9 +363,9 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
     ],
 )
 def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
-    folded = fold(ops)
-    assert folded is not None
-    scale, softcap, *_ = folded
+    normal_form = to_normal_form(ops)
+    assert normal_form is not None
+    scale, softcap, *_ = normal_form
     for x in (-3.0, 0.0, 0.4, 2.0):
         want = x
         for name, value in ops:
@@ -381,39 +381,39 @@ def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
 
 def test_fold_says_so_when_there_is_no_scale() -> None:
     for cap in (30.0, 49.0, 50.0, 0.3):
-        assert fold((("div", cap), ("tanh", None), ("mul", cap))) == Folded(1.0, cap)
+        assert to_normal_form((("div", cap), ("tanh", None), ("mul", cap))) == NormalForm(1.0, cap)
 
 
 def test_fold_refuses() -> None:
-    assert fold((("tanh", None), ("tanh", None))) is None
-    assert fold((("mul", math.inf),)) is None
-    assert fold((("div", 0),)) is None
-    assert fold((("tanh", None), ("mul", math.nan))) is None
-    assert fold((("log_softmax", None), ("mul", 2.0), ("log_softmax", None))) is None
-    assert fold((("log_softmax", None), ("tanh", None))) is None
-    assert fold((("softmax", None), ("log_softmax", None))) is None
-    assert fold((("exp", None),)) is None
-    assert fold((("div_row", 0), ("tanh", None))) is None
-    assert fold((("sub_row", 0), ("div_row", 1))) is None
-    assert fold((("sub_row", 0), ("mul", 2.0))) is None
-    assert fold((("log_softmax", None), ("sub_row", 0))) is None
+    assert to_normal_form((("tanh", None), ("tanh", None))) is None
+    assert to_normal_form((("mul", math.inf),)) is None
+    assert to_normal_form((("div", 0),)) is None
+    assert to_normal_form((("tanh", None), ("mul", math.nan))) is None
+    assert to_normal_form((("log_softmax", None), ("mul", 2.0), ("log_softmax", None))) is None
+    assert to_normal_form((("log_softmax", None), ("tanh", None))) is None
+    assert to_normal_form((("softmax", None), ("log_softmax", None))) is None
+    assert to_normal_form((("exp", None),)) is None
+    assert to_normal_form((("div_row", 0), ("tanh", None))) is None
+    assert to_normal_form((("sub_row", 0), ("div_row", 1))) is None
+    assert to_normal_form((("sub_row", 0), ("mul", 2.0))) is None
+    assert to_normal_form((("log_softmax", None), ("sub_row", 0))) is None
 
 
 P, LOGP = ("softmax", None), ("log_softmax", None)
 CAPPED = (("div", 3.0), ("tanh", None), ("mul", 3.0))
-PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Folded | None]] = {
-    "entropy": ((P,), (LOGP,), Folded(1.0, None, "weighted log-probabilities")),
-    "of the logits": ((P,), (), Folded(1.0, None, "weighted logits")),
-    "capped": ((*CAPPED, P), CAPPED, Folded(1.0, 3.0, "weighted logits")),
+PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], NormalForm | None]] = {
+    "entropy": ((P,), (LOGP,), NormalForm(1.0, None, "weighted log-probabilities")),
+    "of the logits": ((P,), (), NormalForm(1.0, None, "weighted logits")),
+    "capped": ((*CAPPED, P), CAPPED, NormalForm(1.0, 3.0, "weighted logits")),
     "shifted": (
         (("sub_row", 0), P),
         (("sub_row", 0), ("clamp", -1.0)),
-        Folded(1.0, None, "weighted logits", normalizer=0, clamped=True),
+        NormalForm(1.0, None, "weighted logits", normalizer=0, is_clamped=True),
     ),
     "divided": (
         (("div_row", 0), P),
         (("div_row", 0), LOGP, ("mul", -1.0)),
-        Folded(1.0, None, "weighted log-probabilities", True, 0),
+        NormalForm(1.0, None, "weighted log-probabilities", True, 0),
     ),
     "of a multiple": ((P,), (("mul", -2.0),), None),
     "of negatives": ((P, ("mul", -1.0)), (), None),
@@ -428,6 +428,6 @@ PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Folded | None]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_fold_of_products(name: str) -> None:
     left, right, want = PRODUCTS[name]
-    assert fold((*left, ("times", right))) == want
-    assert fold((*right, ("times", left))) == want
-    assert want is None or fold((*left, ("times", right), ("tanh", None))) is None
+    assert to_normal_form((*left, ("times", right))) == want
+    assert to_normal_form((*right, ("times", left))) == want
+    assert want is None or to_normal_form((*left, ("times", right), ("tanh", None))) is None

@@ -56,7 +56,7 @@ def steps_of(*steps: str) -> tuple[str, ...]:
 
 def check(setup: fuzz.Setup, *steps: str, how: fuzz.Comparison = STRICT) -> None:
     """The steps give the same values and gradients on both models."""
-    made = [name for step in steps for name in fuzz.made(step)]
+    made = [name for step in steps for name in fuzz.assigned_names(step)]
     program = fuzz.Program(setup, steps_of(*steps), tuple(dict.fromkeys(made or ["lg"])), read_first=False)
     difference = fuzz.compare(program, how)
     assert difference is None, f"{difference}\n{program}"
@@ -70,7 +70,7 @@ def becomes(setup: fuzz.Setup, line: str, run_class: type[fuzz.Run] = fuzz.Run) 
     reports = [flce.report(model) for model in run.models.values()]
     if any(report.materialized for report in reports):
         return "real"
-    results = [run.tensors[name] for name in fuzz.made(line) if name in run.tensors]
+    results = [run.tensors[name] for name in fuzz.assigned_names(line) if name in run.tensors]
     if all(map(is_lazy, results)):
         return "lazy"
     return "loss" if any(report.fused for report in reports) else "value"
@@ -136,7 +136,7 @@ def test_each_lazy_operation_has_a_reason_and_a_line() -> None:
     """What nobody needs is no lazy operation: the reason names who does."""
     used: set[int] = set()
     for operation in tables.OPERATIONS.values():
-        assert len(operation.why) > 2
+        assert len(operation.used_by) > 2
 
     class Seen(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
@@ -149,4 +149,4 @@ def test_each_lazy_operation_has_a_reason_and_a_line() -> None:
         for line, each in LINES.items():
             if each.becomes != "real":
                 becomes(SETUP, line)
-    assert [operation.why for operation in tables.OPERATIONS.values() if id(operation) not in used] == []
+    assert [operation.used_by for operation in tables.OPERATIONS.values() if id(operation) not in used] == []

@@ -52,7 +52,7 @@ SCRIPTS = {
         PARAMETRIZATIONS["spectral norm"](model.lm_head)
         patch(model)
         torch.func.grad(lambda scale: scale * model(**batch()).loss)(torch.tensor(1.0))
-        note(dict(model.named_buffers()), within=0)""",
+        note(dict(model.named_buffers()), tolerance=0)""",
     # They share a class with the original, which must not be changed by what is done to one of them.
     "copies": """
         original = build("Llama")
@@ -74,7 +74,7 @@ SCRIPTS = {
             model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
         assert "quantized" in type(model.lm_head).__module__
         with torch.no_grad():
-            note(model(input_ids=IDS).logits, within=0)""",
+            note(model(input_ids=IDS).logits, tolerance=0)""",
     **{
         f"removed, {unpatched=}, {order=}, {leave=}": f"""
         model = build("Llama")

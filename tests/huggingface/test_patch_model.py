@@ -48,7 +48,7 @@ INPUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_training_step(name: str, inputs: str, compare: Compare) -> None:
     script = """
         model = patch(build(name))
@@ -66,7 +66,7 @@ def test_the_operator_does_what_lies_between_head_and_loss(build: Build, fused_c
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_evaluation(name: str, compare: Compare) -> None:
     """Without labels there is no loss, so the logits are stock's own."""
     script = """
@@ -78,13 +78,13 @@ def test_evaluation(name: str, compare: Compare) -> None:
             del inputs["labels"]
             logits = model(**inputs).logits
         assert type(logits) is Tensor
-        note(logits, within=0)
+        note(logits, tolerance=0)
         fused(0)"""
     compare(script, name=name)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_float64_oracle(name: str, build: Build) -> None:
     """In float32 as close to float64 as stock is; in float64 exact, where stock casts its logits to float32."""
     oracle = build(name).double()
@@ -125,16 +125,16 @@ QUIET = {
         model = patch(build("Gemma2")).bfloat16()
         outputs = model(**batch())
         outputs.loss.backward()
-        note(outputs.loss, within=1e-2)
-        note(outputs.logits, within=0)""",
+        note(outputs.loss, tolerance=1e-2)
+        note(outputs.logits, tolerance=0)""",
     "autocast": """
         model = patch(build("Llama"))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = model(**batch())
         outputs.loss.backward()
         assert outputs.logits.dtype == torch.bfloat16
-        note(outputs.loss, within=5e-3)
-        note(model.lm_head.weight.grad, within=5e-2)""",
+        note(outputs.loss, tolerance=5e-3)
+        note(model.lm_head.weight.grad, tolerance=5e-2)""",
     "outputs as a tuple": """
         model = patch(build("Mixtral"))
         outputs = model(**batch(), return_dict=False)
@@ -277,7 +277,7 @@ QUIET = {
                 outputs = model(inputs=IDS, labels=IDS)
                 note(outputs)
                 fused(1)
-        assert not patched or model._flce.watch_products
+        assert not patched or model._flce.has_other_products
         assert type(model(inputs=IDS).logits) is Tensor
         backward(outputs.loss)
         assert type(unpatch(model)) is transformers.PerceiverForMaskedLM""",
@@ -327,7 +327,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_without_logits(name: str, compare: Compare) -> None:
     compare(QUIET[name])
@@ -370,7 +370,7 @@ def test_with_logits(name: str, compare: Compare) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_generate(name: str, training: bool, compare: Compare) -> None:
     script = """
         model = patch(build(name)).train(training)
@@ -379,7 +379,7 @@ def test_generate(name: str, training: bool, compare: Compare) -> None:
             options = {"max_new_tokens": 6, "do_sample": False, **options}
             texts = model.generate(IDS, return_dict_in_generate=True, output_logits=True, **options)
             assert all(type(logits) is Tensor for logits in texts.logits)
-            note(texts.sequences, texts.logits, within=0)"""
+            note(texts.sequences, texts.logits, tolerance=0)"""
     compare(script, name=name, training=training)
 
 
@@ -529,9 +529,9 @@ def test_only_the_first_call_looks_for_the_head(build: Build) -> None:
     model = patch_model(build("Llama"))
     with torch.no_grad():
         model.eval()(input_ids=IDS)
-    assert model._flce.watch_products is None
+    assert model._flce.has_other_products is None
     model(**batch())
-    assert model._flce.watch_products is False
+    assert model._flce.has_other_products is False
 
 
 def test_threads(build: Build) -> None:

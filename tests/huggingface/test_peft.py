@@ -15,7 +15,7 @@ from torch import Tensor
 import flce
 from flce.huggingface import MaterializedLogitsWarning, patch_model
 from flce.testing.problem import relative_error
-from tests.helpers import pairs
+from tests.helpers import parametrize_pairs
 from tests.huggingface.scripts import Build, Calls, Compare, V, batch
 
 transformers = pytest.importorskip("transformers")
@@ -86,8 +86,8 @@ TRAINED_HEADS = {
 }
 
 
-@pairs(name=NAMES, config=list(CONFIGS), when=WHEN)
-@pytest.mark.usefixtures("nothing_materialises")
+@parametrize_pairs(name=NAMES, config=list(CONFIGS), when=WHEN)
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_training_step(name: str, config: str, when: str, compare: Compare) -> None:
     script = """
         model = adapted(patch, build(name), when, CONFIGS[config]())
@@ -104,7 +104,7 @@ def test_training_step(name: str, config: str, when: str, compare: Compare) -> N
 
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_evaluation(config: str, when: str, compare: Compare) -> None:
     """With labels fused, also where the wrapper calls the inner model's forward; without, stock's own logits."""
     script = """
@@ -118,7 +118,7 @@ def test_evaluation(config: str, when: str, compare: Compare) -> None:
             del inputs["labels"]
             logits = model(**inputs).logits
         assert type(logits) is Tensor
-        note(logits, within=0)
+        note(logits, tolerance=0)
         fused(0)"""
     compare(script, config=config, when=when)
 
@@ -169,15 +169,15 @@ CHANGES = {
 }
 
 
-@pairs(name=NAMES, change=list(CHANGES), when=WHEN)
-@pytest.mark.usefixtures("nothing_materialises")
+@parametrize_pairs(name=NAMES, change=list(CHANGES), when=WHEN)
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_changes(name: str, change: str, when: str, compare: Compare) -> None:
     compare(CHANGES[change], name=name, when=when)
 
 
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_merged_and_unmerged(name: str, when: str, compare: Compare) -> None:
     script = """
         model = adapted(patch, build(name), when, lora())
@@ -286,13 +286,13 @@ SURROUNDED = {
 
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", SURROUNDED)
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_around_one_model(name: str, when: str, compare: Compare) -> None:
     compare(SURROUNDED[name], when=when)
 
 
-@pairs(name=["Llama", "Qwen3"], config=["backbone", "head too", "modules_to_save"], when=WHEN)
-@pytest.mark.usefixtures("nothing_materialises")
+@parametrize_pairs(name=["Llama", "Qwen3"], config=["backbone", "head too", "modules_to_save"], when=WHEN)
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_save_and_load(
     name: str, config: str, when: str, compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +321,7 @@ def test_a_copy_of_a_patched_head_is_the_models(build: Build) -> None:
         for _ in range(4):
             patched(**batch()).loss.backward()
     assert flce.report(patched).fused == 4
-    assert patched.get_base_model()._flce.watch_products is False
+    assert patched.get_base_model()._flce.has_other_products is False
     patch_model(patched, on_materialize="raise")
     with pytest.raises(flce.huggingface.MaterializedLogitsError):
         patched(**batch()).logits.sigmoid()
@@ -349,15 +349,15 @@ PRECISIONS = {
 }
 
 
-@pairs(name=NAMES, precision=list(PRECISIONS), when=WHEN)
-@pytest.mark.usefixtures("nothing_materialises")
+@parametrize_pairs(name=NAMES, precision=list(PRECISIONS), when=WHEN)
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_precision(name: str, precision: str, when: str, compare: Compare) -> None:
     """The patched step is about as close to that of the same weights in float64 as stock's."""
     script = """
         outputs.loss.backward()
         fused(1)
         note(outputs.loss.dtype)
-        note(outputs.logits, within=0)"""
+        note(outputs.logits, tolerance=0)"""
     stock, patched = (run.names for run in compare(PRECISIONS[precision] + script, name=name, when=when))
     exact = copy.deepcopy(stock["model"]).double()
     exact.zero_grad()
@@ -379,7 +379,7 @@ def materialised(caught: Any) -> list[str]:
     return [str(each.message) for each in caught if issubclass(each.category, MaterializedLogitsWarning)]
 
 
-@pairs(name=NAMES, dropout=[0.0, 0.3], when=WHEN)
+@parametrize_pairs(name=NAMES, dropout=[0.0, 0.3], when=WHEN)
 def test_dora_on_the_head(name: str, dropout: float, when: str, compare: Compare) -> None:
     """It scales each class by the norm of its row, which no factor of the operator stands for."""
     script = """
@@ -488,7 +488,7 @@ WIDE, HIDDEN, TOKENS = 32768, 256, 512
 OPTIONS = flce.ChunkOptions(chunk_rows=16)  # 2 MiB of logits at a time
 
 
-@pairs(target=["backbone", "head too"], dtype=[torch.float32, torch.bfloat16], when=WHEN)
+@parametrize_pairs(target=["backbone", "head too"], dtype=[torch.float32, torch.bfloat16], when=WHEN)
 def test_workspace(target: str, dtype: torch.dtype, when: str, build: Build) -> None:
     """No V-wide term is made, nor is there a copy, a cast or a gradient of the frozen head.
 

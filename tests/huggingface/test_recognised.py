@@ -18,7 +18,7 @@ from flce.core import private
 from flce.huggingface import NotFusedWarning, patch_model
 from tests.huggingface.scripts import IDS, Around, Build, Compare, V
 
-pytestmark = pytest.mark.usefixtures("nothing_materialises")
+pytestmark = pytest.mark.usefixtures("fail_on_materialize")
 
 BATCH = {"input_ids": IDS, "labels": IDS}
 
@@ -35,7 +35,7 @@ def test_labels_within_a_batch(by_name: bool, kind: Any, compare: Compare) -> No
             return model(inputs=kind(batch)) if by_name else model(kind(batch))
         backward(call(**BATCH).loss)
         with torch.no_grad():
-            note(call(**BATCH).loss, within=0)
+            note(call(**BATCH).loss, tolerance=0)
             fused(2)
             assert type(call(input_ids=IDS).logits) is Tensor
             assert type(call(input_ids=IDS, labels=None).logits) is Tensor"""
@@ -57,9 +57,9 @@ def test_mixed_precision_by_accelerate(order: str, compare: Compare) -> None:
                 accelerator.prepare(model)
             else:
                 accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        backward(model(**BATCH).loss, within=2e-2)
+        backward(model(**BATCH).loss, tolerance=2e-2)
         with torch.no_grad():
-            note(model(**BATCH).loss, within=1e-3)
+            note(model(**BATCH).loss, tolerance=1e-3)
             fused(2)
             assert type(model(input_ids=IDS).logits) is Tensor
             unpatch(model)(**BATCH)
@@ -82,17 +82,17 @@ def test_fabric(precision: Any, order: str, compare: Compare, monkeypatch: pytes
         model = build("Llama")
         for change in order.split(", "):
             model = fabric.setup(model) if change == "set up" else patch(model, on_materialize="raise")
-        backward(model(**BATCH).loss, within=within)
+        backward(model(**BATCH).loss, tolerance=tolerance)
         ran.clear()
-        backward(F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0]), within=within)
+        backward(F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0]), tolerance=tolerance)
         assert len(ran) == 1
         fused(2)
         unpatch(model)
         note(type(model))
         backward(model(**BATCH).loss)
         fused(0)"""
-    within = 1e-5 if precision == "32-true" else 2e-2
-    compare(script, lightning=lightning, precision=precision, order=order, ran=ran, within=within)
+    tolerance = 1e-5 if precision == "32-true" else 2e-2
+    compare(script, lightning=lightning, precision=precision, order=order, ran=ran, tolerance=tolerance)
 
 
 WRAPPED = {

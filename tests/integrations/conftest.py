@@ -69,7 +69,7 @@ def fresh_accelerator() -> None:
 
 
 @pytest.fixture
-def nothing_materialises() -> Iterator[None]:
+def fail_on_materialize() -> Iterator[None]:
     """Fails the test where lazy logits become real without having been asked to."""
     from flce.huggingface import MaterializedLogitsWarning
 

@@ -143,7 +143,7 @@ def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixt
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_an_own_loss_of_a_model_in_4_bits_is_fused() -> None:
     model = flce.patch_model(needs("qlora").quantized_model(adapt_head=True)).train()
     rows = torch.stack([row["input_ids"] for row in demo.examples(2)]).to(model.device)

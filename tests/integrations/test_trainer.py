@@ -75,20 +75,20 @@ def assert_agree(stock: demo.Curve, patched: demo.Curve, tolerance: float = 1e-5
     ],
     ids=lambda arguments: "-".join(arguments),
 )
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_same_losses_as_stock(arguments):
     assert_agree(*both(**arguments))
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.gpu)])
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_autocast(precision):
     assert_agree(*both(**{precision: True}), tolerance=1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="Liger's layers fail in nn.DataParallel")
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_layers_of_liger():
     pytest.importorskip("liger_kernel")
     layers = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
@@ -98,7 +98,7 @@ def test_layers_of_liger():
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("head", [0, 1])
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_a_model_split_over_devices(tmp_path, head):
     """The head where the last layer is, and elsewhere."""
     accelerate = pytest.importorskip("accelerate")
@@ -112,7 +112,7 @@ def test_a_model_split_over_devices(tmp_path, head):
     assert_agree(*curves)
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_compiled():
     """The compiled graph has a backward of its own, so the operator is looked for in what was executed."""
     torch.compiler.reset()
@@ -139,7 +139,7 @@ def test_compiled_evaluation_before_training(tmp_path):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_auto_find_batch_size(tmp_path):
     """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
 
@@ -278,7 +278,7 @@ class TestCallback:
             assert flce.is_patched(each.model)
         assert trainer.model is not first
 
-    @pytest.mark.usefixtures("nothing_materialises")
+    @pytest.mark.usefixtures("fail_on_materialize")
     def test_a_model_made_for_a_run_in_mixed_precision(self, tmp_path):
         """Accelerate has put another forward on the instance when the callback sees it."""
         losses = []

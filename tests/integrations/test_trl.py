@@ -91,7 +91,7 @@ def assert_alike(stock: Run, fused: Run) -> None:
             assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_trains_alike(case: str, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_trains_alike(case: str, tmp_path: Path) -> None:
     assert len(heads) == (case != "an adapter")
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 def test_evaluation(tmp_path: Path) -> None:
     """With TRL's losses, entropies and accuracies; also where the callback has patched the model before."""
     said = []
@@ -169,7 +169,7 @@ def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
         train(trainers.sft, str(tmp_path), 1, fused=True, common={"peft_config": config})
 
 
-@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 @pytest.mark.filterwarnings("error::flce.huggingface.NotFusedWarning")
 @pytest.mark.parametrize("loss_type, graphs", [("nll", 1), ("dft", 2)])
 def test_compiled(loss_type: str, graphs: int, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 @pytest.mark.parametrize(
     "given",
     [
@@ -138,7 +138,7 @@ def scaled(model: Any) -> Any:
     return model
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_a_scale_without_a_name(ours: Callable[..., None]) -> None:
     """TRL reads scales from the configuration, by the names that it knows."""
     model = scaled(build())
@@ -150,7 +150,7 @@ def test_a_scale_without_a_name(ours: Callable[..., None]) -> None:
         torch.testing.assert_close(made[name], value, check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.usefixtures("fail_on_materialize")
 def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
     """As GRPO casts it: the layer has another forward, and is to run in float32 whatever autocast says."""
 

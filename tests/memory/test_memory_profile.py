@@ -133,7 +133,7 @@ class Device:
         self.recording = False
         self.trace: list[dict[str, Any]] = []
         for module, name, does in (
-            (devices, "devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]),
+            (devices, "list_devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]),
             (torch.accelerator, "current_device_index", lambda: 1),
             (torch.cuda, "synchronize", lambda index: None),
             (torch.cuda, "get_allocator_backend", lambda: "native"),

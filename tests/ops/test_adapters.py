@@ -14,7 +14,7 @@ import flce
 from flce.core.gemm import matmul
 from flce.testing.problem import make_problem, run_fused
 from flce.testing.tolerances import TOLERANCE
-from tests.helpers import BACKENDS, assert_near, check, pairs
+from tests.helpers import BACKENDS, assert_near, check, parametrize_pairs
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -22,7 +22,7 @@ REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 NEEDS = ["".join(wanted) for wanted in itertools.product(*(("", name) for name in "xwbaB"))]
 
 
-@pairs(grads=NEEDS, reduction=["mean", "none"], strategy=["tokens", "vocab"], backend=BACKENDS)
+@parametrize_pairs(grads=NEEDS, reduction=["mean", "none"], strategy=["tokens", "vocab"], backend=BACKENDS)
 def test_every_choice_of_gradients(
     grads: str, reduction: str, strategy: str, backend: str, device: torch.device
 ) -> None:
@@ -87,7 +87,9 @@ def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None
         torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
-@pairs(strategy=["tokens", "vocab"], dtype=[torch.float64, torch.bfloat16], rank=[3, 8, 12], backend=BACKENDS)
+@parametrize_pairs(
+    strategy=["tokens", "vocab"], dtype=[torch.float64, torch.bfloat16], rank=[3, 8, 12], backend=BACKENDS
+)
 def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: str, device: torch.device) -> None:
     """Columns of a larger tensor, and transposed: the same as contiguous copies."""
     p = make_problem((11,), 8, 90, adapter_ranks=(rank,), dtype=dtype, device=device)

@@ -29,11 +29,11 @@ from tests.helpers import (
     assert_near,
     assert_outcome,
     loss_arguments,
-    pairs,
+    parametrize_pairs,
     row_id,
     upstream_of,
 )
-from tests.logits import LAYOUTS, make, placed
+from tests.logits import LAYOUTS, make, place_in_layout
 from tests.planning.test_plan import peak_on_cpu
 
 INPLACE = pytest.mark.parametrize("inplace", [False, True])
@@ -57,7 +57,7 @@ def run(
     grad_output: Tensor | float | None = None,
     **kwargs: Any,
 ) -> CallResult:
-    memory, view = placed(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
+    memory, view = place_in_layout(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
     memory.requires_grad_(grad)
     logits = view(memory * 1)
     before, version = logits.detach().clone(), logits._version
@@ -129,7 +129,7 @@ def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.Monk
         check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
-@pairs(inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(inplace=[False, True], backend=BACKENDS)
 def test_rows_in_another_order(inplace: bool, backend: str, device: torch.device) -> None:
     """Of three dimensions, so that the way there is not the way back."""
     p = make((2, 3, 4), 11, ignored=0.2, token_weight=True, reduction="none", device=device)
@@ -153,7 +153,7 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pairs(layout=list(TARGETS), reduction=["mean", "none"], inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(layout=list(TARGETS), reduction=["mean", "none"], inplace=[False, True], backend=BACKENDS)
 def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     p = make((6, 4), 11, reduction=reduction, device=device)
     p.target[1, 1:3] = p.target[4] = -100
@@ -163,7 +163,7 @@ def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: 
 LEADING = [(), (1,), (7,), (1, 1), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2, 2), (0,), (3, 0)]
 
 
-@pairs(leading=LEADING, inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(leading=LEADING, inplace=[False, True], backend=BACKENDS)
 def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: str, device: torch.device) -> None:
     for reduction in ("sum", "none"):
         p = make(leading, 12, reduction=reduction, label_smoothing=0.1, device=device)
@@ -194,7 +194,7 @@ def test_a_vocabulary_of_several_blocks(inplace: bool, backend: str, device: tor
     check(p, "without the last", inplace=inplace, stats=STATS)
 
 
-@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     """The arguments by PyTorch's names and places."""
     p = make((9,), ignored=0.3, class_weight=True, ignore_index=5, device=device)
@@ -208,7 +208,7 @@ def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.dev
     torch.testing.assert_close(a.grad, b.grad)
 
 
-@pairs(
+@parametrize_pairs(
     dtype=[torch.bfloat16, torch.float16, torch.float32],
     reduction=REDUCTIONS,
     inplace=[False, True],
@@ -227,7 +227,7 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
     assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
 
 
-@pairs(inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(inplace=[False, True], backend=BACKENDS)
 def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
     """The gradient that is written before the upstream gradient is known is in range, whatever multiplies it."""
     for large in ("weight", "token_weight", "logit_scale"):
@@ -238,7 +238,7 @@ def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.d
         assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
 
 
-@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     """1/N and small probabilities would underflow in float16; the loss scale is there before anything is rounded."""
     p = make((16,), 256, torch.float16, device, std=1.0, reduction=reduction)
@@ -462,7 +462,7 @@ def test_saved_tensor_hooks(backend: str, device: torch.device) -> None:
     unpacks: list[Callable[[Tensor], Tensor]] = [lambda t: t.contiguous(), class_by_class]
     for reduction, unpack in itertools.product(("mean", "none"), unpacks):
         p = make((3, 4), reduction=reduction, device=device)
-        memory, view = placed(p.input, "without the first, transposed")
+        memory, view = place_in_layout(p.input, "without the first, transposed")
         x = memory.requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
             loss = loss_of(view(x * 1), p.target, reduction=reduction, inplace=True)
@@ -539,7 +539,7 @@ class SourceOfLogits(torch.autograd.Function):
         return None
 
 
-@pairs(
+@parametrize_pairs(
     reduction=["mean", "none"],
     dtype=[torch.float32, torch.bfloat16],
     layout=["without the last", "without the first, transposed"],
@@ -548,7 +548,7 @@ def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch
     """In place, nothing of the size of the logits is allocated, in forward and backward, if two strides lead from row
     to row."""
     rows, vocab = 768, 16384
-    x, view = placed(torch.zeros(2, rows // 2, vocab, dtype=dtype), layout)
+    x, view = place_in_layout(torch.zeros(2, rows // 2, vocab, dtype=dtype), layout)
     x.requires_grad_()
     y = torch.randint(vocab, (2, rows // 2))
     size = rows * vocab * dtype.itemsize
@@ -579,7 +579,7 @@ def group(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+@parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
     p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
     size: Any = torch.tensor(37)  # as any other number of the arguments

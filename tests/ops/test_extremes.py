@@ -28,10 +28,10 @@ from flce.testing.problem import (
 )
 from flce.testing.tolerances import TOLERANCE
 from tests import forced, interpreted_bfloat16
-from tests.extremes import every_extreme, extremes, has_a_softmax, targets
+from tests.extremes import every_extreme, extremes, has_softmax, targets
 from tests.forced import force
 from tests.helpers import STATS, assert_near, assert_outcome, plan_for
-from tests.hopper import as_on_hopper
+from tests.hopper import plan_as_on_hopper
 from tests.ops import test_cross_entropy
 
 CUDA = torch.cuda.is_available()
@@ -103,8 +103,8 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield made
         return
     if made.name == "exponentials" and not CUDA:
-        interpreted_bfloat16.mend(monkeypatch)
-    for _ in as_on_hopper(monkeypatch):
+        interpreted_bfloat16.fix_interpreter(monkeypatch)
+    for _ in plan_as_on_hopper(monkeypatch):
         if made.name == "exponentials":
             force(monkeypatch, forced.unnormalized)
         yield made
@@ -144,7 +144,7 @@ def test_extreme_logits(name: str, route: Route, device: torch.device) -> None:
     for settings in route.settings:
         p = plain.with_(**settings)
         outcome = run(route, p)
-        if has_a_softmax(plain.linear_bias):
+        if has_softmax(plain.linear_bias):
             expected = run_oracle(p)
             tolerance = route.tolerance
             assert_outcome(outcome, expected, p, tolerance=tolerance, grads=route.grads, stats=route.stats)
@@ -214,7 +214,7 @@ def test_a_target_that_is_no_class(
 ) -> None:
     """Where the host does not look at targets, as on CUDA: its row is NaN, nothing is read out of bounds, and the other
     rows are right."""
-    monkeypatch.setattr("flce.engine.vectors.looks_at_values", lambda device: False)
+    monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
     plain = problem_of(route, device, extremes(route.vocab)["sure of the middle"])
     plain.target[1] = wrong or route.vocab
     others = torch.arange(8, device=device) != 1
@@ -238,7 +238,7 @@ def test_cross_entropy_of_extreme_logits(inplace: bool, dtype: torch.dtype, back
     outcome = test_cross_entropy.run(p, inplace=inplace, stats=STATS)
     wide = replace(p, input=p.input.double())
     expected, stock = run_oracle(wide), run_stock(wide)
-    defined, counts = has_a_softmax(logits), y != IGNORED
+    defined, counts = has_softmax(logits), y != IGNORED
     assert stock.grad_input is not None
     grad = stock.grad_input.where(counts[:, None], 0.0).where(~defined[:, None], expected.grad_input)
     same: Any = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True, "check_dtype": False}

@@ -19,8 +19,8 @@ from flce.ops import linear_logprobs as ops
 from flce.ops.linear_call import LinearCall
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
-from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
-from tests.interpreted_bfloat16 import mend
+from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
+from tests.interpreted_bfloat16 import fix_interpreter
 
 WITH_GRADIENTS = ("logprob", "entropy", "lse", "candidate_logprob")
 FLOATING = (*WITH_GRADIENTS, "mean_logit", "log_sum_sq_prob")
@@ -153,8 +153,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
     """Statistics and gradients in the epilogue of a product, in half precision, with its rounding."""
     if not torch.cuda.is_available():
-        mend(monkeypatch)
-    yield from as_on_hopper(monkeypatch)
+        fix_interpreter(monkeypatch)
+    yield from plan_as_on_hopper(monkeypatch)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -488,13 +488,13 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
     options = flce.ChunkOptions(max_workspace_bytes=budget)
     for gradients in (False, True):
         calls = (LinearCall(problem, options, traced) for traced in (False, True))
-        outside, inside = (ops._plan(call if gradients else ops._without_gradients(call)) for call in calls)
+        outside, inside = (ops._plan_untraced(call if gradients else ops._without_gradients(call)) for call in calls)
         assert outside == inside
 
 
 def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Where the host does not look at them they make NaN where they are, and nothing is read out of bounds."""
-    monkeypatch.setattr("flce.engine.vectors.looks_at_values", lambda device: False)
+    monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
     call = call_of(4, 8, 30)
     call.y[:] = torch.tensor([1, 2, 30, 3])
     call.candidates[0, 0] = 10**9

@@ -15,12 +15,12 @@ import torch
 import flce
 from flce.engine.borrowing import BorrowedBlocks
 from flce.engine.schedules import Schedule
-from flce.engine.schedules.blocks import Apart, Blocks, ChunksOfBlocks
+from flce.engine.schedules.blocks import Blocks, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.statistics import Statistics
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from flce.testing.tolerances import EXACT_LOGITS, INTERPRETED, RESULTS, Tolerance
 from tests.forced import force
-from tests.helpers import BACKENDS, REDUCTIONS, STRATEGIES, num_blocks, pairs
+from tests.helpers import BACKENDS, REDUCTIONS, STRATEGIES, num_blocks, parametrize_pairs
 
 HALF = (torch.bfloat16, torch.float16)
 low_precision = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
@@ -80,7 +80,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pairs(dtype=HALF, strategy=STRATEGIES, reduction=REDUCTIONS, kwargs=OPTIONS, backend=BACKENDS)
+@parametrize_pairs(dtype=HALF, strategy=STRATEGIES, reduction=REDUCTIONS, kwargs=OPTIONS, backend=BACKENDS)
 def test_no_further_from_the_truth_than_stock(
     dtype: torch.dtype, strategy: str, reduction: str, kwargs: dict[str, Any], backend: str, device: torch.device
 ) -> None:
@@ -92,7 +92,7 @@ def test_no_further_from_the_truth_than_stock(
     assert_no_further_than_stock(p, run_fused(p, options=options_for(strategy), grad_output=upstream), upstream)
 
 
-@pairs(scale=[2.0**16, 1.0, 2.0**10], strategy=STRATEGIES, backend=BACKENDS)
+@parametrize_pairs(scale=[2.0**16, 1.0, 2.0**10], strategy=STRATEGIES, backend=BACKENDS)
 def test_fp16_under_a_loss_scale(scale: float, strategy: str, backend: str, device: torch.device) -> None:
     """The gradients must not have been rounded to fp16 before the scale arrives."""
     # Many tokens of a small weight each: without the scale most gradients are below fp16's normal numbers.
@@ -146,9 +146,9 @@ def blocks_of_16(rows: int) -> Blocks:
     return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
 
 
-def gradients_apart(rows: int) -> Apart:
+def gradients_apart(rows: int) -> SeparatePasses:
     statistics = Statistics(rows, 16)
-    return Apart(statistics, ChunksOfBlocks(statistics, rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+    return SeparatePasses(statistics, ChunksOfBlocks(statistics, rows, 16), rows, 16, BorrowedBlocks(rows, 16))
 
 
 @low_precision

@@ -21,7 +21,7 @@ from tests.helpers import (
     STATS,
     allpairs,
     check,
-    least_for,
+    least_budget_for,
     loss_arguments,
     num_blocks,
     plan_for,
@@ -66,7 +66,7 @@ def chunk_options(
     factor = spec.pop("budget", None)
     if factor is None:
         return flce.ChunkOptions(**spec, **more)
-    budget = int(factor * least_for(problem, spec["strategy"], grads, stats, **more))
+    budget = int(factor * least_budget_for(problem, spec["strategy"], grads, stats, **more))
     while True:
         options = flce.ChunkOptions(**spec, max_workspace_bytes=budget, **more)
         blocks = num_blocks(plan_for(problem, options, grads, stats))
@@ -124,7 +124,7 @@ def test_every_schedule_makes_every_gradient(
         for kind in SCHEDULES:
             sizes = kind.sizes(c)
             if sizes:
-                schedule = kind.sized(c, sizes[len(sizes) // 3])
+                schedule = kind.from_size(c, sizes[len(sizes) // 3])
                 force(monkeypatch, lambda c, made=schedule: made)  # type: ignore[misc]
                 check(p, options=options, grads=grads_of_all, tolerance=2e-2 if arguments is hard else None)
 

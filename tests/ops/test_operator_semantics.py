@@ -18,7 +18,7 @@ from torch import Tensor
 
 import flce
 from flce.backends.eager import TorchBackend
-from flce.core.problem import NUMBERS, LossSpec, loss_spec
+from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
 from flce.ops import arguments
@@ -33,8 +33,8 @@ from tests.helpers import (
     STRATEGIES,
     assert_near,
     check,
-    combinations,
-    pairs,
+    parametrize_combinations,
+    parametrize_pairs,
 )
 from tests.ops.test_softmax import LAYOUTS
 
@@ -70,7 +70,7 @@ def losses_and_grads(function: Any, *tensors: Tensor | None, upstream: Any = Non
 # Rows that do not count, and nothing to count
 
 
-@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, skip=SKIP)
+@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, skip=SKIP)
 def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, device: torch.device) -> None:
     settings: dict[str, Any] = {"bias": True, "class_weight": True, "z_loss": 0.1}
     p = make_problem((11,), 8, 70, ignored=1.0, reduction=reduction, device=device, **settings)
@@ -82,7 +82,7 @@ def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, dev
         assert not grad.any()
 
 
-@pairs(
+@parametrize_pairs(
     reduction=REDUCTIONS,
     strategy=STRATEGIES,
     upstream=[math.inf, math.nan],
@@ -100,7 +100,7 @@ def test_all_ignored_and_divided_by_their_number(
             assert torch.equal(grad, torch.zeros_like(grad))
 
 
-@combinations(skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16])
+@parametrize_combinations(skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16])
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
@@ -129,7 +129,7 @@ def test_ignored_rows_that_hold_no_numbers(
         torch.testing.assert_close(got, want)
 
 
-@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
+@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
 def test_empty_batch(
     reduction: str, strategy: str, leading: tuple[int, ...], backend: str, device: torch.device
 ) -> None:
@@ -169,7 +169,7 @@ def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
 # The upstream gradient
 
 
-@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, scale=[0.0, -1.0, 0.125, 3.7, 2.0**16])
+@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, scale=[0.0, -1.0, 0.125, 3.7, 2.0**16])
 def test_upstream_gradient(reduction: str, strategy: str, scale: float, backend: str, device: torch.device) -> None:
     p = make_problem((13,), 8, 70, bias=True, ignored=0.2, reduction=reduction, device=device)
     out = check(p, options=options_for(strategy), grad_output=scale)
@@ -234,7 +234,7 @@ def test_rows_without_doubt_have_no_gradient(
 # Arguments
 
 
-@pairs(reduction=REDUCTIONS, head=[True, False], inplace=[True, False], backend=BACKENDS)
+@parametrize_pairs(reduction=REDUCTIONS, head=[True, False], inplace=[True, False], backend=BACKENDS)
 def test_gradient_of_weights_that_are_zero_or_nonsense(
     reduction: str, head: bool, inplace: bool, backend: str, device: torch.device
 ) -> None:
@@ -262,7 +262,7 @@ def test_gradient_of_weights_that_are_zero_or_nonsense(
     assert not of_zeros[0].count_nonzero()
 
 
-@pairs(dtype=[torch.bfloat16, torch.float32, torch.float64], reduction=REDUCTIONS, backend=BACKENDS)
+@parametrize_pairs(dtype=[torch.bfloat16, torch.float32, torch.float64], reduction=REDUCTIONS, backend=BACKENDS)
 def test_weights_with_gradient_of_another_dtype(
     dtype: torch.dtype, reduction: str, backend: str, device: torch.device
 ) -> None:
@@ -275,7 +275,7 @@ def test_weights_with_gradient_of_another_dtype(
 STEPS = ("statistics", "gradient", "loss_and_gradient", "scale_", "scale_rows_", "scale_cast")
 
 
-@pairs(reduction=REDUCTIONS, how=["tokens", "vocab", "logits", "in place"], grads=["xw", ""])
+@parametrize_pairs(reduction=REDUCTIONS, how=["tokens", "vocab", "logits", "in place"], grads=["xw", ""])
 def test_the_gradient_of_weights_takes_no_pass_over_logits(
     reduction: str, how: str, grads: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +314,7 @@ def test_the_gradient_of_weights_takes_no_pass_over_logits(
         assert kept == kept_without + 9 * 8
 
 
-@pairs(kind=["weight", "token_weight"], dtype=[torch.float32, torch.float64], backend=BACKENDS)
+@parametrize_pairs(kind=["weight", "token_weight"], dtype=[torch.float32, torch.float64], backend=BACKENDS)
 def test_weights_may_have_another_floating_dtype(
     kind: str, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
@@ -325,7 +325,7 @@ def test_weights_may_have_another_floating_dtype(
     check(p.with_(**{kind: values.bfloat16()}))
 
 
-@pairs(shift=[0, 1, 2, 6, 7], reduction=REDUCTIONS, backend=BACKENDS)
+@parametrize_pairs(shift=[0, 1, 2, 6, 7], reduction=REDUCTIONS, backend=BACKENDS)
 def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -> None:
     p = make_problem((2, 7), 8, 40, ignored=0.2, reduction=reduction, shift=shift, device=device)
     out = check(p, stats=STATS)
@@ -339,7 +339,7 @@ def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -
 ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
 
 
-@pairs(
+@parametrize_pairs(
     which=ARGUMENTS,
     layout=[name for name in LAYOUTS if name != "contiguous"],
     leading=[(11,), (5, 6)],  # one dimension is flattened without a copy
@@ -378,7 +378,7 @@ def test_any_strides(
 # Probabilities and multi-dimensional heads
 
 
-@pairs(
+@parametrize_pairs(
     reduction=REDUCTIONS,
     smoothing=[0.0, 0.3],
     class_weight=[False, True],
@@ -448,7 +448,7 @@ def test_statistics_of_probability_targets(backend: str) -> None:
     assert torch.equal(out.argmax, expected.argmax)
 
 
-@combinations(
+@parametrize_combinations(
     reduction=REDUCTIONS,
     dims=[(3,), (2, 3)],
     kind=["indices", "indices with ignored", "indices of more dimensions", "probabilities"],
@@ -513,7 +513,7 @@ def test_weights_beside_class_probabilities(reduction: str, torch_backend: str) 
 # Autocast, gradient modes, determinism
 
 
-@pairs(dtype=[torch.bfloat16, torch.float16], weight_dtype=["same", "low"], backend=BACKENDS)
+@parametrize_pairs(dtype=[torch.bfloat16, torch.float16], weight_dtype=["same", "low"], backend=BACKENDS)
 def test_autocast(dtype: torch.dtype, weight_dtype: str, backend: str, device: torch.device) -> None:
     """float32 tensors, one of them perhaps low-precision already: as exact as the stock path under autocast."""
     p = make_problem((48,), 32, 200, dtype=torch.float32, bias=True, device=device)
@@ -565,7 +565,7 @@ def test_backward_outside_autocast_and_forward_only_inside(backend: str, device:
     assert x.grad.dtype == torch.float32
 
 
-@pairs(dtype=[torch.float64, torch.float32, torch.bfloat16], strategy=STRATEGIES, backend=BACKENDS)
+@parametrize_pairs(dtype=[torch.float64, torch.float32, torch.bfloat16], strategy=STRATEGIES, backend=BACKENDS)
 def test_the_same_bits_every_time(dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
     p = make_problem((3, 4), 16, 300, dtype=dtype, bias=True, ignored=0.2, class_weight=True, device=device)
     for reduction in ("mean", "none"):
@@ -772,7 +772,7 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
 
 
 # Of each number of the loss a value that changes it. A new one belongs here.
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", NUMERIC_FIELDS)
 @pytest.mark.parametrize(
     "kind",
     ["fused", "vocab", "divided", "logits", "lazy logits", "linear_logprobs", "probabilities", "K-dimensional"],

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import flce
 from flce.testing.problem import ALL_GRADS, Problem, make_problem
 from tests import helpers, logits
-from tests.helpers import STATS, least_for
+from tests.helpers import STATS, least_budget_for
 from tests.ops import test_cross_entropy, test_softmax
 
 FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -111,7 +111,9 @@ def test_linear_cross_entropy(
     chunking = dict(chunking)
     beyond = chunking.pop("beyond", None)
     if beyond is not None and problem.target.numel():
-        least = least_for(problem, chunking["strategy"], grads, how["stats"], skip_ignored=chunking["skip_ignored"])
+        least = least_budget_for(
+            problem, chunking["strategy"], grads, how["stats"], skip_ignored=chunking["skip_ignored"]
+        )
         chunking["max_workspace_bytes"] = least + beyond
     helpers.check(problem, options=flce.ChunkOptions(**chunking), **how)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flce
 from tests.extremes import extremes
-from tests.helpers import BACKENDS, allpairs, assert_near, pairs
+from tests.helpers import BACKENDS, allpairs, assert_near, parametrize_pairs
 
 FUNCTIONS = {"softmax": (flce.softmax, F.softmax), "log_softmax": (flce.log_softmax, F.log_softmax)}
 BOTH = pytest.mark.parametrize("name", list(FUNCTIONS))
@@ -159,7 +159,9 @@ def test_edges(
         assert error <= 4 * tolerance * max(1.0, terms), f"gradient of row {row}: off by {error:.3e}"
 
 
-@pairs(width=[200, 203, 603, 604], name=list(FUNCTIONS), dtype=[bf16, f32])  # from 513 columns on with edges
+@parametrize_pairs(
+    width=[200, 203, 603, 604], name=list(FUNCTIONS), dtype=[bf16, f32]
+)  # from 513 columns on with edges
 def test_slices_that_begin_anywhere(
     width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
 ) -> None:
@@ -305,7 +307,7 @@ def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch
 # Derivatives
 
 
-@pairs(dim=[0, 1], name=list(FUNCTIONS), backend=BACKENDS)
+@parametrize_pairs(dim=[0, 1], name=list(FUNCTIONS), backend=BACKENDS)
 def test_gradcheck(dim: int, name: str, backend: str, device: torch.device) -> None:
     x = torch.randn(2, 3, dtype=f64, device=device, requires_grad=True)
     mine, _ = FUNCTIONS[name]

@@ -20,21 +20,21 @@ from torch import Tensor
 import flce
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
-from flce.backends.state import (
+from flce.backends.formulas import (
     RowResults,
     Targets,
-    empty_shard,
     merge_shards,
-    results_of_state,
+    results_from_state,
+    write_empty_state,
     write_results,
 )
 from flce.core.problem import CrossEntropyProblem, LossSpec
-from flce.core.shard import bounds
+from flce.core.shard import shard_bounds
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
-from tests.extremes import every_extreme, has_a_softmax
+from tests.extremes import every_extreme, has_softmax
 from tests.helpers import STATS, assert_outcome
 from tests.logits import make
 
@@ -65,26 +65,26 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     z, weight = p.input, p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
     inputs = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).loss_scales(problem))
-    whole, merged = (vectors.allocate(problem, rows, Arena(device)) for _ in range(2))
+    whole, merged = (vectors.allocate_outputs(problem, rows, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
-    kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, room=37, keep=True), whole), None)
+    kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None)
     shards = []
     for start, stop in itertools.pairwise(edges):
         state = torch.full((STATE_SLOTS, rows), 3.0, dtype=torch.float64, device=device)
         if start == stop:
-            empty_shard(state)
+            write_empty_state(state)
         else:
-            tile = Tile(start, stop - start, 37, room=stop - start, shard=True, keep=True)
+            tile = Tile(start, stop - start, 37, accessible_cols=stop - start, is_shard=True, keep_logits=True)
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
-        made = results_of_state(state, spec, stop - start, weight[start:stop].sum())
+        made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
         shards.append(made)
     stacked = RowResults._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
     widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
     sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
     owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1
-    call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
-    write_results(merge_shards(stacked, widths, sums, owner), call, Targets.of(call))
-    defined = has_a_softmax(z)
+    call = TileCall(inputs, spec, Tile(0, 37, 37, accessible_cols=37), merged)
+    write_results(merge_shards(stacked, widths, sums, owner), call, Targets.from_call(call))
+    defined = has_softmax(z)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
         mine, other = (t if name == "loss" else t[..., defined] for t in (getattr(merged, name), getattr(whole, name)))
         torch.testing.assert_close(mine, other, equal_nan=True, rtol=1e-10, atol=1e-9)
@@ -93,7 +93,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
 @pytest.mark.parametrize("size, shards", [(1, 1), (7, 3), (4, 3), (1, 3), (12, 4), (13, 4), (5, 8)])
 def test_bounds_are_those_of_chunk(size: int, shards: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(shards)]
-    ours = [list(range(*bounds(size, shards, k))) for k in range(shards)]
+    ours = [list(range(*shard_bounds(size, shards, k))) for k in range(shards)]
     assert ours == chunks + [[]] * (shards - len(chunks))
 
 
@@ -106,7 +106,7 @@ def one_case(
 ) -> None:
     p = make((3, 4), vocab, dtype, **kwargs)
     rank, size = group.rank(), group.size()
-    start, stop = bounds(vocab, size, rank)
+    start, stop = shard_bounds(vocab, size, rank)
     upstream = torch.linspace(0.5, 2.0, 12, dtype=torch.float64).view(3, 4)
     upstream = upstream if kwargs.get("reduction") == "none" else upstream.mean()
     memory = p.input[..., start:stop].contiguous().requires_grad_()
@@ -174,7 +174,7 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     if rank == 2:
         with pytest.raises(ValueError, match="process_group must have this process in it"):
             flce.cross_entropy(p.input, p.target, process_group=pair)
-    start, stop = bounds(7, 3, rank)
+    start, stop = shard_bounds(7, 3, rank)
     target = torch.tensor([0, 7, 3])
     with pytest.raises(IndexError, match=r"7 at position 1.*target < 7"):
         flce.cross_entropy(p.input[:, start:stop], target, process_group=world, vocab_size=7)
@@ -199,7 +199,7 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
 def worker(rank: int, store: str, errors: str, has_triton: bool) -> None:
     torch.set_num_threads(1)
     if has_triton:
-        quick_interpreter.hasten()
+        quick_interpreter.speed_up_interpreter()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     what = "start"
     try:

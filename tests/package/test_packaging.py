@@ -114,7 +114,7 @@ def test_metadata(built: Built) -> None:
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
     assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "rich", "typer"}
     assert 'flce[cli,transformers]; extra == "trainers"' in about.get_all("Requires-Dist", [])
-    assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.ADDRESS}
+    assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.REPOSITORY_URL}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 
 
@@ -163,16 +163,16 @@ def test_the_address() -> None:
         file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".ipynb")
     ]
     there += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
-    named = {str(file.relative_to(ROOT)) for file in there if project.ADDRESS in file.read_text()}
+    named = {str(file.relative_to(ROOT)) for file in there if project.REPOSITORY_URL in file.read_text()}
     assert named == {"flce/core/project.py", "pyproject.toml", "CITATION.cff", "docs/quick-start.ipynb"}
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-    assert f"git grep -lF {project.ADDRESS} -- flce pyproject.toml CITATION.cff docs |" in release
+    assert f"git grep -lF {project.REPOSITORY_URL} -- flce pyproject.toml CITATION.cff docs |" in release
 
 
 def test_where_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert project.where("memory.md") == "docs/memory.md in flce's repository"
-    monkeypatch.setattr(project, "ADDRESS", "https://github.com/owner/flce")
-    assert project.where("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
+    assert project.locate_page("memory.md") == "docs/memory.md in flce's repository"
+    monkeypatch.setattr(project, "REPOSITORY_URL", "https://github.com/owner/flce")
+    assert project.locate_page("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
 
 
 def test_messages_do_not_point_at_what_a_wheel_lacks() -> None:
@@ -187,7 +187,7 @@ def test_messages_do_not_point_at_what_a_wheel_lacks() -> None:
         lacking += [(file.name, text) for text in texts.values() if re.search(r"docs/\w|flce\[", str(text))]
     assert lacking == []
     (extra,) = re.findall(r"^cli = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert project.COMMAND_LINE.split() == re.findall(r'"([\w-]+)', extra)
+    assert project.COMMAND_LINE_PACKAGES.split() == re.findall(r'"([\w-]+)', extra)
 
 
 def test_versions_agree() -> None:

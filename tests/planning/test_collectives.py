@@ -16,10 +16,10 @@ if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 import flce
-from flce.core.shard import Split, bounds
+from flce.core.shard import HeadSplit, shard_bounds
 from flce.ops import linear_cross_entropy
-from flce.planning.collectives import Collective, split_of
-from flce.planning.search import plan_of_slice
+from flce.planning.collectives import Collective, split_from_arguments
+from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
 
@@ -82,7 +82,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]
 
 def call(kwargs: dict[str, Any], options: dict[str, Any], more: dict[str, Any], sequence: bool, **how: Any) -> None:
     p = make_problem(TOKENS, HIDDEN, VOCAB, **{"dtype": torch.float32, **how}, **kwargs)
-    first = slice(*bounds(VOCAB, PROCESSES, 0))
+    first = slice(*shard_bounds(VOCAB, PROCESSES, 0))
 
     def share(x: Tensor) -> Tensor:
         return x.chunk(PROCESSES, -2)[0] if sequence else x
@@ -137,13 +137,13 @@ def test_as_on_a_gpu(
         pytest.skip("the stand-in for Hopper's products is for bfloat16")
     with split_head._as_on_a_gpu(hopper) as taken:
         plans: list[flce.ChunkPlan] = []
-        plan_of = vars(linear_cross_entropy)["plan_of"]
+        plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
 
         def kept(*args: Any) -> flce.ChunkPlan:
-            plans.append(plan_of(*args))
+            plans.append(plan_for_problem(*args))
             return plans[-1]
 
-        monkeypatch.setattr(linear_cross_entropy, "plan_of", kept)
+        monkeypatch.setattr(linear_cross_entropy, "plan_for_problem", kept)
         call({}, {"chunk_rows": 16, "skip_ignored": False}, {}, False, dtype=dtype)
     assert taken
     assert told(plans[0]) == noted
@@ -193,7 +193,7 @@ def test_processes_with_fewer_classes_send_the_same() -> None:
         plan = flce.plan(tokens, hidden, vocab, dtype, shards=2, options=chosen, **where, **call)
         most = plan.case.vocab_size
         for fewer in {1, 2, most // 2, most - 1}:
-            other = plan_of_slice(plan, fewer)
+            other = plan_for_shard(plan, fewer)
             taken.add(type(plan.schedule).__name__)
             assert other.collectives == plan.collectives, (plan, other)
     assert taken >= {"Chunks", "Unnormalized", "Borrowed"}
@@ -212,4 +212,4 @@ def test_processes_with_fewer_classes_send_the_same() -> None:
 def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
-    assert split_of(2, True, 64) == Split(2, True)
+    assert split_from_arguments(2, True, 64) == HeadSplit(2, True)

@@ -20,13 +20,13 @@ from flce.core.problem import LossSpec
 from flce.engine import schedules
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
+from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.schedule import NONE, up_to
+from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.unnormalized import Recomputed, Unnormalized
-from flce.engine.stage import Stage
-from flce.engine.sums import ChunkSum
+from flce.engine.sums import InputSum
 from flce.planning import dry_run, search
 from flce.testing.problem import make_problem
 from tests.helpers import check
@@ -50,14 +50,14 @@ class NoBackend:
         return (*rows.losses, None)
 
 
-def rehearse(c: Case, schedule: Schedule, arena: CountingArena) -> list[Tensor]:
+def dry_run_passes(c: Case, schedule: Schedule, arena: CountingArena) -> list[Tensor]:
     """Its real code on the memory of an arena, without kernels."""
     backend: Any = NoBackend()
-    return dry_run.rehearse(Plan(c, schedule.strategy, schedule), Runtime(backend, arena))
+    return dry_run.dry_run_passes(Plan(c, schedule.strategy, schedule), Runtime(backend, arena))
 
 
 def count(c: Case, schedule: Schedule) -> int:
-    return dry_run.count(Plan(c, schedule.strategy, schedule)).workspace_bytes
+    return dry_run.count_costs(Plan(c, schedule.strategy, schedule)).workspace_bytes
 
 
 class RealArena(CountingArena):
@@ -102,8 +102,8 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed, and nothing is counted that kernels and casts take for a moment: real ones take it
     elsewhere."""
     monkeypatch.setattr("flce.core.gemm.matmul", lambda *args, **kwargs: None)
-    for name in ("matmul", "put_rows"):
-        monkeypatch.setattr(Stage, name, lambda *args, **kwargs: None)
+    for name in ("matmul", "scatter_rows"):
+        monkeypatch.setattr(PassContext, name, lambda *args, **kwargs: None)
     monkeypatch.setattr("flce.core.gemm.scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
@@ -125,12 +125,12 @@ def test_count_is_what_a_real_arena_has(
             c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip)
             for kind in SCHEDULES:
                 for size in sizes_of(kind, c):
-                    schedule = kind.sized(c, size)
+                    schedule = kind.from_size(c, size)
                     arena = RealArena("cpu")
-                    held = rehearse(c, schedule, arena)
-                    assert count(c, schedule) == arena.peak - c.returned_bytes, schedule
+                    held = dry_run_passes(c, schedule, arena)
+                    assert count(c, schedule) == arena.peak_bytes - c.returned_bytes, schedule
                     del held
-                    assert arena.alive == 0, schedule
+                    assert arena.live_bytes == 0, schedule
                     seen.add(type(schedule).__name__)
     assert {"Blocks", "DeferredChunks"} <= seen
     if dtype == torch.bfloat16 and "b" not in grads:
@@ -151,14 +151,14 @@ def test_nothing_is_allocated_beside_the_arena(
     kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Casts are their own.
-    monkeypatch.setattr(Stage, "matmul", lambda self, a, b, out, accumulate=False: None)
-    monkeypatch.setattr(Stage, "add_column_sums", lambda self, x, out: None)
+    monkeypatch.setattr(PassContext, "matmul", lambda self, a, b, out, accumulate=False: None)
+    monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
         for grads in GRADS:
             c = case_of(dtype, grads, reduction)
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
-                    rehearse(c, kind.sized(c, size), RealArena("cpu"))
+                    dry_run_passes(c, kind.from_size(c, size), RealArena("cpu"))
                 assert mode.largest <= 8 * 50, (size, grads)
 
 
@@ -171,7 +171,7 @@ def test_what_kernels_take_for_a_moment_is_counted(
 ) -> None:
     """By the products that keep logits in registers, and where the targets are sorted."""
     c = case_of(torch.bfloat16, grads, "none" if kind is DeferredChunks else "mean", skip_ignored=False)
-    schedule = kind.sized(c, 30)
+    schedule = kind.from_size(c, 30)
     for of_products, of_row in ((1 << 40, 0), (0, 1 << 40)):  # so much more than all else
         monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=of_products: args[-1] * size)
         monkeypatch.setattr(contract, "SORT_ROW_BYTES", of_row)
@@ -215,27 +215,27 @@ class InBlocks(Schedule):
     @classmethod
     def sizes(cls, c: Case) -> range:
         frozen = any(c.needs.inputs) and not any(c.needs.weights) and not c.needs.bias
-        return up_to(c.vocab_size) if frozen and c.spec.reduction != "none" else NONE
+        return sizes_up_to(c.vocab_size) if frozen and c.spec.reduction != "none" else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> InBlocks:
+    def from_size(cls, c: Case, size: int) -> InBlocks:
         return InBlocks(min(c.chunk_rows, 16), size)
 
-    def forward(self, s: Stage) -> None:
-        tile = s.gradient_tile(self.rows, self.cols)
-        sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
+    def forward(self, s: PassContext) -> None:
+        tile = s.new_gradient_tile(self.rows, self.cols)
+        sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
         for part in s.chunks(self.rows):
             size = part.stop - part.start
-            s.statistics(s.inputs(part), part, tile[:size])
+            s.compute_statistics(s.term_inputs(part), part, tile[:size])
             for cols in s.blocks(self.cols):
                 dlogits = tile[:size, : cols.stop - cols.start]
-                s.gradient(s.inputs(part), part, cols, dlogits)
+                s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
                 for total in sums:
                     total.add(dlogits, part, cols)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """`LinearCall.makes_gradients`, which a traced graph depends on, says so of every one."""
+    """`LinearCall.has_forward_gradients`, which a traced graph depends on, says so of every one."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):
@@ -248,17 +248,17 @@ def test_no_schedule_that_knows_no_upstream_gradient_of_tokens(monkeypatch: pyte
     class Wrong(Chunks):
         @classmethod
         def sizes(cls, c: Case) -> range:
-            return up_to(c.num_tokens)
+            return sizes_up_to(c.num_tokens)
 
     monkeypatch.setattr(search, "SCHEDULES", (Wrong, *SCHEDULES))
     c = case_of(torch.float32, "xw", "none", max_workspace_bytes=1 << 20)
-    assert next(kind for kind, _ in search._kinds(c)) is not Wrong
-    assert next(kind for kind, _ in search._kinds(replace(c, spec=LossSpec()))) is Wrong
+    assert next(kind for kind, _ in search._allowed_schedules(c)) is not Wrong
+    assert next(kind for kind, _ in search._allowed_schedules(replace(c, spec=LossSpec()))) is Wrong
 
 
 def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
     monkeypatch.setattr(search, "SCHEDULES", (InBlocks, *SCHEDULES))
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
     problem = make_problem(leading=(61,), hidden=16, vocab=3001, dtype=torch.float32, ignored=0.2)
     for budget, kind in ((14 << 10, InBlocks), (40 << 10, Chunks)):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
@@ -266,5 +266,5 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
         assert isinstance(made.schedule, kind)
         assert made.workspace_bytes <= budget
         check(problem, options=options, grads="x", grad_output=1.7)
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
     assert schedules.SCHEDULES is SCHEDULES

@@ -25,17 +25,17 @@ from hypothesis import strategies as st
 
 import flce
 from flce.backends.contract import PRODUCT_FIELDS
-from flce.core.device_record import KNOWN
+from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES
-from flce.engine.schedules.blocks import Apart, Blocks
+from flce.engine.schedules.blocks import Blocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
 from flce.testing.problem import make_problem, run_fused
-from tests.helpers import least_unless_kept, pairs, plan_for
+from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_a_budget_is_kept_or_the_least_is_named(arguments: Any, strategy: Any, b
         assert made.workspace_bytes <= bytes_
         return made
 
-    least = least_unless_kept(budget, attempt)
+    least = least_budget_unless_accepted(budget, attempt)
     wide = min(arguments["num_tokens"], arguments["hidden_size"]) >= 16 and arguments["vocab_size"] >= 300
     if least is not None and wide:
         # With a handful of rows or classes a larger tile may take less: it needs no vectors to be combined.
@@ -98,7 +98,7 @@ def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> N
     if strategy != "auto":
         assert made.strategy == strategy
     assert made.workspace_bytes >= 0
-    rows, widths = made.schedule.tiles(made.case)
+    rows, widths = made.schedule.tile_sizes(made.case)
     assert rows >= 1 or n == 0
     assert sum(widths) >= v > sum(widths[:-1])
     # The same on every call, and a value: equal, hashable, frozen.
@@ -115,7 +115,7 @@ def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> N
 def test_chunk_rows_is_what_was_asked_for(arguments: Any, rows: int, strategy: Any) -> None:
     made = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
     if arguments["num_tokens"] and (arguments["input_grad"] or arguments["weight_grad"] or arguments["bias_grad"]):
-        assert made.schedule.tiles(made.case)[0] == min(rows, arguments["num_tokens"])
+        assert made.schedule.tile_sizes(made.case)[0] == min(rows, arguments["num_tokens"])
 
 
 @settings(max_examples=4 * EXAMPLES)
@@ -130,7 +130,7 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     n = 4_000_000
     few = flce.plan(**{**arguments, "num_tokens": n}, options=options)
     many = flce.plan(**{**arguments, "num_tokens": 100 * n}, options=options)
-    assert few.schedule.tiles(few.case)[0] < n
+    assert few.schedule.tile_sizes(few.case)[0] < n
     per_token = 81
     if arguments["dtype"] == torch.float16:
         per_token += 4 * (arguments["hidden_size"] * arguments["input_grad"] + sum(arguments["adapter_ranks"]))
@@ -178,7 +178,7 @@ def test_summary_does_not_contradict_itself() -> None:
     assert "Recomputed: 4 chunks of 2048 tokens, all classes, the last 64128 of them recomputed" in str(again)
     assert f"3.5 matrix products ({again.flops / 1e12:.3g} TFLOP)" in str(again)
     blocks = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=256 * MIB)
-    _, widths = blocks.schedule.tiles(blocks.case)
+    _, widths = blocks.schedule.tile_sizes(blocks.case)
     assert f"{len(widths)} blocks of {widths[0]} to {widths[-2]} classes" in str(blocks)
     assert "4 matrix products" in str(blocks)
 
@@ -248,7 +248,7 @@ def with_memory(c: Case, memory: int | None) -> Case:
 
 
 def rows_of(plan: flce.ChunkPlan) -> int:
-    return plan.schedule.tiles(plan.case)[0]
+    return plan.schedule.tile_sizes(plan.case)[0]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_long_sequences_in_a_small_budget(shape: tuple[int, int, int], mib: int)
     five = plan_on_h200(shape, max_workspace_bytes=mib * MIB, strategy="vocab")
     assert isinstance(made.schedule, Recomputed)
     assert made.workspace_bytes <= mib * MIB
-    assert isinstance(five.schedule, Apart)
+    assert isinstance(five.schedule, SeparatePasses)
     assert made.seconds < 0.85 * five.seconds
 
 
@@ -414,7 +414,7 @@ def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> Iterator[
     for schedule in SCHEDULES:
         sizes = schedule.sizes(c)
         for size in sorted(grid & set(sizes)) if len(sizes) > 10 else sizes:
-            plan = flce.ChunkPlan(c, schedule.strategy, schedule.sized(c, size))
+            plan = flce.ChunkPlan(c, schedule.strategy, schedule.from_size(c, size))
             if plan.workspace_bytes > budget - SLACK:
                 break  # larger ones take more
             yield plan
@@ -489,33 +489,33 @@ def test_the_estimate_of_what_was_measured() -> None:
 
 def test_blocks_of_a_product() -> None:
     """Rows that begin a block of 128 take as long as all of it; the last wave of a long product is shared."""
-    device = KNOWN["H200"]
+    device = KNOWN_KINDS["H200"]
 
     def milliseconds(rows: int) -> float:
-        return 1e3 * cost_model.product(device, rows, 4096, 128256, 2)
+        return 1e3 * cost_model.product_seconds(device, rows, 4096, 128256, 2)
 
     assert milliseconds(1056) == pytest.approx(milliseconds(1152))
     assert milliseconds(1024) < 0.92 * milliseconds(1056)
-    assert cost_model.product(device, 128, 256, 512, 2) == pytest.approx(
-        cost_model.product(device, 1, 1, 512, 2), rel=0.3
+    assert cost_model.product_seconds(device, 128, 256, 512, 2) == pytest.approx(
+        cost_model.product_seconds(device, 1, 1, 512, 2), rel=0.3
     )
     # A block for each of 132 multiprocessors, and two more, for which a quarter of another wave is taken.
-    full = cost_model.product(device, 66 * 128, 512, 4096, 2)
-    assert cost_model.product(device, 67 * 128, 512, 4096, 2) > 1.2 * full
+    full = cost_model.product_seconds(device, 66 * 128, 512, 4096, 2)
+    assert cost_model.product_seconds(device, 67 * 128, 512, 4096, 2) > 1.2 * full
 
 
 def test_rates_are_those_of_the_data_sheets() -> None:
     """A product is as much slower as the data sheet says, a pass as well; on a Hopper both are as measured."""
-    h200, slower = KNOWN["H200"], KNOWN["RTX-3090"]
+    h200, slower = KNOWN_KINDS["H200"], KNOWN_KINDS["RTX-3090"]
     product, of_h200 = cost_model.rates(slower).half_flops, cost_model.rates(h200)
     assert product / of_h200.half_flops == pytest.approx(71 / 989)
     assert cost_model.rates(slower).wide_flops / of_h200.wide_flops == pytest.approx(35.6 / 67)
     assert cost_model.rates(slower).bandwidth / of_h200.bandwidth == pytest.approx(936 / 4800)
-    assert cost_model.rates(slower).operands / of_h200.operands == pytest.approx(936 / 4800)
-    assert cost_model.rates(KNOWN["H100"]) == of_h200
+    assert cost_model.rates(slower).operand_bandwidth / of_h200.operand_bandwidth == pytest.approx(936 / 4800)
+    assert cost_model.rates(KNOWN_KINDS["H100"]) == of_h200
     # 82 multiprocessors have a block each, as 132 have.
-    blocks = cost_model.product(slower, 41 * 128, 512, 4096, 2)
-    assert cost_model.product(slower, 42 * 128, 512, 4096, 2) > 1.2 * blocks
+    blocks = cost_model.product_seconds(slower, 41 * 128, 512, 4096, 2)
+    assert cost_model.product_seconds(slower, 42 * 128, 512, 4096, 2) > 1.2 * blocks
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -672,7 +672,7 @@ def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str
     chunking = {"strategy": "vocab", "max_workspace_bytes": 2400 << 10, "skip_ignored": False}
     options = flce.ChunkOptions(**chunking)  # type: ignore[arg-type]
     made = flce.plan(1000, 512, 2000, torch.bfloat16, device="cpu", options=options)
-    assert isinstance(made.schedule, Apart)
+    assert isinstance(made.schedule, SeparatePasses)
     promise, peak = promise_and_peak(1000, 512, 2000, "cpu", {"dtype": torch.bfloat16}, chunking)
     assert 0.95 * promise <= peak <= 1.01 * promise
 
@@ -730,7 +730,7 @@ CALLS = [
 ]
 
 
-@pairs(call=CALLS, vocab=[512, 515], ranks=[(), (3, 8)])
+@parametrize_pairs(call=CALLS, vocab=[512, 515], ranks=[(), (3, 8)])
 def test_no_more_work_than_planned(
     call: tuple[str, str, str], vocab: int, ranks: tuple[int, ...], torch_backend: str
 ) -> None:
@@ -798,8 +798,8 @@ def test_kinds_are_as_the_devices() -> None:
     """The kinds that tests run on."""
     properties: Any = torch.cuda.get_device_properties(0)
     found = device_record(torch.device("cuda"))
-    assert found.name in KNOWN, f"{properties.name} is not one of the kinds: see whether it should be"
-    kind = KNOWN[found.name]
+    assert found.name in KNOWN_KINDS, f"{properties.name} is not one of the kinds: see whether it should be"
+    kind = KNOWN_KINDS[found.name]
     assert kind.capability == 10 * properties.major + properties.minor
     assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)
     assert (kind.multiprocessors, kind.cache) == (properties.multi_processor_count, properties.L2_cache_size)

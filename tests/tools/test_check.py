@@ -28,9 +28,9 @@ from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
 from flce.tools import machine
 from flce.tools.check import checks, processes, suite
-from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, Results, compared
-from flce.tools.check.processes import SplitCheck, place, run_split, split_checks
-from flce.tools.check.suite import Missing
+from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, Results, compare_results
+from flce.tools.check.processes import SplitCheck, choose_place, run_split, split_checks
+from flce.tools.check.suite import SkippedCheck
 from flce.tools.cli.check import check
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def invoke(*arguments: str) -> Any:
 
 def some(*titles: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), quick: bool = True) -> list[Check]:
     """The checks of these titles, on a CPU."""
-    found = [each for each in suite.todo(CPU, quick)[0] if each.title in titles and each.inputs.dtype in dtypes]
+    found = [each for each in suite.list_checks(CPU, quick)[0] if each.title in titles and each.inputs.dtype in dtypes]
     assert {each.title for each in found} == set(titles)
     return found
 
@@ -82,7 +82,7 @@ def test_quick_is_right_on_a_cpu() -> None:
 
 def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = some("default", "small budget", "softmax", "cross_entropy and more")
-    monkeypatch.setattr(suite, "todo", lambda *_: (chosen, [Missing("cpu, triton backend", "no GPU")]))
+    monkeypatch.setattr(suite, "list_checks", lambda *_: (chosen, [SkippedCheck("cpu, triton backend", "no GPU")]))
     said = invoke("--quick", "--json", "--device", "cpu")
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)
@@ -106,13 +106,15 @@ def test_what_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (why, os.environ["FLCE_BACKEND"]) == ("Triton is not installed", "torch")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(suite, "find_spec", lambda name: None)
-    assert suite.suite(CPU, "torch", True)[1] == [Missing("cpu, patched models", "Transformers is not installed")]
+    assert suite.checks_of(CPU, "torch", True)[1] == [
+        SkippedCheck("cpu, patched models", "Transformers is not installed")
+    ]
     if importlib.util.find_spec("triton") is not None:
-        interpreted = Missing("cpu, triton backend", "Triton's interpreter is for tests")
-        assert suite.suite(CPU, "triton", True) == ([], [interpreted])
+        interpreted = SkippedCheck("cpu, triton backend", "Triton's interpreter is for tests")
+        assert suite.checks_of(CPU, "triton", True) == ([], [interpreted])
     gpus = [torch.device("cuda", index) for index in range(2)]
-    monkeypatch.setattr(suite, "devices_of_a_kind", lambda: ([gpus[0], CPU], {gpus[1]: gpus[0]}))
-    monkeypatch.setattr(suite, "suite", lambda *args: ([], []))
+    monkeypatch.setattr(suite, "distinct_devices", lambda: ([gpus[0], CPU], {gpus[1]: gpus[0]}))
+    monkeypatch.setattr(suite, "checks_of", lambda *args: ([], []))
     said = invoke("--quick")
     assert said.exit_code == 1
     assert "Nothing was checked." in said.stdout
@@ -137,7 +139,7 @@ def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TorchBackend, "loss_and_gradient", larger("loss_and_gradient", 0.01))
     dtypes = torch.bfloat16, torch.float32
     chosen = some("default", "softmax", "Llama, labels", dtypes=dtypes)
-    monkeypatch.setattr(suite, "todo", lambda *_: (chosen, []))
+    monkeypatch.setattr(suite, "list_checks", lambda *_: (chosen, []))
     said = invoke("--quick", "--device", "cpu")
     assert said.exit_code == 1, said.output
     block = said.stdout.partition("```\n")[2]
@@ -173,7 +175,7 @@ def test_a_loss_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TorchBackend, "reduce", wrong)
     (result,) = results("no gradients")
-    (figure,) = [figure for figure in result.figures if figure.off]
+    (figure,) = [figure for figure in result.figures if figure.is_off]
     assert figure.what == "loss"
     assert figure.error == pytest.approx(1e-3, rel=1e-2)
 
@@ -188,7 +190,7 @@ def test_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBackend, "softmax", wrong)
     (result,) = results("softmax", dtypes=(torch.float64,))
     assert result.wrong == ("A second run gave other bits: result, gradient.",)
-    assert not any(figure.off for figure in result.figures)
+    assert not any(figure.is_off for figure in result.figures)
 
 
 def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +206,7 @@ def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_that_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("flce.huggingface.patch.why_not_lazy", lambda *args: "nobody wants it", raising=True)
+    monkeypatch.setattr("flce.huggingface.patch.reason_wrapper_not_lazy", lambda *args: "nobody wants it", raising=True)
     (result,) = results("Llama, labels")
     assert result.status == "failed"
     assert result.wrong[0].startswith("MaterializedLogitsError: ")
@@ -212,16 +214,16 @@ def test_a_model_that_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_a_number_is_off() -> None:
     figure = Figure("loss", float("nan"), 0.0, 1.0)
-    assert figure.off
+    assert figure.is_off
     assert figure.share == float("inf")
     one = {"loss": torch.ones(())}
-    assert not compared(one, one, one, RESULTS[torch.float64])[0].off
+    assert not compare_results(one, one, one, RESULTS[torch.float64])[0].is_off
 
 
 def test_stock_in_float64_is_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is measured beside it would allow anything. Results of tokens are also those of a few at a time."""
-    monkeypatch.setattr(checks, "MOST_LOGITS", 100 * suite.SMALLER.vocab)
-    for each in suite.todo(CPU, quick=True)[0]:
+    monkeypatch.setattr(checks, "MAX_LOGITS", 100 * suite.SMALLER.vocab)
+    for each in suite.list_checks(CPU, quick=True)[0]:
         few = isinstance(each, LogprobsCheck) and each.inputs.dtype == torch.float32
         if each.inputs.dtype == torch.float64 or few:
             beside, right = each.references()
@@ -233,8 +235,8 @@ def test_stock_in_float64_is_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_full_suite_has_more() -> None:
     """Models of both architectures, by labels and by a loss of one's own, and every regime in every dtype."""
     pytest.importorskip("transformers")
-    found = [(each.title, each.inputs.dtype) for each in suite.suite(CPU, "torch", quick=False)[0]]
-    regimes = (suite.DEFAULT, *suite.REGIMES, *suite.LOGPROBS, *suite.OF_ROWS, *suite.MODELS)
+    found = [(each.title, each.inputs.dtype) for each in suite.checks_of(CPU, "torch", quick=False)[0]]
+    regimes = (suite.DEFAULT, *suite.REGIMES, *suite.LOGPROBS, *suite.ROW_REGIMES, *suite.MODELS)
     expected = [(regime.title, dtype) for regime in regimes for dtype in regime.dtypes]
     assert all(found.count(each) == 1 for each in expected)
     assert [each.status for each in results("Qwen3, own loss", dtypes=(torch.bfloat16,), quick=False)] == ["right"]
@@ -248,17 +250,19 @@ def test_what_there_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: bf16 or emulated)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 96 << 30))
-    (quick, _), (full, missing) = (suite.suite(cuda, "triton", quick) for quick in (True, False))
+    (quick, _), (full, missing) = (suite.checks_of(cuda, "triton", quick) for quick in (True, False))
     assert not missing or "Transformers" in missing[0].why
     assert [each.title for each in full].count("large: default") == 2
     assert {each.title for each in quick} < {each.title for each in full}
     assert len(quick) < 12 < len(full)
-    assert not [each for each in suite.suite(cuda, "torch", False)[0] if each.title.startswith("large")]
+    assert not [each for each in suite.checks_of(cuda, "torch", False)[0] if each.title.startswith("large")]
     free = 8 << 30
-    assert suite.suite(cuda, "triton", True)[1][-1] == Missing("cuda:0, large shapes", "8 GiB are free, 16 are needed")
+    assert suite.checks_of(cuda, "triton", True)[1][-1] == SkippedCheck(
+        "cuda:0, large shapes", "8 GiB are free, 16 are needed"
+    )
     bf16 = False
-    old, missing = suite.suite(cuda, "triton", False)
-    assert Missing("cuda:0, bfloat16", "a GPU has no bfloat16") in missing
+    old, missing = suite.checks_of(cuda, "triton", False)
+    assert SkippedCheck("cuda:0, bfloat16", "a GPU has no bfloat16") in missing
     assert not [each for each in old if each.inputs.dtype == torch.bfloat16]
 
 
@@ -308,7 +312,7 @@ def test_processes_that_are_right_and_that_are_not(plain: SplitCheck) -> None:
         assert "of each of 2 processes" in each.plan
         assert each.device == "2 processes, cpu, gloo"
     assert (gradient.status, loss.status, raises.status) == ("off", "off", "failed")
-    assert [figure.what for figure in gradient.figures if figure.off] == ["weight gradient"]
+    assert [figure.what for figure in gradient.figures if figure.is_off] == ["weight gradient"]
     (sentence,) = gradient.wrong
     assert sentence.startswith("rank 1: weight gradient 1.00e-02 from float64")
     assert "rank 0: The processes have different losses." in loss.wrong
@@ -317,8 +321,8 @@ def test_processes_that_are_right_and_that_are_not(plain: SplitCheck) -> None:
 
 @distributed
 def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SILENCE", 2.0)
-    monkeypatch.setattr(processes, "AFTER_THE_FIRST", 0.5)
+    monkeypatch.setattr(processes, "COLLECTIVE_TIMEOUT", 2.0)
+    monkeypatch.setattr(processes, "TIMEOUT_AFTER_FIRST_EXIT", 0.5)
     (found,) = run_split([of("hangs", plain), plain], 2)
     assert found.status == "failed"
     assert "rank 1: ended or gave no answer within 2 s." in found.wrong
@@ -334,13 +338,13 @@ def test_where_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus in (0, 1, 2):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert place(2, CPU) == CPU
-        assert place(2, None) == (cuda if gpus == 2 else CPU)
+        assert choose_place(2, CPU) == CPU
+        assert choose_place(2, None) == (cuda if gpus == 2 else CPU)
         if gpus == 2:
-            assert place(2, cuda) == cuda
+            assert choose_place(2, cuda) == cuda
         else:
             with pytest.raises(ValueError, match=f"there are {gpus} GPUs for 2 processes"):
-                place(2, cuda)
+                choose_place(2, cuda)
 
 
 @distributed
@@ -348,7 +352,7 @@ def test_where_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_with_processes(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is off among several processes is in its report and in its exit status."""
     result = CheckResult("2 processes", "torch", "default", "float32", status, wrong=("so it is",))
-    monkeypatch.setattr(suite, "todo", lambda *_: ([], []))
+    monkeypatch.setattr(suite, "list_checks", lambda *_: ([], []))
     monkeypatch.setattr(processes, "run_split", lambda checks, count: [result])
     said = invoke("--quick", "--device", "cpu", "--processes", "2")
     assert said.exit_code == (status == "off"), said.output

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import flce
 import flce.tools.cli
-from flce.core.project import COMMAND_LINE
+from flce.core.project import COMMAND_LINE_PACKAGES
 from flce.tools.cli import app
 from flce.tools.cli import info as info_command
 
@@ -73,7 +73,7 @@ def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys:
         return
     with pytest.raises(SystemExit, match="2"):
         flce.tools.cli.main()
-    assert capsys.readouterr().err == f"The command line of flce needs {missing}: pip install {COMMAND_LINE}\n"
+    assert capsys.readouterr().err == f"The command line of flce needs {missing}: pip install {COMMAND_LINE_PACKAGES}\n"
 
 
 def test_version_and_no_command() -> None:

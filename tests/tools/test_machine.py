@@ -60,7 +60,7 @@ def test_size_text(size: float, text: str) -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (devices, machine):
-        monkeypatch.setattr(module, "devices", lambda: [FIRST, SECOND, CPU])
+        monkeypatch.setattr(module, "list_devices", lambda: [FIRST, SECOND, CPU])
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
 
 
@@ -86,7 +86,7 @@ def test_no_device(name: str) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_devices_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "device_name", lambda device: device.type)
-    assert machine.devices_of_a_kind() == ([FIRST, CPU], {SECOND: FIRST})
+    assert machine.distinct_devices() == ([FIRST, CPU], {SECOND: FIRST})
 
 
 @pytest.mark.parametrize("before", [None, "torch"])
@@ -94,6 +94,6 @@ def test_a_backend_is_chosen_for_a_while(before: str | None, monkeypatch: pytest
     monkeypatch.delenv("FLCE_BACKEND", raising=False)
     if before is not None:
         monkeypatch.setenv("FLCE_BACKEND", before)
-    with machine.chosen("triton"):
+    with machine.use_backend("triton"):
         assert os.environ["FLCE_BACKEND"] == "triton"
     assert os.environ.get("FLCE_BACKEND") == before

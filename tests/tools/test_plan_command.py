@@ -25,14 +25,14 @@ import typer
 from typer.testing import CliRunner
 
 import flce
-from flce.core.device_record import KNOWN
+from flce.core.device_record import KNOWN_KINDS
 from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import described
+from flce.planning.device_kinds import resolve_device
 from flce.tools.cli import plan as command
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
     "dropout_rate": 0.0,  # of T5; a mask of dropout has other bytes on a CPU
 }
 STOCK, PATCHED = Variant(False, False), Variant(True, False)
-H200 = described(torch.device("cuda"), "H200", None)
+H200 = resolve_device(torch.device("cuda"), "H200", None)
 BFLOAT16 = functools.partial(Training, dtype=torch.bfloat16, optimizer="none")
 
 
@@ -146,7 +146,7 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *given))
     real = held + flce.profile_memory(step_of_model, device="cpu").peak
     step = steps.step(length, Variant(False, checkpointing))
-    assert step.peak_bytes - memory.LIBRARIES == pytest.approx(real, rel=0.03)
+    assert step.peak_bytes - memory.LIBRARY_BYTES == pytest.approx(real, rel=0.03)
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
@@ -207,7 +207,7 @@ def test_optimizers() -> None:
         optimizer.step()
         held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         known = memory.OPTIMIZERS[name]
-        assert sum(t.nbytes for t in held if t.dim()) == sum(map(known.state, parameters)), name
+        assert sum(t.nbytes for t in held if t.dim()) == sum(map(known.state_bytes, parameters)), name
         if name == "adamw-foreach":
             copies = known.copies * sum(p.nbytes for p in parameters)
             assert flce.profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
@@ -215,7 +215,7 @@ def test_optimizers() -> None:
 
 def test_eight_bits() -> None:
     """bitsandbytes: two bytes an entry, a float32 for 256 of each; small tensors stay in float32."""
-    state = memory.OPTIMIZERS["adamw-8bit"].state
+    state = memory.OPTIMIZERS["adamw-8bit"].state_bytes
     assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
     assert state(torch.empty(5000, device="meta")) == 2 * 5000 + 2 * 4 * 20
     assert state(torch.empty(100, device="meta")) == 800
@@ -241,7 +241,7 @@ def test_a_budget_of_the_loss() -> None:
     options = ChunkOptions(max_workspace_bytes=24 << 20)
     assert rehearsed(BFLOAT16(4, options=options), vocab_size=64000).step(2048, PATCHED).peak_bytes < free.peak_bytes
     steps = rehearsed(BFLOAT16(1, options=ChunkOptions(max_workspace_bytes=2 << 20)))
-    longest, obstacle = dataclasses.astuple(steps.longest(PATCHED, 64 << 30, start=64))
+    longest, obstacle = dataclasses.astuple(steps.find_longest(PATCHED, 64 << 30, start=64))
     assert longest > 64
     assert "too small" in obstacle
     with pytest.raises(ValueError, match="too small"):
@@ -252,13 +252,13 @@ def test_dropout_is_the_kernel_of_a_gpu() -> None:
     """Its mask has a byte an entry."""
     x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
     meter = rehearsal.StepMeter(H200)
-    meter.hold(x, rehearsal.WEIGHTS, for_good=True)
-    with meter, rehearsal.OnGpu():
+    meter.track_storage(x, rehearsal.WEIGHTS, is_permanent=True)
+    with meter, rehearsal.CudaOperatorsMode():
         kept = torch.nn.functional.dropout(x, 0.1, training=True)
         again = torch.nn.functional.dropout(x, 0.1, training=False)
     assert kept.shape == x.shape
     assert again is x
-    assert meter.alive[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.BLOCK)
+    assert meter.current[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.ALLOCATION_BYTES)
 
 
 # -------------------------------------------------------------------------------------------- the longest sequence
@@ -269,17 +269,17 @@ def test_the_longest_fits_and_more_does_not(attention: str, start: int) -> None:
     room = 512 << 20
     steps = rehearsed(BFLOAT16(2), attn_implementation=attention, max_position_embeddings=1 << 20)
     for variant in (STOCK, Variant(True, True)):
-        longest = steps.longest(variant, memory.CONTEXT + room, start=start).tokens
+        longest = steps.find_longest(variant, memory.CONTEXT_BYTES + room, start=start).tokens
         assert steps.step(longest, variant).peak_bytes <= room
-        assert steps.step(int(longest * 1.02), variant).peak_bytes > room * memory.CLOSE
+        assert steps.step(int(longest * 1.02), variant).peak_bytes > room * memory.CLOSE_ENOUGH
 
 
 def test_nothing_fits() -> None:
     steps = rehearsed(BFLOAT16(1))
-    assert steps.longest(STOCK, memory.CONTEXT + memory.LIBRARIES) == memory.Longest(0, None)
-    assert len(steps._known) < 8  # it is not looked for at every length
-    assert not StepMemory(100, {}, False).fits(memory.CONTEXT + 99)
-    assert StepMemory(100, {}, False).fits(memory.CONTEXT + 100)
+    assert steps.find_longest(STOCK, memory.CONTEXT_BYTES + memory.LIBRARY_BYTES) == memory.LongestSequence(0, None)
+    assert len(steps._step_cache) < 8  # it is not looked for at every length
+    assert not StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 99)
+    assert StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 100)
 
 
 # ---------------------------------------------------------------------------------------------------- several GPUs
@@ -291,13 +291,13 @@ WHOLE = 4000 * 64 * 2  # of the head, and of the embedding, in bfloat16
 @pytest.fixture
 def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's are larger than these models."""
-    for name in ("KEPT_WHOLE", "REUSED_SOON", "PREFETCHED", "GRADIENT_BUCKET"):
+    for name in ("PERSISTENCE_THRESHOLD", "MAX_REUSE_DISTANCE", "PREFETCH_BUCKET_SIZE", "REDUCE_BUCKET_SIZE"):
         monkeypatch.setattr(sharding, name, 0)
 
 
 @pytest.mark.usefixtures("no_defaults")
 @pytest.mark.parametrize("variant", memory.VARIANTS, ids=str)
-@pytest.mark.parametrize("kind", sharding.KINDS)
+@pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
 def test_shares(kind: str, variant: Variant) -> None:
     """Parts that are the same at any moment, and those of a moment when the head is whole."""
     steps = rehearsed(Training(8, sharding=Sharding(kind, 4)), tie_word_embeddings=False)
@@ -314,7 +314,7 @@ def test_shares(kind: str, variant: Variant) -> None:
 
 
 @pytest.mark.usefixtures("no_defaults")
-@pytest.mark.parametrize("kind", sharding.KINDS)
+@pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
 def test_many_gpus_leave_what_is_gathered(kind: str) -> None:
     """With ever more GPUs the share goes to zero; activations, the loss and what is gathered stay."""
 
@@ -331,10 +331,10 @@ def test_defaults_of_deepspeed() -> None:
     """Its bucket of gradients, and weights that are used again soon: all of a small model, but not more."""
     steps = rehearsed(Training(1, sharding=Sharding("zero3", 2)), tie_word_embeddings=False)
     step = steps.step(64, PATCHED)
-    divided = sum(p.nbytes for p in steps.model.parameters() if p.numel() > sharding.KEPT_WHOLE)
+    divided = sum(p.nbytes for p in steps.model.parameters() if p.numel() > sharding.PERSISTENCE_THRESHOLD)
     assert divided == 2 * WHOLE
     assert step.parts["unsharded"] <= divided
-    assert step.parts["temporary"] >= memory.LIBRARIES + 2 * sharding.GRADIENT_BUCKET
+    assert step.parts["temporary"] >= memory.LIBRARY_BYTES + 2 * sharding.REDUCE_BUCKET_SIZE
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -406,7 +406,7 @@ def test_a_shape() -> None:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes many steps."""
-    monkeypatch.setattr(TrainingMemory, "longest", lambda *_, **__: memory.Longest(64, None))
+    monkeypatch.setattr(TrainingMemory, "find_longest", lambda *_, **__: memory.LongestSequence(64, None))
 
 
 @pytest.mark.usefixtures("no_search")
@@ -436,7 +436,7 @@ def test_a_divided_head(folder: Path) -> None:
 def test_a_kind_of_device() -> None:
     said = run("--shape", "8192,4096,128256", "--device-kind", "rtx 4090", "--json")
     found = json.loads(said.stdout)
-    assert found["device"] == {"kind": "RTX-4090", "memory_bytes": KNOWN["RTX-4090"].memory}
+    assert found["device"] == {"kind": "RTX-4090", "memory_bytes": KNOWN_KINDS["RTX-4090"].memory}
     assert "logits in memory in float32" in found["loss"]["plan"]
 
 
@@ -523,7 +523,7 @@ def measured_peak(config: Any, training: Training, variant: Variant) -> int:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_peaks_on_a_gpu(kind: str, variant: Variant, training: Training) -> None:
     config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
-    device = described(torch.device("cuda"), None, None)
+    device = resolve_device(torch.device("cuda"), None, None)
     said = TrainingMemory(config, training, device).step(LENGTH, variant)
     measured = measured_peak(config, training, variant)
     print(f"{kind}, {variant}: said {said.peak_bytes / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from flce.huggingface.estimate import language_model, rehearsal
 from flce.huggingface.estimate.training_memory import StepError, Training, TrainingMemory, Variant
-from flce.planning.device_kinds import described
+from flce.planning.device_kinds import resolve_device
 from flce.tools.cli.app import app
 from tests.huggingface.architectures import OVERRIDES, small_config
 
-H200 = described(torch.device("cuda"), "H200", None)
+H200 = resolve_device(torch.device("cuda"), "H200", None)
 # Transformers 4 asks which tokens an expert gets, and where images begin of a config that does not say so.
 NEWER = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 needs values there")
 PATCHED = Variant(True, False)
@@ -114,7 +114,7 @@ def test_a_model_in_the_cache(tmp_path: Path) -> None:
 def test_the_search_ends_where_the_model_does(kind: str) -> None:
     """BERT's own code fails at more than 64 positions, and on a GPU the embedding of GPT-2 would."""
     steps = steps_of(small(kind))
-    longest = steps.longest(PATCHED, 64 << 30, start=16)
+    longest = steps.find_longest(PATCHED, 64 << 30, start=16)
     assert longest.tokens == steps.positions == 64
     assert longest.obstacle is not None
     assert f"{type(steps.model).__name__} cannot run a step of 2 x 65 tokens" in longest.obstacle
@@ -165,8 +165,8 @@ def known_ids() -> tuple[rehearsal.StepMeter, Tensor]:
     """A meter, and tokens whose values it knows."""
     meter = rehearsal.StepMeter(H200)
     ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    meter.know(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    meter.hold(ids)
+    meter.set_value(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    meter.track_storage(ids)
     return meter, ids
 
 
@@ -185,7 +185,7 @@ def test_values_that_are_not_there(known_ids: tuple[rehearsal.StepMeter, Tensor]
 def test_values_that_are_there(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
     """Those that follow from the tokens and from constants, until something unknown is written over them."""
     meter, ids = known_ids
-    with meter, rehearsal.OnGpu():
+    with meter, rehearsal.CudaOperatorsMode():
         assert 4 in ids[:, [-1, 0]]
         mask = torch.ones(3, device="meta")
         assert bool(mask.all())

@@ -93,7 +93,7 @@ def test_choices_are_those_of_the_code() -> None:
     from flce.huggingface.estimate import sharding
 
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
-    assert tuple(kind.value for kind in ShardingKind) == sharding.KINDS
+    assert tuple(kind.value for kind in ShardingKind) == sharding.SHARDING_KINDS
 
 
 def fails_as_an_import(*_: object) -> None:

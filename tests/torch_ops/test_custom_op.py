@@ -23,13 +23,13 @@ from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
-from flce.torch_ops.registration import as_text, from_text
+from flce.torch_ops.registration import from_json, to_json
 from tests.helpers import (
     REDUCTIONS,
     STATS,
     STRATEGIES,
-    counted_flops,
-    pairs,
+    count_flops,
+    parametrize_pairs,
     plan_for,
 )
 
@@ -73,18 +73,18 @@ class _WithOptions(LossSpec):
 )
 def test_settings_survive_the_operator(record: Any) -> None:
     """As one argument, which is text: to the bit, and of the same types."""
-    (got,) = from_text(as_text(record), (type(record),))
+    (got,) = from_json(to_json(record), (type(record),))
     assert got == record
     assert repr(got) == repr(record)
     assert hash(got) == hash(record)
-    assert from_text(as_text(record, LossSpec("sum")), (type(record), LossSpec)) == (record, LossSpec("sum"))
+    assert from_json(to_json(record, LossSpec("sum")), (type(record), LossSpec)) == (record, LossSpec("sum"))
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The flop counter
 
 
-@pairs(
+@parametrize_pairs(
     reduction=REDUCTIONS,
     strategy=STRATEGIES,
     grads=[ALL_GRADS, "x", "wb", "xaB", "B", ""],
@@ -117,12 +117,12 @@ def test_flops(
         if z.requires_grad:
             z.sum().backward()
 
-    expected = counted_flops(stock)
+    expected = count_flops(stock)
     anything = any(key in grads for key in ("xwb" if not ranks else ALL_GRADS))
     if anything and (reduction == "none" or strategy == "vocab"):
         expected += 2 * p.target.numel() * 30 * (8 + sum(ranks))
     options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
-    assert counted_flops(lambda: run_fused(p, options=options, grads=grads)) == expected
+    assert count_flops(lambda: run_fused(p, options=options, grads=grads)) == expected
     if strategy == "tokens" or reduction == "none":
         assert plan_for(p, options, grads).flops == expected
 
@@ -130,8 +130,8 @@ def test_flops(
 def test_flops_of_a_backward_alone(torch_backend: str) -> None:
     x, w, y = leaves()
     product = 2 * 9 * 8 * 30
-    assert counted_flops(fused(x, w, y).backward) == 0
-    assert counted_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
+    assert count_flops(fused(x, w, y).backward) == 0
+    assert count_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
 
 
 @pytest.mark.usefixtures("_no_compiled_code")
@@ -139,7 +139,7 @@ def test_flops_of_a_graph(torch_backend: str) -> None:
     x, w, y = leaves()
     compiled = torch.compile(fused, backend="aot_eager")
     compiled(x, w, y)
-    assert counted_flops(lambda: compiled(x, w, y).backward()) == 3 * 2 * 9 * 8 * 30
+    assert count_flops(lambda: compiled(x, w, y).backward()) == 3 * 2 * 9 * 8 * 30
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.Mon
         for watched in (False, True):
             with monkeypatch.context() as patch:
                 if watched:
-                    patch.setattr(linear_cross_entropy, "_nobody_watches", lambda tensors: False)
+                    patch.setattr(linear_cross_entropy, "_can_bypass_dispatcher", lambda tensors: False)
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     outcomes.append(run_fused(p, options=options, grad_output=1.7, stats=STATS))
                 names = [event.name for event in profile.events() or []]

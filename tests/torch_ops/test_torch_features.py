@@ -536,7 +536,7 @@ OPCHECKED: dict[str, Row] = {
 
 def check_operators(row: Row, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
-    monkeypatch.setattr(linear_cross_entropy, "_nobody_watches", lambda tensors: False)
+    monkeypatch.setattr(linear_cross_entropy, "_can_bypass_dispatcher", lambda tensors: False)
     sample = row.sample(dtype, device)
     with Calls() as forward:
         result = sample.result()
@@ -573,9 +573,9 @@ def test_opcheck_of_half_precision(
     # Plans of other tests have the dtypes of a CPU, and those that are made here may not outlive it.
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_known", plan.ChunkPlan)
-        search.plan_of_call.cache_clear()
+        search.plan_for_case.cache_clear()
         check_operators(row, dtype, device, monkeypatch)
-    search.plan_of_call.cache_clear()
+    search.plan_for_case.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------

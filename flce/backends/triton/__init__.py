@@ -20,25 +20,25 @@ from flce.backends.triton import (
     product,
     reduction,
     scale,
-    slices,
+    sharded_rows,
     softmax_launch,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
-    FILLED,
     LINE_BYTES,
     MAX_REGISTERS,
+    MIN_FILLED_SHARE,
     SECTOR_BYTES,
     VECTOR_BYTES,
     WARP,
     Launch,
+    build_launch,
     fewest_warps,
-    filled,
+    filled_share,
     is_amd,
-    launch_of,
-    overlap,
+    overlap_options,
     spills_more,
-    threads,
+    thread_options,
 )
 from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
@@ -46,24 +46,25 @@ from flce.core.devices import device_record
 from flce.core.problem import accumulation_dtype
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """The launch of one kind of pass."""
 
     # A row of one block: it is read once, without a loop, before anything else is known.
-    one_parts: int
-    one_warps: int  # the most; as few as the row needs
+    single_block_parts: int
+    single_block_warps: int  # the most; as few as the row needs
     # A row of several: the first of these warps whose limit the bytes of a row keep; the last, if none do. Without
     # limits: `fewest_warps`.
     parts: int
     warps: tuple[int, ...]
     row_bytes: tuple[int, ...] = ()
-    # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide.
+    # Parts of a row of one block and of 16 bits that would otherwise need all of `single_block_warps`: they stay 16
+    # bits wide.
     # Not with extras, which take registers.
     narrow_parts: int | None = None
     # Registers of a thread, for a row of one block whose gradient has the type of the logits.
-    one_registers: int = MAX_REGISTERS
+    single_block_registers: int = MAX_REGISTERS
     # The fewest warps of a row of one block that fills them.
-    one_fewest: int = 1
+    single_block_min_warps: int = 1
 
 
 # Figures were measured on an H200, in percent of the speed of a copy that moves the same number of bytes (every logit
@@ -76,33 +77,34 @@ SHAPES = {
     #   one warp               74      85       71      86
     #   four warps             67      73       55      74
     #   one block of eight             53
-    "statistics": Shape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
+    "statistics": LaunchShape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
     # Very long rows have 92.
     #   columns            12000 float32    16384    16384 float32    20000    32001    50257
     #   one of 4 parts     97               97       97                        84
     #   one of 8 parts     89                                         97       94       95
     #   several                             87       91               90       86       86
-    "gradient": Shape(4, 32, 2, (16,), narrow_parts=8),
+    "gradient": LaunchShape(4, 32, 2, (16,), narrow_parts=8),
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8 warps; 16: 77, 32: 55).
     #   columns                           4096    8192        16384
     #   one block of 48 registers         87      91          90
     #   one block of 64 registers         87      88          87
     #   16 bits wide between its uses             81 to 84    87
     #   several                                   87          89
-    "both": Shape(4, 8, 4, (8, 16, 32), one_registers=48),
+    "both": LaunchShape(4, 8, 4, (8, 16, 32), single_block_registers=48),
     #   columns                       2048    3001    4096    8192
     #   one block of 40 registers     92      95      92      97
     #   one block of 48 registers             92
     #   one block of 64 registers     80              81
     #   several                                               93
-    "both, float32": Shape(4, 16, 4, (8, 16, 32), one_registers=40),
+    "both, float32": LaunchShape(4, 16, 4, (8, 16, 32), single_block_registers=40),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
-    "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
+    "both, with extras": LaunchShape(2, 16, 2, (8, 16, 32)),
     # Of half precision from float32. A call of 8192 x 4096 x 128256 in blocks of 4096 columns takes 1.06 times its
     # products with 8 warps for a row, 1.15 with 4 and 1.13 with 16.
-    "narrower": Shape(4, 16, 4, (8, 16, 32), one_fewest=8),
+    "narrower": LaunchShape(4, 16, 4, (8, 16, 32), single_block_min_warps=8),
 }
-# Blocks of several that a row fills to less than FILLED become blocks of half the lanes, down to these. Both passes:
+# Blocks of several that a row fills to less than MIN_FILLED_SHARE become blocks of half the lanes, down to these. Both
+# passes:
 #   columns             10007                12000    5003 float32
 #   more lanes          66 (61% of two)      76       79
 #   half the lanes      82 (81% of three)    87       89
@@ -135,7 +137,7 @@ MOST_NARROWER_PARTS = 2
 # gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
 DEMANDING_WARPS = 16
 
-ROW_GRADIENT_ROWS = 128
+ROW_GRADIENT_BLOCK_ROWS = 128
 
 _Args = ParamSpec("_Args")
 
@@ -146,11 +148,11 @@ def _replayed(make: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
 
 
 def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
-    yield launch_of(
+    yield build_launch(
         row_gradient_kernel,
-        (triton.cdiv(out.shape[1], ROW_GRADIENT_ROWS),),
+        (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),),
         call,
-        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_ROWS},
+        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_BLOCK_ROWS},
         row_gradient_ptr=out,
         row_gradient_stride=out.stride(0),
     )
@@ -179,7 +181,7 @@ class TritonBackend:
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     divided_weight_gradient = staticmethod(exponentials_launch.divided_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
-    complete_slices = staticmethod(_replayed(slices.complete_slices))
+    finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))
     write_entries = staticmethod(_replayed(entries.write_entries))
@@ -198,11 +200,11 @@ class TritonBackend:
         return out
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        with _device_of(x):
+        with _device_guard(x):
             return softmax_launch.forward(x, dim, dtype, log)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        with _device_of(y):
+        with _device_guard(y):
             return softmax_launch.backward(grad.to(y.dtype), y, dim, dtype, log)
 
 
@@ -222,9 +224,9 @@ def _cross_entropy(
         or (out is not None and any(getattr(out, name) is not None for name in EXTRAS))
     )
     grad_dtype = None if grad is None else grad.dtype
-    edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
+    edges = (tile.is_first or out is None) and _rows_have_edges(logits, grad, tile.accessible_cols)
     narrower = grad_dtype is not None and grad_dtype.itemsize < logits.element_size()
-    most_parts = _most_parts(call, narrower, logits.device)
+    most_parts = _max_parts(call, narrower, logits.device)
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges, most_parts)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
@@ -233,9 +235,9 @@ def _cross_entropy(
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
         "STATISTICS": out is not None,
-        "LOAD_STATE": not tile.first,
-        "STORE_STATE": not tile.last,
-        "FINISH": tile.last,
+        "LOAD_STATE": not tile.is_first,
+        "STORE_STATE": not tile.is_last,
+        "FINISH": tile.is_last,
         "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "EXPONENTIALS": factors is not None,
@@ -244,10 +246,10 @@ def _cross_entropy(
         "TWO_LEVEL": logits.dim() == 3,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
-        **overlap(logits.device),
+        **overlap_options(logits.device),
         **launch,
     }
-    yield launch_of(
+    yield build_launch(
         cross_entropy_kernel,
         (num_rows,),
         call,
@@ -266,14 +268,14 @@ def _cross_entropy(
     )
 
 
-def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
+def _rows_have_edges(logits: Tensor, grad: Tensor | None, accessible_cols: int) -> bool:
     """Whether rows begin or end in the middle of a vector, all of them in the same place of it as their gradients.
 
     Where those differ, there is nothing for it but to load element by element.
     """
     tensors = [logits] if grad is None or grad is logits else [logits, grad]
     # As the compiler sees it: an argument is a multiple of 16, or it may be anything.
-    numbers = [room, *(n for t in tensors for n in (t.data_ptr(), *t.stride()[:-1]))]
+    numbers = [accessible_cols, *(n for t in tensors for n in (t.data_ptr(), *t.stride()[:-1]))]
     if not any(n % 16 for n in numbers):
         return False
     if len(tensors) == 1:
@@ -301,24 +303,24 @@ def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
     return 0
 
 
-def _most_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
+def _max_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
     """narrower: whether a gradient has a narrower type than its logits."""
     smoothing = call.spec.label_smoothing != 0.0
     weighted = smoothing and call.inputs.class_weight is not None
     if call.out is None:
         most = MOST_WEIGHTED_PARTS if weighted else MOST_PARTS[0]
     else:
-        kept = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
-        most = MOST_PARTS[min(2, kept + (kept > 0 and call.out.argmax is not None))]
+        num_sums = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
+        most = MOST_PARTS[min(2, num_sums + (num_sums > 0 and call.out.argmax is not None))]
     return min(most, MOST_NARROWER_PARTS) if narrower and spills_more(device) else most
 
 
 def _takes_registers(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels take more registers than elsewhere: float64 has two for a value; a device older than 8.0 makes
     float32 of bfloat16 and back by several operations; AMD's compiler has more values at hand."""
-    found = device_record(device)
-    no_bfloat16 = dtype == torch.bfloat16 and 0 < found.capability < 80
-    return dtype == torch.float64 or no_bfloat16 or is_amd(found)
+    record = device_record(device)
+    no_bfloat16 = dtype == torch.bfloat16 and 0 < record.capability < 80
+    return dtype == torch.float64 or no_bfloat16 or is_amd(record)
 
 
 @functools.lru_cache(maxsize=256)
@@ -347,17 +349,17 @@ def _launch_size(
         shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
     demanding = most_parts == 1 or _takes_registers(dtype, device)
-    one_warps = min(shape.one_warps, DEMANDING_WARPS) if demanding else shape.one_warps
-    parts = min(shape.one_parts, most_parts)
-    if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * one_warps:
+    single_block_warps = min(shape.single_block_warps, DEMANDING_WARPS) if demanding else shape.single_block_warps
+    parts = min(shape.single_block_parts, most_parts)
+    if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * single_block_warps:
         parts = shape.narrow_parts
-    one_block = vectors <= parts * 32 * one_warps
+    one_block = vectors <= parts * 32 * single_block_warps
     if one_block:
         # Rather one vector for each of more lanes.
-        while parts > 1 and 32 * shape.one_fewest * parts // 2 >= vectors:
+        while parts > 1 and 32 * shape.single_block_min_warps * parts // 2 >= vectors:
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
-        if edges and lanes >= EDGED_LANES and filled(vectors, parts * lanes) < EDGED_FILLED:
+        if edges and lanes >= EDGED_LANES and filled_share(vectors, parts * lanes) < EDGED_FILLED:
             parts, lanes, one_block = min(shape.parts, most_parts), lanes // 2, False
     else:
         row_bytes = cols * dtype.itemsize
@@ -369,14 +371,16 @@ def _launch_size(
             warps = fewest_warps([count for count in shape.warps if count <= most_warps], row_bytes, device)
         parts, lanes = min(shape.parts, most_parts), 32 * warps
         # The second: of a row that is long for one block, but not for this one.
-        while lanes > FEWEST_LANES and (filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
+        while lanes > FEWEST_LANES and (
+            filled_share(vectors, parts * lanes) < MIN_FILLED_SHARE or parts * lanes > vectors
+        ):
             lanes //= 2
     fewer = one_block and dtype == grad_dtype and not extras
-    registers = 2 * MAX_REGISTERS if demanding else shape.one_registers if fewer else MAX_REGISTERS
-    options = threads(device, max(1, lanes // WARP), registers)
+    registers = 2 * MAX_REGISTERS if demanding else shape.single_block_registers if fewer else MAX_REGISTERS
+    options = thread_options(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
-def _device_of(x: Tensor) -> torch.cuda.device:
+def _device_guard(x: Tensor) -> torch.cuda.device:
     # Triton launches on the current device, which need not be the tensor's. -1: leave it (CPU interpreter).
     return torch.cuda.device(x.device.index if x.device.type == "cuda" else -1)

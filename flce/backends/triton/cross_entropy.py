@@ -48,6 +48,7 @@ from flce.backends import contract
 from flce.backends.triton.math import (
     LOG2_E,
     address_head,
+    broadcast_lanes,
     gradient_factors,
     lane_min,
     lane_sum,
@@ -56,7 +57,6 @@ from flce.backends.triton.math import (
     load_row_gradient,
     load_scales,
     logit_gradient,
-    over_lanes,
     softmax_merge,
     softmax_term,
     softmax_update,
@@ -75,7 +75,7 @@ _ARGMAX = tl.constexpr(contract.ARGMAX)
 _LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
 _SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _BASE = tl.constexpr(contract.BASE)
-_LEAST_UNIT = tl.constexpr(contract.LEAST_UNIT)
+_LEAST_JACOBIAN_FACTOR = tl.constexpr(contract.LEAST_JACOBIAN_FACTOR)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -121,7 +121,7 @@ def _merge(
     largest, total, exps, zero, decay = softmax_update(largest, total, z, LANES, VECTOR)
     if WANT_ARGMAX:
         # The lowest column wins a tie. A lane whose maximum did not grow keeps that of an earlier block.
-        at_maximum = z == over_lanes(largest, LANES, VECTOR)
+        at_maximum = z == broadcast_lanes(largest, LANES, VECTOR)
         found = lane_min(tl.where(at_maximum, columns, _NO_COLUMN), LANES, VECTOR)
         if ASCENDING:
             argmax = tl.where(largest > old_largest, column_start + found, argmax)
@@ -132,7 +132,7 @@ def _merge(
     if WANT_ENTROPY:
         # sum exp(z - m) (z - m), where the terms of z = -inf are 0
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
-        terms = tl.where(z == float("-inf"), 0.0, exps * (z - over_lanes(zero, LANES, VECTOR)))
+        terms = tl.where(z == float("-inf"), 0.0, exps * (z - broadcast_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
     if WANT_LOG_SUM_SQ_PROB:
         square_sum = square_sum * decay * decay + lane_sum(exps * exps, LANES, VECTOR)
@@ -146,17 +146,23 @@ def _gradient(
     columns,
     mask,  # which of them are classes; None: all
     class_weight_ptr,
-    of_classes,
-    of_target,  # where the column is the target's, else 0
+    classes_factor,
+    target_factor,  # where the column is the target's, else 0
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
 ):
     """`logit_gradient` of some columns of a row."""
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
-        of_classes *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
+        classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
     return logit_gradient(
-        term, None, of_target, jacobian, HAS_JACOBIAN, of_classes=of_classes, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING
+        term,
+        None,
+        target_factor,
+        jacobian,
+        HAS_JACOBIAN,
+        classes_factor=classes_factor,
+        HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
     )
 
 
@@ -198,7 +204,7 @@ def cross_entropy_kernel(
     upstream_stride,
     row_gradient_stride,
     cols,  # classes in this tile
-    room,  # columns of a row that may be read and written, cols or more
+    accessible_cols,  # columns of a row that may be read and written, cols or more
     column_start,  # the first of them
     vocab_size,
     ignore_index,
@@ -267,10 +273,10 @@ def cross_entropy_kernel(
     if EDGES:
         # Lanes begin with an edge, and there the first one would begin with a state.
         tl.static_assert(not (STATISTICS and LOAD_STATE))
-        # From here on column 0 is the first behind the head: the row has [-head, stop), and vectors [0, inside).
+        # From here on column 0 is the first behind the head: the row has [-head, stop), and vectors [0, vector_stop).
         head = tl.minimum(address_head(logits_ptr, HEAD_BYTES), cols)
         stop = cols - head
-        inside = stop // VECTOR * VECTOR
+        vector_stop = stop // VECTOR * VECTOR
         logits_ptr = tl.multiple_of(logits_ptr + head, 16)
         grad_ptr = tl.multiple_of(grad_ptr + head, 16)
         if HAS_BIAS:
@@ -278,11 +284,11 @@ def cross_entropy_kernel(
         if HAS_CLASS_WEIGHT:
             tile_weight_ptr += head
         edge = tl.arange(0, LANES)
-        edge_columns = tl.where(edge < head, edge, edge + inside) - head
+        edge_columns = tl.where(edge < head, edge, edge + vector_stop) - head
         edge_a = tl.load(logits_ptr + edge_columns, mask=edge_columns < stop, other=0.0)
-        readable_stop = inside
+        readable_stop = vector_stop
     else:
-        readable_stop = room
+        readable_stop = accessible_cols
     if ONE_BLOCK:
         # Before anything waits for the target.
         one_a = tl.load(logits_ptr + offsets, mask=offsets < readable_stop, other=0.0)
@@ -302,12 +308,12 @@ def cross_entropy_kernel(
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size)
-    target_here = (target >= column_start) & (target < column_start + cols) & valid
-    target_column = tl.where(target_here, target - column_start, 0)
+    target_in_tile = (target >= column_start) & (target < column_start + cols) & valid
+    target_column = tl.where(target_in_tile, target - column_start, 0)
     if EDGES:
         target_column -= head
         column_start += head
-        cols = inside
+        cols = vector_stop
     # Loaded here, where nothing waits for them yet.
     if GRADIENT and not HAS_ROW_GRADIENT:
         scales = load_scales(scales_ptr, ACCUM)
@@ -324,7 +330,7 @@ def cross_entropy_kernel(
     if HAS_UPSTREAM:
         upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
     target_z, target_jacobian = transform(
-        tl.load(logits_ptr + target_column, mask=target_here, other=0.0), bias_ptr, target_column, target_here,
+        tl.load(logits_ptr + target_column, mask=target_in_tile, other=0.0), bias_ptr, target_column, target_in_tile,
         scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
 
@@ -357,14 +363,14 @@ def cross_entropy_kernel(
         logit_sum = tl.full((LANES,), 0.0, ACCUM)
         square_sum = tl.full((LANES,), 0.0, ACCUM)
         reference = tl.full((), 0.0, ACCUM)
-        target_logit = tl.where(target_here, target_z, 0.0)
+        target_logit = tl.where(target_in_tile, target_z, 0.0)
         state_ptr += row
         if LOAD_STATE:
             # The first lane begins with the tiles before.
             first = lanes == 0
             largest = tl.where(first, tl.load(state_ptr + _MAX * state_stride), largest)
             total = tl.where(first, tl.load(state_ptr + _SUM * state_stride), total)
-            target_logit = tl.where(target_here, target_z, tl.load(state_ptr + _TARGET_LOGIT * state_stride))
+            target_logit = tl.where(target_in_tile, target_z, tl.load(state_ptr + _TARGET_LOGIT * state_stride))
             if WANT_ENTROPY:
                 entropy_sum = tl.where(first, tl.load(state_ptr + _ENTROPY_SUM * state_stride), entropy_sum)
             if HAS_LABEL_SMOOTHING:
@@ -496,7 +502,7 @@ def cross_entropy_kernel(
         if LOAD_STATE:
             base = tl.load(state_ptr + _BASE * state_stride)
             target_jacobian = tl.where(
-                target_here, target_jacobian, tl.load(state_ptr + _TARGET_JACOBIAN * state_stride)
+                target_in_tile, target_jacobian, tl.load(state_ptr + _TARGET_JACOBIAN * state_stride)
             )
         else:
             base = row_max
@@ -514,53 +520,54 @@ def cross_entropy_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
 
     if GRADIENT:
-        of_entropy = tl.full((), 0.0, ACCUM)
+        entropy_factor = tl.full((), 0.0, ACCUM)
         if HAS_ROW_GRADIENT:
             tl.static_assert(not EXPONENTIALS and not STATISTICS)
-            of_softmax, of_target, of_classes, of_entropy = load_row_gradient(
+            softmax_factor, target_factor, classes_factor, entropy_factor = load_row_gradient(
                 row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, HAS_LABEL_SMOOTHING
             )
         elif FINISH or not EXPONENTIALS:
             row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
             # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
-            of_softmax, of_target, of_classes = gradient_factors(
-                ce=tl.where(valid, row_scale * scales[0], 0.0), second=tl.where(valid, row_scale * scales[1], 0.0),
+            softmax_factor, target_factor, classes_factor = gradient_factors(
+                ce_scale=tl.where(valid, row_scale * scales[0], 0.0),
+                z_loss_scale=tl.where(valid, row_scale * scales[1], 0.0),
                 lse=row_max + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
                 vocab_size=vocab_size, weight_sum=weight_sum,
                 label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
             )  # fmt: skip
         if EXPONENTIALS:
             # What the derivative of z is a multiple of: it is in the factors.
-            unit = scale
+            jacobian_factor = scale
             if HAS_SOFTCAP:
-                unit = scale * cap
+                jacobian_factor = scale * cap
                 # Exponentials are divided by it. Where it is 0, so is the derivative, whatever it is a multiple of.
-                unit = tl.where(tl.abs(unit) > _LEAST_UNIT, unit, 1.0)
+                jacobian_factor = tl.where(tl.abs(jacobian_factor) > _LEAST_JACOBIAN_FACTOR, jacobian_factor, 1.0)
             if FINISH:
-                factor = softmax_term(base, row_max, log_sum, of_softmax) * (unit / EXPONENTIAL_SCALE)
-                at_target = logit_gradient(
-                    softmax_term(target_logit, row_max, log_sum, of_softmax), None, of_target, target_jacobian,
-                    HAS_SCALE or HAS_SOFTCAP, of_classes=of_classes * target_weight,
+                factor = softmax_term(base, row_max, log_sum, softmax_factor) * (jacobian_factor / EXPONENTIAL_SCALE)
+                grad_at_target = logit_gradient(
+                    softmax_term(target_logit, row_max, log_sum, softmax_factor), None, target_factor, target_jacobian,
+                    HAS_SCALE or HAS_SOFTCAP, classes_factor=classes_factor * target_weight,
                     HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
                 )  # fmt: skip
                 factors_ptr += row
                 tl.store(factors_ptr, tl.where(valid, factor, 0.0))
-                tl.store(factors_ptr + factors_stride, tl.where(valid, at_target, 0.0))
+                tl.store(factors_ptr + factors_stride, tl.where(valid, grad_at_target, 0.0))
                 if HAS_LABEL_SMOOTHING:
-                    tl.store(factors_ptr + 2 * factors_stride, of_classes * unit)
+                    tl.store(factors_ptr + 2 * factors_stride, classes_factor * jacobian_factor)
             row_max = base
             log_sum = tl.full((), 0.0, ACCUM)
-            of_softmax = tl.full((), EXPONENTIAL_SCALE, ACCUM)
+            softmax_factor = tl.full((), EXPONENTIAL_SCALE, ACCUM)
             if HAS_SOFTCAP:
-                of_softmax /= unit
-            of_classes = tl.full((), 0.0, ACCUM)
+                softmax_factor /= jacobian_factor
+            classes_factor = tl.full((), 0.0, ACCUM)
         # All threads have read the target's logit, and the edges. From here on they may be written over.
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
-                softmax_term(edge_z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT),
+                softmax_term(edge_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
                 tl.where(edge_present, edge_jacobian, 0.0),
-                edge_columns, edge_present, tile_weight_ptr, of_classes, 0.0,
+                edge_columns, edge_present, tile_weight_ptr, classes_factor, 0.0,
                 SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
@@ -573,8 +580,8 @@ def cross_entropy_kernel(
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 grad = _gradient(
-                    softmax_term(z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT), jacobian,
-                    columns, None, tile_weight_ptr, of_classes, 0.0,
+                    softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT), jacobian,
+                    columns, None, tile_weight_ptr, classes_factor, 0.0,
                     SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
                 )  # fmt: skip
                 if NARROWING:
@@ -582,8 +589,8 @@ def cross_entropy_kernel(
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
             # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
-            factor = softmax_term(largest, row_max, log_sum, of_softmax)
-            term, jacobian = last_exps * over_lanes(factor, LANES, VECTOR), last_jacobian
+            factor = softmax_term(largest, row_max, log_sum, softmax_factor)
+            term, jacobian = last_exps * broadcast_lanes(factor, LANES, VECTOR), last_jacobian
         else:
             # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
             # unless what is made of it takes registers.
@@ -595,10 +602,15 @@ def cross_entropy_kernel(
                 a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
             )
             term = softmax_term(
-                tl.where(present, z, float("-inf")), row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT
+                tl.where(present, z, float("-inf")),
+                row_max,
+                log_sum,
+                softmax_factor,
+                entropy_factor,
+                HAS_ENTROPY_GRADIENT,
             )
         grad = _gradient(
-            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, of_classes, 0.0,
+            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, classes_factor, 0.0,
             SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
         )  # fmt: skip
         if NARROWING:
@@ -613,10 +625,11 @@ def cross_entropy_kernel(
             target_grad = tl.full((), 0.0, ACCUM)
         else:
             target_grad = _gradient(
-                softmax_term(target_z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT), target_jacobian,
-                target_column, target_here, tile_weight_ptr, of_classes, of_target,
+                softmax_term(target_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
+                target_jacobian,
+                target_column, target_in_tile, tile_weight_ptr, classes_factor, target_factor,
                 SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
         # All threads have written.
         tl.debug_barrier()
-        tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_here)
+        tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_in_tile)

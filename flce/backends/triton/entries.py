@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.triton.launch import Launch, threads
+from flce.backends.triton.launch import Launch, thread_options
 
 # Of a program of four warps: ids of a row, at most, and columns of the hidden states at a time.
 ENTRIES, DEPTH = 32, 128
@@ -47,9 +47,11 @@ def row_products_kernel(
     total = tl.zeros((ENTRIES, DEPTH), ACCUM)
     for start in range(0, hidden, DEPTH):
         column = start + tl.arange(0, DEPTH)
-        inside = column < hidden
-        x = tl.load(x_ptr + column * x_step, mask=inside, other=0.0).to(ACCUM)
-        weight = tl.load(weight_ptr + column[None, :] * weight_step, mask=present[:, None] & inside[None, :], other=0.0)
+        in_bounds = column < hidden
+        x = tl.load(x_ptr + column * x_step, mask=in_bounds, other=0.0).to(ACCUM)
+        weight = tl.load(
+            weight_ptr + column[None, :] * weight_step, mask=present[:, None] & in_bounds[None, :], other=0.0
+        )
         total += weight.to(ACCUM) * x[None, :]
     out_ptr += row * out_stride + entry
     before = tl.load(out_ptr, mask=present, other=0.0)
@@ -77,9 +79,9 @@ def sum_equal_kernel(
     total = tl.zeros((ENTRIES,), out_ptr.dtype.element_ty)
     for start in range(0, size, ENTRIES):
         others = start + tl.arange(0, ENTRIES)
-        inside = others < size
-        other_ids = tl.load(ids_ptr + others * ids_step, mask=inside, other=-2)
-        values = tl.load(values_ptr + others * values_step, mask=inside, other=0.0).to(total.dtype)
+        in_bounds = others < size
+        other_ids = tl.load(ids_ptr + others * ids_step, mask=in_bounds, other=-2)
+        values = tl.load(values_ptr + others * values_step, mask=in_bounds, other=0.0).to(total.dtype)
         total += tl.sum(tl.where(ids[:, None] == other_ids[None, :], values[None, :], 0.0), axis=1)
     tl.store(out_ptr + row * size + entry, total, mask=entry < size)
 
@@ -103,10 +105,10 @@ def write_entries_kernel(
     row, entry = number // size, number % size
     exists = number < total
     column = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=exists, other=-1) - start
-    inside = exists & (column >= 0) & (column < cols)
-    value = tl.load(values_ptr + row * values_stride + entry, mask=inside, other=0.0)
+    in_bounds = exists & (column >= 0) & (column < cols)
+    value = tl.load(values_ptr + row * values_stride + entry, mask=in_bounds, other=0.0)
     # Equal ids of a row have equal values, so it does not matter which of them is written last.
-    tl.store(tile_ptr + row * tile_stride + column, value.to(tile_ptr.dtype.element_ty), mask=inside)
+    tl.store(tile_ptr + row * tile_stride + column, value.to(tile_ptr.dtype.element_ty), mask=in_bounds)
 
 
 def _entries(ids: Tensor) -> int:
@@ -132,7 +134,7 @@ def row_products(x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Iterato
         "size": ids.shape[1],
     }
     accum = tl.float64 if out.dtype == torch.float64 else tl.float32
-    options = {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, **threads(x.device, 4)}
+    options = {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, **thread_options(x.device, 4)}
     yield Launch(row_products_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
 
 
@@ -148,7 +150,7 @@ def sum_equal(ids: Tensor, values: Tensor, out: Tensor) -> Iterator[Launch]:
         "values_step": values.stride(1),
         "size": ids.shape[1],
     }
-    options = {"ENTRIES": entries, **threads(ids.device, 1)}
+    options = {"ENTRIES": entries, **thread_options(ids.device, 1)}
     yield Launch(sum_equal_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
 
 
@@ -166,5 +168,5 @@ def write_entries(tile: Tensor, ids: Tensor, values: Tensor, start: int) -> Iter
         "start": start,
         "cols": tile.shape[1],
     }
-    options = {"BLOCK": BLOCK, **threads(ids.device, 4)}
+    options = {"BLOCK": BLOCK, **thread_options(ids.device, 4)}
     yield Launch(write_entries_kernel, (triton.cdiv(ids.numel(), BLOCK),), args, options)

@@ -198,7 +198,7 @@ def finish_kernel(
         # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
         others = tl.where(normalizer > _LEAST, total / normalizer, float("nan"))
-        of_softmax, at_target = finish_rows(
+        softmax_factor, grad_at_target = finish_rows(
             row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=others,
             offset=offset, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
             scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
@@ -206,12 +206,12 @@ def finish_kernel(
             HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS,
             WANT_LOGPROB=WANT_LOGPROB, FACTORS=True,
         )  # fmt: skip
-        factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
+        factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
             factor *= scale
-        at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
+        grad_at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
         tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
-        tl.store(factors_ptr + factors_stride + row, tl.where(valid, at_target, 0.0), mask=exists)
+        tl.store(factors_ptr + factors_stride + row, tl.where(valid, grad_at_target, 0.0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])
@@ -241,7 +241,7 @@ def combine_rows_kernel(
     in_range = (target >= 0) & (target < vocab_size) & valid
     factor = tl.load(factors_ptr + row)
     if ADD_TARGETS:
-        of_target = tl.load(factors_ptr + factors_stride + row)
+        target_factor = tl.load(factors_ptr + factors_stride + row)
     if HAS_INDEX:
         out_ptr += tl.load(index_ptr + row) * out_stride
     else:
@@ -255,7 +255,7 @@ def combine_rows_kernel(
         if ADD_TARGETS:
             places = target * weight_stride + offsets.to(tl.int64) * weight_col_stride
             w = tl.load(weight_ptr + places, mask=mask & in_range, other=0.0)
-            out += of_target * w.to(tl.float32)
+            out += target_factor * w.to(tl.float32)
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -20,7 +20,7 @@ from flce.backends.triton.exponentials import (
     finish_kernel,
     reference_kernel,
 )
-from flce.backends.triton.launch import Launch, launch_of, threads
+from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.core.devices import device_record
@@ -55,16 +55,28 @@ def product_exponentials(
         return
     assert call.out is not None
     # Where the exponentials will be.
-    sampled = _sampled(weight)
+    sampled = _sample_classes(weight)
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
     num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
     new = call.out.loss.new_empty
     partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
     of_rows = [new(num_rows) for _ in range(3)]  # apart: kernels are built for addresses that are aligned
-    run(_exponentials, product.described(x), weight, sample, exps, call, factors, count, partial, work, of_rows)
+    run(
+        _exponentials,
+        product.align_for_descriptor(x),
+        weight,
+        sample,
+        exps,
+        call,
+        factors,
+        count,
+        partial,
+        work,
+        of_rows,
+    )
 
 
-def _sampled(weight: Tensor) -> Tensor:
+def _sample_classes(weight: Tensor) -> Tensor:
     sampled = weight[:: _sample_step(weight)]
     return sampled[: max(1, len(sampled) // ALIGNMENT * ALIGNMENT)]
 
@@ -87,7 +99,7 @@ def _exponentials(
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
     reference, target_logit, target_jacobian = of_rows
-    yield launch_of(
+    yield build_launch(
         reference_kernel,
         (num_rows,),
         call,
@@ -112,9 +124,9 @@ def _exponentials(
         samples=sample.shape[1],
         sample_step=_sample_step(weight),
     )
-    for attempt, whole in enumerate((False, True)):
-        todo = work[attempt]
-        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product.most_classes(weight)):
+    for attempt, is_retry in enumerate((False, True)):
+        attempt_work = work[attempt]
+        for tile, exps_of_tile in _tiles(exps, vocab_size, is_retry, product.classes_per_launch(weight)):
             yield product.launch(
                 x,
                 weight[tile.columns],
@@ -122,9 +134,9 @@ def _exponentials(
                 exps_of_tile,
                 partial=partial,
                 reference=reference,
-                work=todo,
+                work=attempt_work,
             )
-        yield launch_of(
+        yield build_launch(
             finish_kernel,
             (triton.cdiv(num_rows, product.FINISH_ROWS),),
             call,
@@ -138,20 +150,20 @@ def _exponentials(
             target_logit_ptr=target_logit,
             target_jacobian_ptr=target_jacobian,
             factors_ptr=factors,
-            work_ptr=todo,
+            work_ptr=attempt_work,
             factors_stride=factors.stride(0),
             blocks=len(partial),
         )
 
 
-def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> Iterator[tuple[Tile, Tensor]]:
-    """What is launched by itself (`product.tiles`). `whole`: as little as can be, of something that is rarely
+def _tiles(exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int) -> Iterator[tuple[Tile, Tensor]]:
+    """What is launched by itself (`product.tiles`). `is_retry`: as little as can be, of something that is rarely
     done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
         one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if whole and most >= vocab_size else product.tiles(start, stop, vocab_size, most):
+        for tile in one if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
@@ -184,7 +196,7 @@ def combine_rows(
         "ignore_index": ignore_index,
     }
     options = {"ADD_TARGETS": weight is not None, "HAS_INDEX": index is not None, "BLOCK": BLOCK}
-    options |= threads(x.device, 4)
+    options |= thread_options(x.device, 4)
     yield Launch(combine_rows_kernel, (len(x),), args, options)
 
 
@@ -198,7 +210,7 @@ class SortedTargets(NamedTuple):
     ignore_index: int
 
     @staticmethod
-    def of(terms: TargetTerms, vocab_size: int) -> SortedTargets:
+    def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
         ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
         places = order if terms.index is None else terms.index[order]
         return SortedTargets(terms.x, ascending, places, terms.factor[order], terms.ignore_index)
@@ -225,7 +237,7 @@ class SortedTargets(NamedTuple):
 
 def weight_gradient(grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms) -> None:
     stops = list(accumulate(map(len, grads)))
-    targets = SortedTargets.of(terms, stops[-1])
+    targets = SortedTargets.from_terms(terms, stops[-1])
     starts = [targets.starts(stop - len(grad), stop) for grad, stop in zip(grads, stops, strict=True)]
     run(_weight_gradients, grads, exps, scaled, targets, starts, stops)
 
@@ -244,7 +256,7 @@ def _weight_gradients(
 
 
 def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
-    run(_divided_weight_gradient, grad, dlogits, product.described(x), unit)
+    run(_divided_weight_gradient, grad, dlogits, product.align_for_descriptor(x), unit)
 
 
 def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> Iterator[Launch]:
@@ -279,7 +291,7 @@ def _weight_gradient(
 
 
 def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
-    run(_add_target_terms, grads, SortedTargets.of(terms, sum(map(len, grads))))
+    run(_add_target_terms, grads, SortedTargets.from_terms(terms, sum(map(len, grads))))
 
 
 def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterator[Launch]:
@@ -293,7 +305,7 @@ def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterat
             "x_col_stride": targets.x.stride(1),
             **targets.arguments,
         }
-        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **threads(grad.device, 4)}
+        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **thread_options(grad.device, 4)}
         grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
         yield Launch(add_to_targets_kernel, grid, args, options)
         first_class += len(grad)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.contract import TileCall
-from flce.backends.triton.launch import Launch, launch_of, overlap, threads
+from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
 
 
 @triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
@@ -34,9 +34,9 @@ def gradient_of_exponentials_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     factor = tl.load(factors_ptr + row)
-    of_target = tl.load(factors_ptr + factors_stride + row)
+    target_factor = tl.load(factors_ptr + factors_stride + row)
     if HAS_LABEL_SMOOTHING:
-        of_classes = tl.load(factors_ptr + 2 * factors_stride + row)
+        classes_factor = tl.load(factors_ptr + 2 * factors_stride + row)
     exps_ptr += row * exps_stride
     # Of an ignored row there is nothing but zeros.
     for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):
@@ -45,19 +45,19 @@ def gradient_of_exponentials_kernel(
         grad = factor * tl.load(exps_ptr + columns, mask=mask, other=0.0).to(tl.float32)
         if HAS_LABEL_SMOOTHING:
             if HAS_CLASS_WEIGHT:
-                grad -= of_classes * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+                grad -= classes_factor * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
             else:
-                grad -= of_classes
-        grad = tl.where(columns == target, of_target, grad)
+                grad -= classes_factor
+        grad = tl.where(columns == target, target_factor, grad)
         tl.store(exps_ptr + columns, grad.to(exps_ptr.dtype.element_ty), mask=mask)
 
 
 def gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
-    yield launch_of(
+    yield build_launch(
         gradient_of_exponentials_kernel,
         (len(exps),),
         call,
-        {"BLOCK": 4096, **threads(exps.device, 8), **overlap(exps.device)},
+        {"BLOCK": 4096, **thread_options(exps.device, 8), **overlap_options(exps.device)},
         exps_ptr=exps,
         factors_ptr=factors,
         exps_stride=exps.stride(0),

@@ -10,12 +10,12 @@ import torch
 import triton
 
 from flce.backends.contract import RowOutputs, TileCall
-from flce.core.device_record import Device
+from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
-from flce.core.problem import NUMBERS, LossSpec
+from flce.core.problem import NUMERIC_FIELDS, LossSpec
 
 # For `call_arguments`, made once: for each number of the spec its flag, and the value that switches it off.
-_NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
+_NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMERIC_FIELDS)
 
 # Threads of a warp, in the launch tables and on NVIDIA's devices.
 WARP = 32
@@ -27,7 +27,7 @@ SECTOR_BYTES = 32
 # For each thread: a multiprocessor with 65,536 registers then has 1,024 threads to hide the latency of memory.
 MAX_REGISTERS = 64
 # Blocks that a row fills to less than this are too large for it: the rest of a block takes time as well.
-FILLED = 3 / 4
+MIN_FILLED_SHARE = 3 / 4
 
 
 class Launch(NamedTuple):
@@ -44,22 +44,22 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.args, **self.options)
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
+def overlap_options(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
     possible = device_record(device).capability >= 90
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
-def threads(device: torch.device, warps: int, registers: int | None = None) -> dict[str, int]:
+def thread_options(device: torch.device, warps: int, registers: int | None = None) -> dict[str, int]:
     """Options of a kernel whose programs have this many warps of WARP threads: as many threads, in the device's warps.
 
     Args:
         registers: the most of a thread. AMD's compiler goes by the number of threads instead, and takes no such option.
     """
-    found = device_record(device)
-    limit = {} if registers is None or is_amd(found) else {"maxnreg": registers}
-    return {"num_warps": max(1, warps * WARP // found.warp), **limit}
+    record = device_record(device)
+    limit = {} if registers is None or is_amd(record) else {"maxnreg": registers}
+    return {"num_warps": max(1, warps * WARP // record.warp_size), **limit}
 
 
 def spills_more(device: torch.device) -> bool:
@@ -67,20 +67,20 @@ def spills_more(device: torch.device) -> bool:
     return device_record(device).capability >= 100
 
 
-def is_amd(device: Device) -> bool:
+def is_amd(device: DeviceRecord) -> bool:
     return device.arch.startswith("gfx")
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:
     """The fewest warps, for rows that are read twice, with which the rows in flight fit in the L2 cache, so that the
     second pass finds its row there. If none do, the most."""
-    facts = device_record(device)
-    threads = facts.registers // MAX_REGISTERS
-    fitting = [w for w in choice if facts.multiprocessors * (threads // (32 * w)) * row_bytes <= facts.cache]
+    record = device_record(device)
+    threads = record.registers // MAX_REGISTERS
+    fitting = [w for w in choice if record.multiprocessors * (threads // (32 * w)) * row_bytes <= record.cache]
     return min(fitting, default=max(choice))
 
 
-def filled(row: int, block: int) -> float:
+def filled_share(row: int, block: int) -> float:
     """The share of its blocks that a row fills, both in columns or both in vectors."""
     return row / (triton.cdiv(row, block) * block)
 
@@ -121,7 +121,7 @@ def call_arguments(call: TileCall) -> CallArguments:
         "normalizer_stride": 0 if normalizer is None else normalizer.stride(0),
         "rows": len(inputs.target),
         "cols": tile.cols,
-        "room": tile.room,
+        "accessible_cols": tile.accessible_cols,
         "column_start": tile.start,
         "vocab_size": tile.vocab_size,
         "ignore_index": spec.ignore_index,
@@ -144,13 +144,15 @@ def call_arguments(call: TileCall) -> CallArguments:
 
 
 @functools.cache
-def _taken(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+def _matching_parameters(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names for which the kernel has a parameter."""
     parameters = set(kernel.arg_names)
     return tuple(name for name in names if name in parameters)
 
 
-def launch_of(kernel: Any, grid: tuple[int, ...], call: TileCall, options: Mapping[str, Any], **args: Any) -> Launch:
+def build_launch(kernel: Any, grid: tuple[int, ...], call: TileCall, options: Mapping[str, Any], **args: Any) -> Launch:
     """A launch with what of the call the kernel has a parameter for, and with other arguments."""
-    values, flags = ({name: known[name] for name in _taken(kernel, tuple(known))} for known in call_arguments(call))
+    values, flags = (
+        {name: known[name] for name in _matching_parameters(kernel, tuple(known))} for known in call_arguments(call)
+    )
     return Launch(kernel, grid, {**values, **args}, {**flags, **options})

@@ -86,7 +86,7 @@ def lane_sum(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def over_lanes(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def broadcast_lanes(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """(lanes,) to (1, lanes * vector)."""
     return tl.reshape(tl.broadcast_to(x[:, None], (LANES, VECTOR)), (LANES * VECTOR,))[None, :]
 
@@ -102,7 +102,7 @@ def softmax_update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr)
     new_largest = tl.maximum(largest, lane_max(z, LANES, VECTOR))
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     # exp2 is one instruction of the GPU; exp adds four, for the sake of denormal results.
-    exps = tl.exp2((z - over_lanes(reference, LANES, VECTOR)) * LOG2_E)
+    exps = tl.exp2((z - broadcast_lanes(reference, LANES, VECTOR)) * LOG2_E)
     decay = tl.exp2((largest - reference) * LOG2_E)
     return new_largest, total * decay + lane_sum(exps, LANES, VECTOR), exps, reference, decay
 
@@ -208,8 +208,8 @@ def store_results(
 
 @triton.jit
 def gradient_factors(
-    ce,  # what the cross entropy of a row is multiplied by
-    second,  # what its z-loss is multiplied by
+    ce_scale,  # what the cross entropy of a row is multiplied by
+    z_loss_scale,  # what its z-loss is multiplied by
     lse,
     z_loss,
     HAS_Z_LOSS: tl.constexpr,
@@ -221,18 +221,18 @@ def gradient_factors(
 ):
     """What is known of a row's gradient before its columns: the factors of softmax, of the target's one-hot vector, and
     of the class weights. `logit_gradient` makes the gradient of them. Called by keyword, as `store_results`."""
-    of_target = ce
+    target_factor = ce_scale
     if HAS_LABEL_SMOOTHING:
-        of_target *= 1.0 - label_smoothing
-    of_target *= target_weight
-    of_softmax = of_target
-    of_classes = 0.0
+        target_factor *= 1.0 - label_smoothing
+    target_factor *= target_weight
+    softmax_factor = target_factor
+    classes_factor = 0.0
     if HAS_LABEL_SMOOTHING:
-        of_classes = ce * (label_smoothing / vocab_size)
-        of_softmax += of_classes * weight_sum
+        classes_factor = ce_scale * (label_smoothing / vocab_size)
+        softmax_factor += classes_factor * weight_sum
     if HAS_Z_LOSS:
-        of_softmax += second * 2.0 * z_loss * lse
-    return of_softmax, of_target, of_classes
+        softmax_factor += z_loss_scale * 2.0 * z_loss * lse
+    return softmax_factor, target_factor, classes_factor
 
 
 @triton.jit
@@ -295,18 +295,18 @@ def finish_rows(
         logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS,
         WANT_LOGPROB=WANT_LOGPROB,
     )  # fmt: skip
-    of_softmax = tl.zeros_like(nll)
-    at_target = of_softmax
+    softmax_factor = tl.zeros_like(nll)
+    grad_at_target = softmax_factor
     if FACTORS:
         scales = load_scales(scales_ptr, tl.float32)
-        of_softmax, of_target, _of_classes = gradient_factors(
-            ce=tl.where(in_range, row_weight, float("nan")) * scales[0], second=row_weight * scales[1],
+        softmax_factor, target_factor, _classes_factor = gradient_factors(
+            ce_scale=tl.where(in_range, row_weight, float("nan")) * scales[0], z_loss_scale=row_weight * scales[1],
             lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
         )  # fmt: skip
-        at_target = -of_softmax * others
+        grad_at_target = -softmax_factor * others
         if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
-            at_target += of_softmax - of_target
-    return of_softmax, at_target
+            grad_at_target += softmax_factor - target_factor
+    return softmax_factor, grad_at_target
 
 
 @triton.jit
@@ -320,15 +320,15 @@ def load_row_gradient(
 ):
     """The factors of a gradient that is given as a whole, in the place of those of `gradient_factors`: of softmax, of
     the target's one-hot vector, of the class weights and of entropy."""
-    of_softmax = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
-    of_target = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
-    of_classes = tl.zeros_like(of_softmax)
+    softmax_factor = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
+    target_factor = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
+    classes_factor = tl.zeros_like(softmax_factor)
     if HAS_LABEL_SMOOTHING:
-        of_classes = load_columns(row_gradient_ptr + _CLASSES * stride + row, mask, "")
-    of_entropy = tl.zeros_like(of_softmax)
+        classes_factor = load_columns(row_gradient_ptr + _CLASSES * stride + row, mask, "")
+    entropy_factor = tl.zeros_like(softmax_factor)
     if HAS_ENTROPY_GRADIENT:
-        of_entropy = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
-    return of_softmax, of_target, of_classes, of_entropy
+        entropy_factor = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
+    return softmax_factor, target_factor, classes_factor, entropy_factor
 
 
 @triton.jit(
@@ -378,46 +378,48 @@ def row_gradient_kernel(
         row_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
     row_weight = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
     scales = load_scales(scales_ptr, ACCUM)
-    of_softmax, of_target, of_classes = gradient_factors(
-        ce=row_weight * scales[0], second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss,
+    softmax_factor, target_factor, classes_factor = gradient_factors(
+        ce_scale=row_weight * scales[0], z_loss_scale=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss,
         HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight, vocab_size=vocab_size,
         weight_sum=tl.load(scales_ptr + 2).to(ACCUM), label_smoothing=label_smoothing,
         HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
     )  # fmt: skip
     elsewhere = in_range & ((target < column_start) | (target >= column_start + cols))
-    of_target = tl.where(elsewhere, 0.0, of_target)
-    tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride + row, tl.where(valid, of_softmax, 0.0), mask=exists)
-    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride + row, tl.where(valid, of_target, 0.0), mask=exists)
+    target_factor = tl.where(elsewhere, 0.0, target_factor)
+    tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride + row, tl.where(valid, softmax_factor, 0.0), mask=exists)
+    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride + row, tl.where(valid, target_factor, 0.0), mask=exists)
     if HAS_LABEL_SMOOTHING:
-        tl.store(row_gradient_ptr + _CLASSES * row_gradient_stride + row, tl.where(valid, of_classes, 0.0), mask=exists)
+        tl.store(
+            row_gradient_ptr + _CLASSES * row_gradient_stride + row, tl.where(valid, classes_factor, 0.0), mask=exists
+        )
 
 
 @triton.jit
-def softmax_term(z, offset, log_sum, of_softmax, of_entropy=0.0, HAS_ENTROPY_GRADIENT: tl.constexpr = False):
-    """The softmax's term of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset. With
-    the gradient of an entropy that, p, is multiplied by ``of_softmax - of_entropy * log(p)``."""
+def softmax_term(z, offset, log_sum, softmax_factor, entropy_factor=0.0, HAS_ENTROPY_GRADIENT: tl.constexpr = False):
+    """The softmax's term of the gradient: `softmax_factor` times exp(z - m) / sum(exp(z - m)), m being the offset. With
+    the gradient of an entropy that, p, is multiplied by ``softmax_factor - entropy_factor * log(p)``."""
     if HAS_ENTROPY_GRADIENT:
-        of_softmax = of_softmax - of_entropy * tl.maximum((z - offset) - log_sum, _LEAST_LOGPROB)
+        softmax_factor = softmax_factor - entropy_factor * tl.maximum((z - offset) - log_sum, _LEAST_LOGPROB)
     # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
-    return of_softmax * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
+    return softmax_factor * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
 
 
 @triton.jit
 def logit_gradient(
     term,  # `softmax_term`
     is_target,  # which of the columns is the target's; None: all
-    of_target,
+    target_factor,
     jacobian,  # of z in the logits as a product left them
     HAS_JACOBIAN: tl.constexpr,
-    of_classes=0.0,  # times the weight of the class
+    classes_factor=0.0,  # times the weight of the class
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
     """The gradient of a row's loss in logits; the other arguments are of `gradient_factors`."""
-    grad = term - of_target
+    grad = term - target_factor
     if is_target is not None:
         grad = tl.where(is_target, grad, term)
     if HAS_LABEL_SMOOTHING:
-        grad -= of_classes
+        grad -= classes_factor
     if HAS_JACOBIAN:
         grad *= jacobian
     return grad

@@ -27,8 +27,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import LEAST_LOGPROB, PRODUCT_BLOCK, Tile, TileCall, product_planes
-from flce.backends.triton.launch import Launch, launch_of, overlap
+from flce.backends.contract import LEAST_LOGPROB, PRODUCT_BLOCK, Tile, TileCall, num_product_planes
+from flce.backends.triton.launch import Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
@@ -162,8 +162,8 @@ def product_kernel(
         target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
         valid = target != ignore_index
         target_column = target - column_start
-        target_here = valid & (target_column >= col_start) & (target_column < tl.minimum(col_start + COLS, cols))
-        target_column = tl.where(target_here, target_column, -1).to(tl.int32)
+        target_in_tile = valid & (target_column >= col_start) & (target_column < tl.minimum(col_start + COLS, cols))
+        target_column = tl.where(target_in_tile, target_column, -1).to(tl.int32)
 
         # 64-bit: blocks x rows passes 2^31 at a billion rows only, but costs nothing here.
         place = (column_start // COLS + col_block).to(tl.int64) * rows + row
@@ -185,23 +185,28 @@ def product_kernel(
             out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
         elif GRADIENT:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
-            of_softmax, of_target, _of_classes, of_entropy = load_row_gradient(
+            softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
                 row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT
             )
             if HAS_SCALE and not HAS_SOFTCAP:  # the derivative is the same for all columns of a row
-                of_softmax *= row_scale
-                of_target *= row_scale
-                of_entropy *= row_scale
+                softmax_factor *= row_scale
+                target_factor *= row_scale
+                entropy_factor *= row_scale
             term = softmax_term(
-                z, row_max[:, None], log_sum[:, None], of_softmax[:, None], of_entropy[:, None], HAS_ENTROPY_GRADIENT
+                z,
+                row_max[:, None],
+                log_sum[:, None],
+                softmax_factor[:, None],
+                entropy_factor[:, None],
+                HAS_ENTROPY_GRADIENT,
             )
             is_target = columns == target_column[:, None]
-            grad = logit_gradient(term, is_target, of_target[:, None], jacobian, HAS_SOFTCAP)
+            grad = logit_gradient(term, is_target, target_factor[:, None], jacobian, HAS_SOFTCAP)
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
             target_logit = tl.sum(tl.where(columns == target_column[:, None], z, 0.0), axis=1)
-            tl.store(target_logit_ptr + row, target_logit, mask=target_here)
+            tl.store(target_logit_ptr + row, target_logit, mask=target_in_tile)
             if HAS_TAIL:
                 z = tl.where(present, z, float("-inf"))
             largest = tl.max(z, axis=1)
@@ -335,31 +340,31 @@ def finish_statistics_kernel(
             tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0), mask=exists)
 
 
-def can_describe(x: Tensor) -> bool:
+def has_descriptor_layout(x: Tensor) -> bool:
     """Whether a tensor descriptor can stand for the matrix."""
     stride = x.stride(0)
     aligned = x.data_ptr() % DESCRIPTOR_BYTES == 0 and stride * x.element_size() % DESCRIPTOR_BYTES == 0
     return aligned and x.stride(1) == 1 and stride >= x.shape[1]
 
 
-def described(x: Tensor) -> Tensor:
+def align_for_descriptor(x: Tensor) -> Tensor:
     """The matrix, or a copy for which a descriptor can stand."""
-    return x if can_describe(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x if has_descriptor_layout(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def most_classes(weight: Tensor) -> int:
+def classes_per_launch(weight: Tensor) -> int:
     """Classes of a launch: all of a weight; of one that has to be copied only a few, so that the copy is small."""
-    if can_describe(weight):
+    if has_descriptor_layout(weight):
         return len(weight)
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // COLS) * COLS
 
 
 def product_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
     assert call.out is not None
-    planes, blocks = product_planes(call.spec), triton.cdiv(len(weight), COLS)
+    planes, blocks = num_product_planes(call.spec), triton.cdiv(len(weight), COLS)
     partial = call.out.loss.new_empty(planes, blocks, len(x))
     target_logit = call.out.loss.new_empty(len(x))
-    run(_statistics, described(x), weight, call, partial, target_logit)
+    run(_statistics, align_for_descriptor(x), weight, call, partial, target_logit)
 
 
 def _statistics(
@@ -370,10 +375,10 @@ def _statistics(
     target_logit: Tensor,  # (rows,)
 ) -> Iterator[Launch]:
     vocab_size, (_, blocks, num_rows) = len(weight), partial.shape
-    for tile in tiles(0, vocab_size, vocab_size, most_classes(weight)):
+    for tile in tiles(0, vocab_size, vocab_size, classes_per_launch(weight)):
         of_tile = call._replace(tile=tile)
         yield launch(x, weight[tile.columns], of_tile, partial=partial, target_logit=target_logit)
-    yield launch_of(
+    yield build_launch(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
@@ -393,11 +398,11 @@ def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
 
 
 def product_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
-    run(_gradient, described(x), weight, grad, call)
+    run(_gradient, align_for_descriptor(x), weight, grad, call)
 
 
 def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> Iterator[Launch]:
-    step, tile = most_classes(weight), call.tile
+    step, tile = classes_per_launch(weight), call.tile
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
         of_part = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
@@ -421,7 +426,7 @@ def launch(
         return call.inputs.target if t is None else t  # what a flag switches off is never read
 
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
-    weight_desc = TensorDescriptor.from_tensor(described(weight), [COLS, DEPTH])
+    weight_desc = TensorDescriptor.from_tensor(align_for_descriptor(weight), [COLS, DEPTH])
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [ROWS, COLS])
     programs = device_record(x.device).multiprocessors
     gradient = out is not None and reference is None
@@ -436,9 +441,9 @@ def launch(
         "PROGRAMS": programs,
         "num_stages": STAGES,
         "num_warps": WARPS,
-        "OVERLAP": overlap(x.device)["OVERLAP"],  # it does not begin early itself
+        "OVERLAP": overlap_options(x.device)["OVERLAP"],  # it does not begin early itself
     }
-    return launch_of(
+    return build_launch(
         product_kernel,
         (programs,),
         call,

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import reduction
 from flce.backends.contract import RowOutputs, RowProblem
-from flce.backends.triton.launch import Launch, overlap, threads
+from flce.backends.triton.launch import Launch, overlap_options, thread_options
 from flce.backends.triton.replay import run
 from flce.core.problem import LossSpec, accumulation_dtype
 
@@ -31,19 +31,19 @@ def reduction_kernel(
     target_ptr,  # (rows,) int64
     num_items_ptr,  # ()
     loss_ptr,  # (rows,)
-    second_ptr,  # (rows,) the other of `contract.RowOutputs.losses`
+    z_loss_ptr,  # (rows,) the other of `contract.RowOutputs.losses`
     scales_ptr,  # (3,) see `contract.Backend.loss_scales`; written, or read
     loss_sum_ptr,  # ()
-    second_sum_ptr,  # ()
+    z_loss_sum_ptr,  # ()
     rows,
     vocab_size,
     ignore_index,
     ACCUM: tl.constexpr,
-    MAKE_SCALES: tl.constexpr,
+    COMPUTE_SCALES: tl.constexpr,
     MEAN: tl.constexpr,  # over the rows that are not ignored
     HAS_NUM_ITEMS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     SETTLED: tl.constexpr,  # targets and num_items are older than the kernel before: they may be read while it runs
     BLOCK: tl.constexpr,
@@ -54,7 +54,7 @@ def reduction_kernel(
     # Past the L1 cache, which may be older still.
     CACHE: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
-    if MAKE_SCALES:
+    if COMPUTE_SCALES:
         if MEAN:
             valid = tl.zeros((BLOCK,), tl.int32)
             for start in range(0, rows, BLOCK):
@@ -68,42 +68,42 @@ def reduction_kernel(
             items = tl.full((), 1.0, tl.float64)
         # In float64, because a division of float32 is not rounded correctly.
         scale = (1.0 / items).to(ACCUM)
-        second_scale = scale
+        z_loss_scale = scale
     if OVERLAP and SETTLED:
         gdc_wait()
         gdc_launch_dependents()
     # Nothing is written before: what has this memory now may still be read.
-    if MAKE_SCALES:
+    if COMPUTE_SCALES:
         tl.store(scales_ptr, scale)
-        tl.store(scales_ptr + 1, second_scale)
+        tl.store(scales_ptr + 1, z_loss_scale)
         tl.store(scales_ptr + 2, vocab_size.to(ACCUM))
     else:
         scale = tl.load(scales_ptr)
-        second_scale = tl.load(scales_ptr + 1)
+        z_loss_scale = tl.load(scales_ptr + 1)
 
     if HAS_LOSS:
         losses = tl.zeros((BLOCK,), ACCUM)
-        seconds = tl.zeros((BLOCK,), ACCUM)
+        z_losses = tl.zeros((BLOCK,), ACCUM)
         for start in range(0, rows, BLOCK):
             row = start + offsets
             mask = row < rows
             losses += tl.load(loss_ptr + row, mask=mask, other=0.0)
-            if HAS_SECOND:
-                seconds += tl.load(second_ptr + row, mask=mask, other=0.0)
+            if HAS_Z_LOSS:
+                z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
         loss = tl.sum(losses, axis=0) * scale
-        if HAS_SECOND:
-            second = tl.sum(seconds, axis=0) * second_scale
-            tl.store(second_sum_ptr, second)
-            loss += second
+        if HAS_Z_LOSS:
+            z_loss = tl.sum(z_losses, axis=0) * z_loss_scale
+            tl.store(z_loss_sum_ptr, z_loss)
+            loss += z_loss
         tl.store(loss_sum_ptr, loss)
 
 
 def loss_scales(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
         return reduction.loss_scales(p)
-    made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
-    run(_launch, made, True, p.target, p.num_items, p.spec, p.vocab_size, None, made, None, False)
-    return made
+    scales = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
+    run(_launch, scales, True, p.target, p.num_items, p.spec, p.vocab_size, None, scales, None, False)
+    return scales
 
 
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -111,24 +111,24 @@ def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tenso
         return reduction.reduce(p, out, scales)
     used = out.loss.new_empty(3) if scales is None else scales
     loss = out.loss.new_empty(())
-    second = None if out.losses[1] is None else out.loss.new_empty(())
+    z_loss = None if out.losses[1] is None else out.loss.new_empty(())
     # Losses without scales come from kernels that have waited for all that was there before the call, or let no kernel
     # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
     settled = scales is None and out.loss.numel() > 0 and p.target.is_contiguous()
-    run(_launch, used, scales is None, p.target, p.num_items, p.spec, p.vocab_size, out, loss, second, settled)
-    return loss, second, used
+    run(_launch, used, scales is None, p.target, p.num_items, p.spec, p.vocab_size, out, loss, z_loss, settled)
+    return loss, z_loss, used
 
 
 def _launch(
     scales: Tensor,  # first, because of no rows there is a sum, too
-    make_scales: bool,  # or else they are there
+    compute_scales: bool,  # or else they are there
     target: Tensor,
     num_items: Tensor | None,
     spec: LossSpec,
     vocab_size: int,
     out: RowOutputs | None,  # None: no losses
     loss: Tensor,
-    second: Tensor | None,
+    z_loss: Tensor | None,
     settled: bool,
 ) -> Iterator[Launch]:
     """The arguments are those of `reduction_kernel`."""
@@ -142,24 +142,24 @@ def _launch(
         "target_ptr": target,
         "num_items_ptr": pointer(num_items),
         "loss_ptr": pointer(losses[0]),
-        "second_ptr": pointer(losses[1]),
+        "z_loss_ptr": pointer(losses[1]),
         "scales_ptr": scales,
         "loss_sum_ptr": loss,
-        "second_sum_ptr": pointer(second),
+        "z_loss_sum_ptr": pointer(z_loss),
         "rows": target.numel() if out is None else out.loss.numel(),
         "vocab_size": vocab_size,
         "ignore_index": spec.ignore_index,
     }
     options = {
         "ACCUM": tl.float64 if scales.dtype == torch.float64 else tl.float32,
-        "MAKE_SCALES": make_scales,
+        "COMPUTE_SCALES": compute_scales,
         "MEAN": spec.reduction == "mean",
         "HAS_NUM_ITEMS": num_items is not None,
         "HAS_LOSS": out is not None,
-        "HAS_SECOND": second is not None,
+        "HAS_Z_LOSS": z_loss is not None,
         "SETTLED": settled,
         "BLOCK": BLOCK,
-        **threads(target.device, WARPS),
-        **overlap(target.device),
+        **thread_options(target.device, WARPS),
+        **overlap_options(target.device),
     }
     yield Launch(reduction_kernel, (1,), args, options)

@@ -21,12 +21,12 @@ from flce.core import private
 
 # Signatures that are kept, enough for some hundred shapes, as batches of different lengths have them. At this number
 # all are forgotten.
-MOST = 4096
+MAX_SIGNATURES = 4096
 # Kernels and launch sizes may depend on an address modulo this many bytes, and on no more of it.
 ADDRESS_BYTES = 16
 
 
-class Place(NamedTuple):
+class AddressSlot(NamedTuple):
     """The place of an address among the arguments of a launch."""
 
     argument: int
@@ -35,23 +35,23 @@ class Place(NamedTuple):
     descriptor: dict[str, Any] | None  # what it is the base of; None: it is an argument itself
 
 
-class Ready(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """A launch that lacks its addresses."""
 
     compiled: Any
     start: Callable[..., None]  # of it, on its grid
     arguments: list[Any]  # in their order
-    places: tuple[Place, ...]
+    address_slots: tuple[AddressSlot, ...]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
-        self.start(*self.filled(addresses), stream=stream)
+        self.start(*self.fill_addresses(addresses), stream=stream)
 
-    def filled(self, addresses: Sequence[int]) -> list[Any]:
+    def fill_addresses(self, addresses: Sequence[int]) -> list[Any]:
         """The arguments, for tensors at these addresses."""
         arguments = self.arguments.copy()
-        for argument, tensor, offset, descriptor in self.places:
+        for argument, tensor, offset, descriptor in self.address_slots:
             address = addresses[tensor] + offset
-            arguments[argument] = address if descriptor is None else _described(descriptor, address)
+            arguments[argument] = address if descriptor is None else _build_descriptor(descriptor, address)
         return arguments
 
 
@@ -64,80 +64,82 @@ class _Address(NamedTuple):
         return self.address
 
 
-_ready: dict[tuple[Any, ...], tuple[Ready, ...] | None] = {}
+_prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...] | None] = {}
 
 
-def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
-    """Run the launches of ``make(*args)``, one after the other, on the device of the first tensor; none if it is empty.
+def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
+    """Run the launches of ``list_launches(*args)``, one after the other, on the device of the first tensor; none if it
+    is empty.
 
     Args:
-        make: a function of a module, which lists the launches. It may look at all of its arguments but values of
+        list_launches: a function of a module, which lists the launches. It may look at all of its arguments but values
+        of
             tensors and, of their addresses, more than the alignment. What it takes from elsewhere must never change.
             The arguments of launches are tensors of `args`, views of these, or descriptors of both. With others, such
-            as a copy that `make` has made, the launches are made anew in every call.
+            as a copy that `list_launches` has made, the launches are made anew in every call.
         args: tensors, which are all on one device, tuples and lists of them, and what is hashable. Equal values are one
             signature, so each place has one type: 1, 1.0 and True are equal.
     """
     tensors: list[Tensor] = []
-    key: list[Any] = [make]
-    _sign(args, key, tensors)
+    key: list[Any] = [list_launches]
+    _add_to_signature(args, key, tensors)
     if not tensors[0].numel():
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
     # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
     key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
     device = tensors[0].device
-    if not _replays(device):
-        for launch in make(*args):
+    if not _can_replay(device):
+        for launch in list_launches(*args):
             launch.run()
         return
     key.append(device.index)
     signature = tuple(key)
     # Triton launches on the current device, which need not be that of the tensors.
     if torch.cuda.current_device() == device.index:
-        _run(signature, make, args, tensors, addresses)
+        _run(signature, list_launches, args, tensors, addresses)
     else:
         with torch.cuda.device(device):
-            _run(signature, make, args, tensors, addresses)
+            _run(signature, list_launches, args, tensors, addresses)
 
 
-def _replays(device: torch.device) -> bool:
+def _can_replay(device: torch.device) -> bool:
     # On a CPU it is the interpreter, which compiles nothing.
-    return device.type == "cuda" and private.launches is not None
+    return device.type == "cuda" and private.triton_driver is not None
 
 
-def forget() -> None:
+def clear() -> None:
     """For tests that change what launches are made of."""
-    _ready.clear()
+    _prepared.clear()
 
 
 def _run(
     signature: tuple[Any, ...],
-    make: Callable[..., Iterable[Launch]],
+    list_launches: Callable[..., Iterable[Launch]],
     args: tuple[Any, ...],
     tensors: Sequence[Tensor],
     addresses: Sequence[int],
 ) -> None:
-    ready = _ready.get(signature)
-    if ready is not None:
-        stream = private.launches.active.get_current_stream(tensors[0].device.index)
-        for one in ready:
+    prepared = _prepared.get(signature)
+    if prepared is not None:
+        stream = private.triton_driver.active.get_current_stream(tensors[0].device.index)
+        for one in prepared:
             one.run(addresses, stream)
         return
-    made: list[Ready] | None = None if signature in _ready else []
-    for launch in make(*args):
+    new_launches: list[PreparedLaunch] | None = None if signature in _prepared else []
+    for launch in list_launches(*args):
         compiled = launch.run()
-        if made is not None:
-            kept = _made_ready(launch, compiled, tensors, addresses)
-            made = None if kept is None else [*made, kept]
+        if new_launches is not None:
+            prepared_launch = _prepare(launch, compiled, tensors, addresses)
+            new_launches = None if prepared_launch is None else [*new_launches, prepared_launch]
         del launch  # and with it what memory only this one needs
-    if signature not in _ready:
-        if len(_ready) >= MOST:
-            forget()
-        _ready[signature] = None if made is None else tuple(made)
+    if signature not in _prepared:
+        if len(_prepared) >= MAX_SIGNATURES:
+            clear()
+        _prepared[signature] = None if new_launches is None else tuple(new_launches)
 
 
-def _sign(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
+def _add_to_signature(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
     """Adds what is known of the arguments without their addresses to `key`, and tensors to `tensors`."""
     for value in args:
         if isinstance(value, Tensor):
@@ -145,33 +147,35 @@ def _sign(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
             key += (value.dtype, value.shape, value.stride())
         elif isinstance(value, (tuple, list)):
             key.append(len(value))
-            _sign(value, key, tensors)
+            _add_to_signature(value, key, tensors)
         else:
             key.append(value)
 
 
-def _made_ready(launch: Launch, compiled: Any, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Ready | None:
+def _prepare(
+    launch: Launch, compiled: Any, tensors: Sequence[Tensor], addresses: Sequence[int]
+) -> PreparedLaunch | None:
     """None where an address is not one that the arguments of the call give, or where nothing was compiled."""
     if compiled is None:  # by the interpreter, of tensors on a GPU
         return None
     values = {**launch.options, **launch.args}
     arguments = [values[name] for name in launch.kernel.arg_names]
-    places = []
+    address_slots = []
     for number, value in enumerate(arguments):
         base, descriptor = value, None
         if isinstance(value, TensorDescriptor):
             base, descriptor = value.base, {**vars(value), "base": None}
         if isinstance(base, Tensor):
-            found = _find(base, tensors, addresses)
+            found = _locate(base, tensors, addresses)
             if found is None:
                 return None
             arguments[number] = None
-            places.append(Place(number, *found, descriptor))
+            address_slots.append(AddressSlot(number, *found, descriptor))
     grid = (*launch.grid, 1, 1)[:3]
-    return Ready(compiled, compiled[grid], arguments, tuple(places))
+    return PreparedLaunch(compiled, compiled[grid], arguments, tuple(address_slots))
 
 
-def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
+def _locate(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
     """Which of the tensors `x` is, or is a view of, and how many bytes behind its beginning.
 
     A view lies within what it is a view of. So where `x` lies within one of the tensors only, it is that one's.
@@ -179,27 +183,27 @@ def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tup
     for number, tensor in enumerate(tensors):
         if x is tensor:
             return number, 0
-    begin, end = _extent(x)
+    begin, end = _byte_range(x)
     storage = x.untyped_storage().data_ptr()
-    of = {
+    candidates = {
         address: number
         for number, (tensor, address) in reversed(list(enumerate(zip(tensors, addresses, strict=True))))
-        if tensor.untyped_storage().data_ptr() == storage and address <= begin and end <= _extent(tensor)[1]
+        if tensor.untyped_storage().data_ptr() == storage and address <= begin and end <= _byte_range(tensor)[1]
     }
-    if len(of) != 1:  # it may be a view of any of several that share memory
+    if len(candidates) != 1:  # it may be a view of any of several that share memory
         return None
-    ((address, number),) = of.items()
+    ((address, number),) = candidates.items()
     return number, begin - address
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
+def _byte_range(x: Tensor) -> tuple[int, int]:
     """The first of its bytes, and the one behind its last."""
     begin = x.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1 if x.numel() else 0) * x.element_size()
 
 
-def _described(descriptor: dict[str, Any], address: int) -> TensorDescriptor:
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    vars(made).update(descriptor, base=_Address(address))
-    return made
+def _build_descriptor(descriptor: dict[str, Any], address: int) -> TensorDescriptor:
+    tensor_descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    vars(tensor_descriptor).update(descriptor, base=_Address(address))
+    return tensor_descriptor

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends.triton.launch import Launch, overlap, threads
+from flce.backends.triton.launch import Launch, overlap_options, thread_options
 from flce.core.devices import device_record
 
 BLOCK, WARPS = 4096, 8
@@ -111,8 +111,8 @@ def scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iter
         "IN_PLACE": x is out,
         "HAS_SECOND": second is not None,
         "BLOCK": BLOCK,
-        **threads(x.device, WARPS),
-        **overlap(x.device),
+        **thread_options(x.device, WARPS),
+        **overlap_options(x.device),
     }
     yield Launch(scale_kernel, (programs,), args, options)
 
@@ -135,8 +135,8 @@ def scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> 
         "ONE_FACTOR": factor.dim() == 0,
         "TWO_LEVEL": x.dim() == 3,
         "BLOCK": BLOCK,
-        **threads(x.device, WARPS),
-        **overlap(x.device),
+        **thread_options(x.device, WARPS),
+        **overlap_options(x.device),
     }
     yield Launch(scale_rows_kernel, (min(_programs(x), num_rows),), args, options)
 

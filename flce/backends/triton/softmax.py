@@ -32,9 +32,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.triton.math import (
     LOG2_E,
+    broadcast_lanes,
     lane_sum,
     load_columns,
-    over_lanes,
     row_head,
     softmax_merge,
     softmax_update,
@@ -42,7 +42,7 @@ from flce.backends.triton.math import (
 
 
 @triton.jit
-def _rows(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
+def _row_indices(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
     """Place along `outer` and `inner` of the rows `local` < ROWS of this program, and which of them exist.
 
     FLAT: ROWS consecutive ones of all; otherwise of one place of `outer`, the last program of which may have fewer.
@@ -61,7 +61,7 @@ def _rows(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
+def _row_start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
     """Where the rows, or their whole vectors, begin; strides are in units of ALIGN elements."""
     start = (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
     if EDGES:
@@ -71,27 +71,27 @@ def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.
 
 
 @triton.jit
-def _split(outer_index, inner_index, outer_stride, inner_stride, cols, slots, EDGES: tl.constexpr):
+def _split_edges(outer_index, inner_index, outer_stride, inner_stride, cols, slots, EDGES: tl.constexpr):
     """Elements of the rows in whole vectors, and the edges beside them: places, counted as the columns are from the
     first vector on, and which exist."""
     head = row_head(outer_index * outer_stride + inner_index * inner_stride, EDGES)
     rest = cols - head
     # A product, for the compiler to see that no vector is masked in part.
-    whole = tl.maximum(rest, 0) // EDGES * EDGES
-    edges = slots - head + tl.where(slots < head, 0, whole)
-    return whole, edges, edges < rest
+    vector_cols = tl.maximum(rest, 0) // EDGES * EDGES
+    edges = slots - head + tl.where(slots < head, 0, vector_cols)
+    return vector_cols, edges, edges < rest
 
 
 @triton.jit
-def _along(columns, stride, UNIT: tl.constexpr):
-    if UNIT:
+def _column_offsets(columns, stride, UNIT_STRIDE: tl.constexpr):
+    if UNIT_STRIDE:
         return columns
     else:
         return columns.to(tl.int64) * stride
 
 
 @triton.jit
-def _again(x, after):
+def _reload_after(x, after):
     """`x`, of 16 bits, for a second use that the compiler cannot move before `after` is known.
 
     Otherwise it would convert a row once and keep it in float32, which takes twice the registers: where they are not
@@ -104,7 +104,7 @@ def _again(x, after):
 # A tile of several rows has two dimensions. That of one row has one, and its statistics none: two tiles of different
 # length then each keep the layout in which they were loaded.
 @triton.jit
-def _local(ROWS: tl.constexpr):
+def _row_range(ROWS: tl.constexpr):
     if ROWS == 1:
         return 0
     else:
@@ -112,7 +112,7 @@ def _local(ROWS: tl.constexpr):
 
 
 @triton.jit
-def _across(COLS: tl.constexpr, ROWS: tl.constexpr):
+def _column_range(COLS: tl.constexpr, ROWS: tl.constexpr):
     if ROWS == 1:
         return tl.arange(0, COLS)
     else:
@@ -146,7 +146,7 @@ def softmax_resident_kernel(
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    UNIT: tl.constexpr,  # all column strides are 1
+    UNIT_STRIDE: tl.constexpr,  # all column strides are 1
     ALIGN: tl.constexpr,
     EDGES: tl.constexpr,  # elements of a vector, where rows have edges; or 0
     SLOTS: tl.constexpr,  # of the edges of a row
@@ -159,32 +159,32 @@ def softmax_resident_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
-    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    whole = cols * ALIGN
+    outer_index, inner_index, present = _row_indices(_row_range(ROWS), num_rows, inner, FLAT, ROWS)
+    x_ptr = _row_start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
+    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    vector_cols = cols * ALIGN
     if EDGES:
-        slots = _across(SLOTS, ROWS)
-        whole, edges, edge_mask = _split(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
+        slots = _column_range(SLOTS, ROWS)
+        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
         edge_mask = edge_mask & present
         edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
-    columns = _across(COLS, ROWS)
-    mask = columns < whole
+    columns = _column_range(COLS, ROWS)
+    mask = columns < vector_cols
     if ROWS > 1:
         mask = mask & present
-    x = tl.load(x_ptr + _along(columns, x_column, UNIT), mask=mask, other=float("-inf"))
+    x = tl.load(x_ptr + _column_offsets(columns, x_column, UNIT_STRIDE), mask=mask, other=float("-inf"))
     z = x.to(ACCUM)
     largest = _row_max(z, ROWS)
     if EDGES:
         largest = tl.maximum(largest, _row_max(edge_z, ROWS))
     if NARROW:
-        z = _again(x, largest).to(ACCUM)
+        z = _reload_after(x, largest).to(ACCUM)
     exps = tl.exp2((z - largest) * LOG2_E)
     total = _row_sum(exps, ROWS)
     if EDGES:
         total += _row_sum(tl.exp2((edge_z - largest) * LOG2_E), ROWS)
     if NARROW:
-        z = _again(x, total).to(ACCUM)
+        z = _reload_after(x, total).to(ACCUM)
         if not LOG:
             exps = tl.exp2((z - largest) * LOG2_E)
     if LOG:
@@ -194,7 +194,7 @@ def softmax_resident_kernel(
     else:
         normalizer = 1.0 / total
         y = exps * normalizer
-    tl.store(y_ptr + _along(columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), mask=mask)
     if EDGES:
         edge_y = _normalized(edge_z, largest, normalizer, LOG)
         tl.store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), mask=edge_mask)
@@ -221,7 +221,7 @@ def softmax_resident_backward_kernel(
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
     ALIGN: tl.constexpr,
     EDGES: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -234,31 +234,31 @@ def softmax_resident_backward_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
-    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
-    whole = cols * ALIGN
+    outer_index, inner_index, present = _row_indices(_row_range(ROWS), num_rows, inner, FLAT, ROWS)
+    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    grad_ptr = _row_start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
+    dx_ptr = _row_start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
+    vector_cols = cols * ALIGN
     if EDGES:
-        slots = _across(SLOTS, ROWS)
-        whole, edges, edge_mask = _split(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
+        slots = _column_range(SLOTS, ROWS)
+        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
         edge_mask = edge_mask & present
         edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
         edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
-    columns = _across(COLS, ROWS)
-    mask = columns < whole
+    columns = _column_range(COLS, ROWS)
+    mask = columns < vector_cols
     if ROWS > 1:
         mask = mask & present
-    y = tl.load(y_ptr + _along(columns, y_column, UNIT), mask=mask, other=0.0)
-    grad = tl.load(grad_ptr + _along(columns, grad_column, UNIT), mask=mask, other=0.0)
+    y = tl.load(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), mask=mask, other=0.0)
     wide_y, wide_grad = y.to(ACCUM), grad.to(ACCUM)
     total = _row_sum(_term(wide_y, wide_grad, LOG), ROWS)
     if EDGES:
         total += _row_sum(_term(edge_y, edge_grad, LOG), ROWS)
     if NARROW:
-        wide_y, wide_grad = _again(y, total).to(ACCUM), _again(grad, total).to(ACCUM)
+        wide_y, wide_grad = _reload_after(y, total).to(ACCUM), _reload_after(grad, total).to(ACCUM)
     dx = _gradient(wide_y, wide_grad, total, LOG)
-    tl.store(dx_ptr + _along(columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + _column_offsets(columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if EDGES:
         edge_dx = _gradient(edge_y, edge_grad, total, LOG)
         tl.store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), mask=edge_mask)
@@ -295,13 +295,13 @@ def _tile(ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: 
 
 
 @triton.jit
-def _over_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def _broadcast_to_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """A value of each row, (ROWS,), or of the only one, for each element of a tile."""
     if ROWS == 1:
         return value
     else:
         lanes = tl.reshape(tl.broadcast_to(value[None, :], (LANES // ROWS, ROWS)), (LANES,))
-        return over_lanes(lanes, LANES, VECTOR)
+        return broadcast_lanes(lanes, LANES, VECTOR)
 
 
 @triton.jit
@@ -314,7 +314,7 @@ def _store(pointers, value, mask):
 
 
 @triton.jit
-def _step(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def _update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
     largest, total, _exps, _reference, _decay = softmax_update(largest, total, z, LANES, VECTOR)
     return largest, total
 
@@ -330,7 +330,7 @@ def softmax_online_kernel(
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
     ALIGN: tl.constexpr,
     EDGES: tl.constexpr,
     FLAT: tl.constexpr,
@@ -347,55 +347,57 @@ def softmax_online_kernel(
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
     local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
     if ROWS == 1:
-        outer_index, inner_index, _present = _rows(0, num_rows, inner, FLAT, ROWS)
+        outer_index, inner_index, _present = _row_indices(0, num_rows, inner, FLAT, ROWS)
         present = None
     else:
-        outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
-    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+        outer_index, inner_index, present = _row_indices(local, num_rows, inner, FLAT, ROWS)
+    x_ptr = _row_start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
+    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
     if LONG:
         cols = cols.to(tl.int64)
     largest = tl.full((LANES,), float("-inf"), ACCUM)
     total = tl.full((LANES,), 0.0, ACCUM)
-    whole = cols * ALIGN
+    vector_cols = cols * ALIGN
     if EDGES:
         # One element for a lane, and none for most.
         slots = tl.arange(0, LANES)[None, :]
-        whole, edges, edge_mask = _split(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
+        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
         edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
-        largest, total = _step(largest, total, edge_z, LANES, 1)
+        largest, total = _update(largest, total, edge_z, LANES, 1)
     # All blocks but the last are full.
-    last = tl.maximum(whole - 1, 0) // BLOCK * BLOCK
+    last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
     last_columns = last + offsets
-    mask = last_columns < whole
+    mask = last_columns < vector_cols
     if ROWS > 1:
         mask = mask & present
 
     # What is read here is to stay in the cache, for the second pass: 1 to 3% for rows of 32,000 elements or more, and
     # nothing in backward.
     for start in range(0, last, BLOCK):
-        x = load_columns(x_ptr + _along(start + offsets, x_column, UNIT), present, "evict_last", float("-inf"))
-        largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
-    x = load_columns(x_ptr + _along(last_columns, x_column, UNIT), mask, "evict_last", float("-inf"))
-    largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
+        x = load_columns(
+            x_ptr + _column_offsets(start + offsets, x_column, UNIT_STRIDE), present, "evict_last", float("-inf")
+        )
+        largest, total = _update(largest, total, x.to(ACCUM), LANES, VECTOR)
+    x = load_columns(x_ptr + _column_offsets(last_columns, x_column, UNIT_STRIDE), mask, "evict_last", float("-inf"))
+    largest, total = _update(largest, total, x.to(ACCUM), LANES, VECTOR)
     if ROWS > 1:
         largest = tl.reshape(largest, (LANES // ROWS, ROWS))
         total = tl.reshape(total, (LANES // ROWS, ROWS))
     row_largest, row_total = tl.reduce((largest, total), 0, softmax_merge)
-    shift = _over_tile(row_largest, ROWS, LANES, VECTOR)
+    shift = _broadcast_to_tile(row_largest, ROWS, LANES, VECTOR)
     if LOG:
-        normalizer = _over_tile(tl.log(row_total), ROWS, LANES, VECTOR)
+        normalizer = _broadcast_to_tile(tl.log(row_total), ROWS, LANES, VECTOR)
     else:
-        normalizer = _over_tile(1.0 / row_total, ROWS, LANES, VECTOR)
+        normalizer = _broadcast_to_tile(1.0 / row_total, ROWS, LANES, VECTOR)
 
     for done in range(0, last, BLOCK):
         columns = last - BLOCK - done + offsets
-        x = load_columns(x_ptr + _along(columns, x_column, UNIT), present, "evict_first", float("-inf"))
+        x = load_columns(x_ptr + _column_offsets(columns, x_column, UNIT_STRIDE), present, "evict_first", float("-inf"))
         y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
-        _store(y_ptr + _along(columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), present)
-    x = load_columns(x_ptr + _along(last_columns, x_column, UNIT), mask, "evict_first", float("-inf"))
+        _store(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), present)
+    x = load_columns(x_ptr + _column_offsets(last_columns, x_column, UNIT_STRIDE), mask, "evict_first", float("-inf"))
     y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
-    _store(y_ptr + _along(last_columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask)
+    _store(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), mask)
     if EDGES:
         edge_y = _normalized(edge_z, shift, normalizer, LOG)
         _store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), edge_mask)
@@ -414,7 +416,7 @@ def softmax_online_backward_kernel(
     cols,  # in units of ALIGN
     ACCUM: tl.constexpr,
     LOG: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
     ALIGN: tl.constexpr,
     EDGES: tl.constexpr,
     FLAT: tl.constexpr,
@@ -431,54 +433,54 @@ def softmax_online_backward_kernel(
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
     local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
     if ROWS == 1:
-        outer_index, inner_index, _present = _rows(0, num_rows, inner, FLAT, ROWS)
+        outer_index, inner_index, _present = _row_indices(0, num_rows, inner, FLAT, ROWS)
         present = None
     else:
-        outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
-    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
+        outer_index, inner_index, present = _row_indices(local, num_rows, inner, FLAT, ROWS)
+    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    grad_ptr = _row_start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
+    dx_ptr = _row_start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
     if LONG:
         cols = cols.to(tl.int64)
     total = tl.full((LANES,), 0.0, ACCUM)
-    whole = cols * ALIGN
+    vector_cols = cols * ALIGN
     if EDGES:
         # One element for a lane, and none for most.
         slots = tl.arange(0, LANES)[None, :]
-        whole, edges, edge_mask = _split(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
+        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
         edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
         edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
         total += lane_sum(_term(edge_y, edge_grad, LOG), LANES, 1)
-    last = tl.maximum(whole - 1, 0) // BLOCK * BLOCK
+    last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
     last_columns = last + offsets
-    mask = last_columns < whole
+    mask = last_columns < vector_cols
     if ROWS > 1:
         mask = mask & present
 
     for start in range(0, last, BLOCK):
         columns = start + offsets
-        term = load_columns(grad_ptr + _along(columns, grad_column, UNIT), present, "").to(ACCUM)
+        term = load_columns(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), present, "").to(ACCUM)
         if not LOG:
-            term *= load_columns(y_ptr + _along(columns, y_column, UNIT), present, "").to(ACCUM)
+            term *= load_columns(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), present, "").to(ACCUM)
         total += lane_sum(term, LANES, VECTOR)
-    term = load_columns(grad_ptr + _along(last_columns, grad_column, UNIT), mask, "").to(ACCUM)
+    term = load_columns(grad_ptr + _column_offsets(last_columns, grad_column, UNIT_STRIDE), mask, "").to(ACCUM)
     if not LOG:
-        term *= load_columns(y_ptr + _along(last_columns, y_column, UNIT), mask, "").to(ACCUM)
+        term *= load_columns(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), mask, "").to(ACCUM)
     total += lane_sum(term, LANES, VECTOR)
     if ROWS > 1:
         total = tl.reshape(total, (LANES // ROWS, ROWS))
-    row_total = _over_tile(tl.sum(total, axis=0), ROWS, LANES, VECTOR)
+    row_total = _broadcast_to_tile(tl.sum(total, axis=0), ROWS, LANES, VECTOR)
 
     for done in range(0, last, BLOCK):
         columns = last - BLOCK - done + offsets
-        grad = load_columns(grad_ptr + _along(columns, grad_column, UNIT), present, "evict_first")
-        y = load_columns(y_ptr + _along(columns, y_column, UNIT), present, "evict_first")
+        grad = load_columns(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), present, "evict_first")
+        y = load_columns(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), present, "evict_first")
         dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
-        _store(dx_ptr + _along(columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), present)
-    grad = load_columns(grad_ptr + _along(last_columns, grad_column, UNIT), mask, "evict_first")
-    y = load_columns(y_ptr + _along(last_columns, y_column, UNIT), mask, "evict_first")
+        _store(dx_ptr + _column_offsets(columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), present)
+    grad = load_columns(grad_ptr + _column_offsets(last_columns, grad_column, UNIT_STRIDE), mask, "evict_first")
+    y = load_columns(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), mask, "evict_first")
     dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
-    _store(dx_ptr + _along(last_columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask)
+    _store(dx_ptr + _column_offsets(last_columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), mask)
     if EDGES:
         edge_dx = _gradient(edge_y, edge_grad, row_total, LOG)
         _store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), edge_mask)

@@ -13,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.triton.launch import (
-    FILLED,
     LINE_BYTES,
     MAX_REGISTERS,
+    MIN_FILLED_SHARE,
     SECTOR_BYTES,
     VECTOR_BYTES,
     WARP,
     fewest_warps,
-    filled,
-    overlap,
+    filled_share,
+    overlap_options,
     spills_more,
-    threads,
+    thread_options,
 )
 from flce.backends.triton.softmax import (
     softmax_online_backward_kernel,
@@ -47,7 +47,7 @@ RESIDENT_SHARE = 0.5
 RESIDENT_SHARE_APART = 0.25
 # Values that a thread of a resident row holds, of both tensors in backward: enough loads in flight for the few threads
 # that such rows make.
-VALUES = 32
+VALUES_PER_THREAD = 32
 # Rows shorter than SHORT_TILE columns share a program, whose rows together have that many columns, and SHORT_WARPS, but
 # for those that begin anywhere (see EDGES_FROM): with programs of one warp, a multiprocessor runs half of the warps
 # that it could. In backward a program has half of these rows if they are very short and of float32. In forward very
@@ -69,7 +69,7 @@ VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
 #   all of them        91%      96%               81%              104%
 NARROW_COLUMNS = 8192
 # Rows of 16 bits are online in forward if they are longer than RESIDENT_COLUMNS or, beyond NARROW_COLUMNS, if they fill
-# less than FILLED of a resident row. (In backward 32768 columns have 101% in either kernel.)
+# less than MIN_FILLED_SHARE of a resident row. (In backward 32768 columns have 101% in either kernel.)
 #   columns      10007    12001    32768    65536
 #   online       82%      88%      90%      142%
 #   resident     71%      82%      76%      122%
@@ -92,7 +92,8 @@ EDGES_FROM = 512
 #   backward, 32768 float32    32 warps 154%    16 warps 108%
 ONLINE_WARPS = (16, 32)
 ONLINE_BACKWARD_WARPS = (32,)
-# In forward half of the warps, down to these, while blocks are filled to less than FILLED: 20001 columns of 16 bits
+# In forward half of the warps, down to these, while blocks are filled to less than MIN_FILLED_SHARE: 20001 columns of
+# 16 bits
 # have 82% where they are 81% of three blocks, 64% where they are 61% of two.
 FEWEST_ONLINE_WARPS = 4
 # Vectors of a thread and tensor in one block. In backward 2 have 142% where 4 have 158% (65536 columns of 16 bits),
@@ -168,54 +169,61 @@ def _choose(
     cols: int, neighbours: int, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device
 ) -> RowLaunch:
     tensors = 2 if backward else 1
-    room = triton.next_power_of_2(cols)
+    padded_cols = triton.next_power_of_2(cols)
     smallest = min(read.itemsize, written.itemsize)
-    whole = _whole(cols, smallest)
-    anywhere = neighbours == 1 and whole < cols
-    edges = anywhere and _has_edges(cols, smallest)
+    vector_cols = _vector_cols(cols, smallest)
+    is_unaligned = neighbours == 1 and vector_cols < cols
+    edges = is_unaligned and _has_edges(cols, smallest)
     # Vectors, where there are edges beside them. Backward, 129 columns as 128: 83% for 66%; forward, 257 as 256 72% for
     # 67%, but 515 of float32 as 512 87% for 103%.
-    if edges and whole <= (SHORT_TILE if backward else 2 * VERY_SHORT):
-        room = triton.next_power_of_2(whole)
+    if edges and vector_cols <= (SHORT_TILE if backward else 2 * VERY_SHORT):
+        padded_cols = triton.next_power_of_2(vector_cols)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # of an element, in registers
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
-    if anywhere and not edges:
-        tile, short_warps = max(SHORT_TILE // 2, 2 * room), 1 if room <= 2 * VERY_SHORT else 4
-    elif neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
-        tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
-    elif neighbours == 1 and room <= VERY_SHORT and size > 2:
+    if is_unaligned and not edges:
+        tile, short_warps = max(SHORT_TILE // 2, 2 * padded_cols), 1 if padded_cols <= 2 * VERY_SHORT else 4
+    elif neighbours == 1 and not backward and padded_cols <= 2 * VERY_SHORT:
+        tile, short_warps = min(8 * max(padded_cols, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
+    elif neighbours == 1 and padded_cols <= VERY_SHORT and size > 2:
         tile = SHORT_TILE // 2
-    packed = max(1, tile // room)
+    packed = max(1, tile // padded_cols)
     # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
-    wanted, least = (
+    preferred_rows, min_rows = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
     share = RESIDENT_SHARE if neighbours == 1 else RESIDENT_SHARE_APART
-    most = share * min(device_record(device).registers, MAX_WARPS * WARP * MAX_REGISTERS) * 4
-    rows = max(packed, wanted)
-    while rows > max(packed, least) and rows * room * size * tensors > most:
+    max_bytes = share * min(device_record(device).registers, MAX_WARPS * WARP * MAX_REGISTERS) * 4
+    rows = max(packed, preferred_rows)
+    while rows > max(packed, min_rows) and rows * padded_cols * size * tensors > max_bytes:
         rows //= 2
-    underfilled = room > NARROW_COLUMNS and neighbours == 1 and filled(cols, room) < FILLED
-    online = size == 2 and not backward and (room > RESIDENT_COLUMNS or underfilled)
-    if rows * room * size * tensors <= most and not online:
-        values = rows * room * tensors * (2 if float64 else 1)  # of 32 bits, but for those that are narrow
-        needed = triton.cdiv(values, 32 * VALUES)
+    is_underfilled = (
+        padded_cols > NARROW_COLUMNS and neighbours == 1 and filled_share(cols, padded_cols) < MIN_FILLED_SHARE
+    )
+    online = size == 2 and not backward and (padded_cols > RESIDENT_COLUMNS or is_underfilled)
+    if rows * padded_cols * size * tensors <= max_bytes and not online:
+        values = rows * padded_cols * tensors * (2 if float64 else 1)  # of 32 bits, but for those that are narrow
+        needed = triton.cdiv(values, 32 * VALUES_PER_THREAD)
         if rows == packed > 1:
             needed = short_warps * (2 if float64 else 1)
         # At most twice the warps that there can be are needed, and only for values of 16 bits.
-        narrow = (size == 2 and room >= NARROW_COLUMNS) or needed > MAX_WARPS
+        narrow = (size == 2 and padded_cols >= NARROW_COLUMNS) or needed > MAX_WARPS
         return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
 
-    vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
-    row_bytes = cols * wanted * read.itemsize * tensors
+    vector = 1 if preferred_rows > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
+    row_bytes = cols * preferred_rows * read.itemsize * tensors
     warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
     # 4 parts of float64 in backward have 72 bytes in memory for want of registers (12.0).
     parts = ONLINE_PARTS // 2 if float64 and backward and spills_more(device) else ONLINE_PARTS
     block = parts * 32 * vector  # of a warp
-    while not backward and wanted == 1 and warps > FEWEST_ONLINE_WARPS and filled(cols, warps * block) < FILLED:
+    while (
+        not backward
+        and preferred_rows == 1
+        and warps > FEWEST_ONLINE_WARPS
+        and filled_share(cols, warps * block) < MIN_FILLED_SHARE
+    ):
         warps //= 2
-    return RowLaunch(False, warps, wanted, parts=parts, vector=vector, registers=MAX_REGISTERS)
+    return RowLaunch(False, warps, preferred_rows, parts=parts, vector=vector, registers=MAX_REGISTERS)
 
 
 def _launch(
@@ -254,25 +262,25 @@ def _launch(
         layout.cols // align,
         ACCUM=tl.float64 if wide else tl.float32,
         LOG=log,
-        UNIT=unit,
+        UNIT_STRIDE=unit,
         ALIGN=align,
         EDGES=edges,
         FLAT=flat,
         ROWS=rows,
-        **threads(tensors[0].device, launch.warps, launch.registers),
-        **overlap(tensors[0].device),
+        **thread_options(tensors[0].device, launch.warps, launch.registers),
+        **overlap_options(tensors[0].device),
         **block,
     )
 
 
-def _whole(cols: int, size: int) -> int:
+def _vector_cols(cols: int, size: int) -> int:
     """The number of columns in whole vectors, for elements of `size` bytes."""
     return cols - cols % (VECTOR_BYTES // size)
 
 
 def _has_edges(cols: int, size: int) -> bool:
     """Whether edges of rows that begin anywhere are treated apart, see `EDGES_FROM`."""
-    little_more = size == 2 and cols > VERY_SHORT and 2 * _whole(cols, size) <= triton.next_power_of_2(cols)
+    little_more = size == 2 and cols > VERY_SHORT and 2 * _vector_cols(cols, size) <= triton.next_power_of_2(cols)
     return cols > EDGES_FROM or little_more
 
 
@@ -324,8 +332,8 @@ def _collapse(dim: int, tensors: list[Tensor]) -> RowLayout | None:
     """None where the dimensions beside `dim` do not merge into two."""
     shape = tensors[0].shape
     merged: list[tuple[int, list[int]]] = []  # sizes and strides, the farthest first
-    beside = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
-    for d in sorted(beside, key=tensors[0].stride, reverse=True):
+    other_dims = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
+    for d in sorted(other_dims, key=tensors[0].stride, reverse=True):
         size, strides = shape[d], [t.stride(d) for t in tensors]
         if merged and all(far == size * near for far, near in zip(merged[-1][1], strides, strict=True)):
             merged[-1] = (merged[-1][0] * size, strides)

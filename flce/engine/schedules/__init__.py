@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum, ChunksOfBlocks
+from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.statistics import Statistics
@@ -19,7 +19,7 @@ SCHEDULES: tuple[type[Schedule], ...] = (
     Blocks,
     BlocksAroundSum,
     ChunksOfBlocks,
-    Apart,
+    SeparatePasses,
 )
 
 __all__ = ["SCHEDULES", "Schedule"]

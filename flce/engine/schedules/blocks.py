@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
-from flce.engine.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_class_behind
+from flce.engine.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_lending_class
 from flce.engine.case import Case, ceil_div
+from flce.engine.pass_context import PassContext
 from flce.engine.schedules.chunks import DeferredChunks
-from flce.engine.schedules.schedule import NONE, up_to
-from flce.engine.schedules.statistics import Deferred, statistics
-from flce.engine.stage import Stage
-from flce.engine.sums import ChunkSum, add_tile, block_sums, finish
+from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
+from flce.engine.schedules.statistics import Deferred, statistics_schedule
+from flce.engine.sums import InputSum, add_tile, block_sum_builder, finish_sums
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class Blocks(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return up_to(c.vocab_size) if c.needs.any else NONE
+        return sizes_up_to(c.vocab_size) if c.needs.any else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Blocks | DeferredChunks:
+    def from_size(cls, c: Case, size: int) -> Blocks | DeferredChunks:
         rows = c.chunk_rows
-        made = statistics(c, rows, size)
+        statistics = statistics_schedule(c, rows, size)
         if size >= c.vocab_size:
-            return DeferredChunks(made, rows)
-        return cls(made, rows, size, _borrowed(c, rows, size))
+            return DeferredChunks(statistics, rows)
+        return cls(statistics, rows, size, _borrowed_blocks(c, rows, size))
 
-    def backward(self, s: Stage) -> None:
-        for k in s.wanted_inputs:
+    def backward(self, s: PassContext) -> None:
+        for k in s.dx_terms:
             s.dx_memory(k, s.dtypes.sums)
-        make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
-        for k in s.wanted_inputs:
-            s.set_dx_memory(k, s.rounded(s.dx_memory(k), s.problem.dtype))
+        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
+        for k in s.dx_terms:
+            s.set_dx_memory(k, s.round_to(s.dx_memory(k), s.problem.dtype))
 
-    def tiles(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, self.borrowed.widths(c.vocab_size)
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.block_widths(c.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BlocksAroundSum(Blocks):
         sums = c.dtypes(True).sums
         possible = (
             c.needs.inputs[0]
-            and c.borrows
+            and c.can_borrow
             and len(c.hidden_sizes) == 1
             and sums != c.dtype
             and not c.skip_ignored  # rows of the sum would have to be dealt out to others
@@ -74,24 +74,24 @@ class BlocksAroundSum(Blocks):
         )
         # Logits of those classes are made three times. If they were half of all, that would be half a product more;
         # gradients in loops of their own take a whole one.
-        start = first_class_behind(c.num_tokens, c.vocab_size, sums, c.dtype)
-        return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NONE
+        start = first_lending_class(c.num_tokens, c.vocab_size, sums, c.dtype)
+        return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> BlocksAroundSum:
-        start = first_class_behind(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
+    def from_size(cls, c: Case, size: int) -> BlocksAroundSum:
+        start = first_lending_class(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
         rows = c.chunk_rows
-        return cls(statistics(c, rows, size), rows, size, _borrowed(c, rows, size), start)
+        return cls(statistics_schedule(c, rows, size), rows, size, _borrowed_blocks(c, rows, size), start)
 
-    def backward(self, s: Stage) -> None:
+    def backward(self, s: PassContext) -> None:
         x, dW = s.terms[0].input, s.dw_memory()
         total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
         s.set_dx_memory(0, total)
-        make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
+        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
-        make_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, weights=False)
-        s.set_dx_memory(0, s.rounded(total, s.problem.dtype))
-        make_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, inputs=False)
+        compute_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, with_dw=False)
+        s.set_dx_memory(0, s.round_to(total, s.problem.dtype))
+        compute_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)
@@ -106,34 +106,34 @@ class ChunksOfBlocks(Deferred):
     @classmethod
     def sizes(cls, c: Case) -> range:
         frozen = any(c.needs.inputs) and not any(c.needs.weights) and not c.needs.bias
-        return up_to(c.num_tokens) if frozen else NONE
+        return sizes_up_to(c.num_tokens) if frozen else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> ChunksOfBlocks:
+    def from_size(cls, c: Case, size: int) -> ChunksOfBlocks:
         # The sum, R x H in float32, and the tile, R x C, get about the same memory.
         cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
-        return ChunksOfBlocks(statistics(c, size, cols), size, cols)
+        return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
 
-    def backward(self, s: Stage) -> None:
-        tile = s.gradient_tile(self.rows, self.cols)
-        sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
+    def backward(self, s: PassContext) -> None:
+        tile = s.new_gradient_tile(self.rows, self.cols)
+        sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
         for part in s.chunks(self.rows):
             for cols in s.blocks(self.cols):
                 dlogits = tile[: part.stop - part.start, : cols.stop - cols.start]
-                s.gradient(s.inputs(part), part, cols, dlogits)
+                s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
                 for total in sums:
                     total.add(dlogits, part, cols)
 
-    def tiles(self, c: Case) -> tuple[int, list[int]]:
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)
-class Apart(Deferred):
+class SeparatePasses(Deferred):
     """Five products, for the least memory: dX in chunks of tokens, and dW in blocks of classes afterwards."""
 
-    inputs: ChunksOfBlocks
+    dx_schedule: ChunksOfBlocks
     rows: int
     cols: int
     borrowed: BorrowedBlocks
@@ -142,55 +142,57 @@ class Apart(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NONE
+        return sizes_up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Apart:
-        inputs = ChunksOfBlocks.sized(c, size)
+    def from_size(cls, c: Case, size: int) -> SeparatePasses:
+        dx_schedule = ChunksOfBlocks.from_size(c, size)
         rows = c.chunk_rows
         # A tile for dW takes about the memory of the sum and the tile for dX.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
-        return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))
+        return SeparatePasses(
+            statistics_schedule(c, rows, cols), dx_schedule, rows, cols, _borrowed_blocks(c, rows, cols)
+        )
 
-    def backward(self, s: Stage) -> None:
-        self.inputs.backward(s)
-        make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, inputs=False)
+    def backward(self, s: PassContext) -> None:
+        self.dx_schedule.backward(s)
+        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, with_dx=False)
 
-    def tiles(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, self.borrowed.widths(c.vocab_size)
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.block_widths(c.vocab_size)
 
     def describe(self, c: Case) -> str:
-        return f"{super().describe(c)} for dW, {self.inputs.describe(c)} for dX"
+        return f"{super().describe(c)} for dW, {self.dx_schedule.describe(c)} for dX"
 
 
-def _borrowed(c: Case, rows: int, cols: int) -> BorrowedBlocks:
-    may = c.borrows and rows >= c.num_tokens and cols < c.vocab_size
-    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if may else 0, c.chunk_entries // rows)
+def _borrowed_blocks(c: Case, rows: int, cols: int) -> BorrowedBlocks:
+    can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
+    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.logits_per_chunk // rows)
 
 
-def make_blocks(
-    s: Stage,
+def compute_blocks(
+    s: PassContext,
     rows_step: int,
     cols_step: int,
     borrowed: BorrowedBlocks,
     start: int,
     stop: int,
-    inputs: bool = True,
-    weights: bool = True,
+    with_dx: bool = True,
+    with_dw: bool = True,
 ) -> None:
     """dW of the classes from `start` to `stop`, and what these add to dX."""
-    own = s.gradient_tile(rows_step, cols_step)
-    sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: None
-    for cols in s.blocks(cols_step, start, stop, first=borrowed.of(start, stop)):
+    own_tile = s.new_gradient_tile(rows_step, cols_step)
+    build_sums = block_sum_builder(s, rows_step, cols_step) if with_dw else lambda cols: None
+    for cols in s.blocks(cols_step, start, stop, leading_blocks=borrowed.blocks(start, stop)):
         width = cols.stop - cols.start
-        tile, sums = own[:, :width], sums_of(cols)
+        tile, sums = own_tile[:, :width], build_sums(cols)
         for part in s.chunks(rows_step):
             size = part.stop - part.start
             if width > cols_step:  # borrowed
                 tile = borrow(s.dw_memory()[cols.stop :], size, width)
             dlogits = tile[:size]
-            s.gradient(s.inputs(part), part, cols, dlogits)
-            add_tile(s, dlogits, part, cols, sums, inputs)
-        finish(sums or {})
+            s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
+            add_tile(s, dlogits, part, cols, sums, with_dx)
+        finish_sums(sums or {})
     s.release_inputs()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.core.slices import first
+from flce.core.slices import slice_rows
 from flce.engine.case import Case
 from flce.engine.exponentials import Exponentials
-from flce.engine.schedules.schedule import NONE, Schedule, up_to
-from flce.engine.schedules.statistics import Deferred, statistics
-from flce.engine.stage import Stage
-from flce.engine.sums import add_tile, finish, weight_sums
+from flce.engine.pass_context import PassContext
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
+from flce.engine.schedules.statistics import Deferred, statistics_schedule
+from flce.engine.sums import add_tile, build_weight_sums, finish_sums
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,23 @@ class Chunks(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return up_to(c.num_tokens) if c.needs.any and c.spec.reduction != "none" else NONE
+        return sizes_up_to(c.num_tokens) if c.needs.any and c.spec.reduction != "none" else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Chunks:
+    def from_size(cls, c: Case, size: int) -> Chunks:
         return cls(size)
 
-    def forward(self, s: Stage) -> None:
-        logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
-        sums = weight_sums(s, self.rows)
+    def forward(self, s: PassContext) -> None:
+        logits, dlogits = s.new_overlapping_tiles(self.rows, s.vocab_size)
+        sums = build_weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
-            z, dz = (first(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
-            s.write_logits(s.inputs(part), s.classes, z)
-            s.statistics_and_gradient(z, dz, part)
-            add_tile(s, dz, part, s.classes, sums)
-        finish(sums)
+            z, dz = (slice_rows(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
+            s.write_logits(s.term_inputs(part), s.all_classes, z)
+            s.compute_statistics_and_gradient(z, dz, part)
+            add_tile(s, dz, part, s.all_classes, sums)
+        finish_sums(sums)
 
-    def of_slice(self, c: Case) -> Chunks:
+    def for_shard(self, c: Case) -> Chunks:
         return self
 
 
@@ -51,17 +51,17 @@ class NormalizedChunks(Chunks):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return super().sizes(c) if c.in_blocks and not c.unnormalized else NONE
+        return super().sizes(c) if c.has_block_exponentials and not c.has_unnormalized_products else NO_SIZES
 
-    def forward(self, s: Stage) -> None:
-        tile, e = s.gradient_tile(self.rows, s.vocab_size), Exponentials(s)
-        sums = weight_sums(s, self.rows)
+    def forward(self, s: PassContext) -> None:
+        tile, exponentials = s.new_gradient_tile(self.rows, s.vocab_size), Exponentials(s)
+        sums = build_weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
-            dlogits = first(tile, slice(0, part.stop - part.start))
-            e.make(s.inputs(part), [dlogits], part)
-            e.to_gradient(dlogits, part)
-            add_tile(s, dlogits, part, s.classes, sums)
-        finish(sums)
+            dlogits = slice_rows(tile, slice(0, part.stop - part.start))
+            exponentials.compute(s.term_inputs(part), [dlogits], part)
+            exponentials.convert_to_gradient(dlogits, part)
+            add_tile(s, dlogits, part, s.all_classes, sums)
+        finish_sums(sums)
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,17 @@ class DeferredChunks(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return up_to(c.num_tokens) if c.needs.any and c.spec.reduction == "none" else NONE
+        return sizes_up_to(c.num_tokens) if c.needs.any and c.spec.reduction == "none" else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> DeferredChunks:
-        return DeferredChunks(statistics(c, size, c.vocab_size), size)
+    def from_size(cls, c: Case, size: int) -> DeferredChunks:
+        return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
 
-    def backward(self, s: Stage) -> None:
-        tile = s.gradient_tile(self.rows, s.vocab_size, again=s.whole(self.rows))
-        sums = weight_sums(s, self.rows)
+    def backward(self, s: PassContext) -> None:
+        tile = s.new_gradient_tile(self.rows, s.vocab_size, is_recomputed=s.is_single_chunk(self.rows))
+        sums = build_weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
-            dlogits = first(tile, slice(0, part.stop - part.start))
-            s.gradient(s.inputs(part), part, s.classes, dlogits)
-            add_tile(s, dlogits, part, s.classes, sums)
-        finish(sums)
+            dlogits = slice_rows(tile, slice(0, part.stop - part.start))
+            s.compute_gradient(s.term_inputs(part), part, s.all_classes, dlogits)
+            add_tile(s, dlogits, part, s.all_classes, sums)
+        finish_sums(sums)

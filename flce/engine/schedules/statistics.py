@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, ceil_div
-from flce.engine.schedules.schedule import NONE, Schedule, up_to
-from flce.engine.stage import Stage
+from flce.engine.pass_context import PassContext
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
 
-def statistics(c: Case, rows: int, cols: int) -> Statistics:
+def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
     """The schedule for statistics alone, beside tiles of this size for gradients."""
     if not c.in_registers:
-        return Statistics(*c.statistics_tile(rows, cols, False))
+        return Statistics(*c.statistics_tile_size(rows, cols, False))
     # The product with an epilogue does not find the largest logits of a row. They take another product.
-    top = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
-    largest = Largest(*c.statistics_tile(rows, cols, False)) if top else None
-    return Statistics(c.statistics_tile(rows, cols, True)[0], c.vocab_size, largest)
+    has_top_k = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
+    top_k = TopKLogits(*c.statistics_tile_size(rows, cols, False)) if has_top_k else None
+    return Statistics(c.statistics_tile_size(rows, cols, True)[0], c.vocab_size, top_k)
 
 
 @dataclass(frozen=True)
@@ -27,45 +27,45 @@ class Statistics(Schedule):
 
     rows: int
     cols: int
-    largest: Largest | None = None
+    top_k: TopKLogits | None = None
 
     sized_by_tokens = False  # but by logits in memory
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return NONE if c.needs.any else up_to(c.chunk_rows * c.vocab_size)
+        return NO_SIZES if c.needs.any else sizes_up_to(c.chunk_rows * c.vocab_size)
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Statistics:
+    def from_size(cls, c: Case, size: int) -> Statistics:
         if c.options.strategy == "vocab":
-            return statistics(c, c.chunk_rows, max(1, size // c.chunk_rows))
-        return statistics(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
+            return statistics_schedule(c, c.chunk_rows, max(1, size // c.chunk_rows))
+        return statistics_schedule(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
 
-    def forward(self, s: Stage) -> None:
+    def forward(self, s: PassContext) -> None:
         logits = None if s.in_registers else s.new_tile(self.rows, self.cols, s.dtypes.logits)
         for part in s.chunks(self.rows):
-            s.statistics(s.inputs(part), part, logits)
-        if self.largest is not None:
-            self.largest.forward(s)
+            s.compute_statistics(s.term_inputs(part), part, logits)
+        if self.top_k is not None:
+            self.top_k.forward(s)
 
-    def tiles(self, c: Case) -> tuple[int, list[int]]:
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)
-class Largest(Schedule):
+class TopKLogits(Schedule):
     """The largest logits of each token, from logits in memory, beside statistics that leave none there."""
 
     rows: int
     cols: int
 
-    def forward(self, s: Stage) -> None:
+    def forward(self, s: PassContext) -> None:
         logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
         for part in s.chunks(self.rows):
             for cols in s.blocks(self.cols):
                 block = logits[: part.stop - part.start, : cols.stop - cols.start]
-                s.write_logits(s.inputs(part), cols, block)
-                s.collect(block, part, cols)
+                s.write_logits(s.term_inputs(part), cols, block)
+                s.collect_top_k(block, part, cols)
 
 
 @dataclass(frozen=True)
@@ -76,5 +76,5 @@ class Deferred(Schedule):
 
     deferred = True
 
-    def forward(self, s: Stage) -> None:
+    def forward(self, s: PassContext) -> None:
         self.statistics.forward(s)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.core.slices import first
+from flce.core.slices import slice_rows
 from flce.engine.borrowing import (
     BLOCK_MULTIPLE,
     BorrowedBlocks,
@@ -25,14 +25,14 @@ from flce.engine.borrowing import (
     borrow,
     borrow_as,
     exponential_tiles,
-    halfway,
+    second_half_start,
 )
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.exponentials import Exponentials
-from flce.engine.schedules.blocks import make_blocks
-from flce.engine.schedules.schedule import NONE, Schedule, up_to
-from flce.engine.stage import Stage
-from flce.engine.sums import weight_sums
+from flce.engine.pass_context import PassContext
+from flce.engine.schedules.blocks import compute_blocks
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
+from flce.engine.sums import build_weight_sums
 
 # Tiles that `Borrowed` has in the memory of dW. More of them take less memory of their own, and more time.
 #
@@ -41,7 +41,7 @@ from flce.engine.sums import weight_sums
 # | 1              | 1/2                                                |
 # | 3              | 1/4                                                |
 # | 7              | 1/8                                                |
-COUNTS = (1, 3, 7)
+BORROWED_TILE_COUNTS = (1, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -50,67 +50,71 @@ class Unnormalized(Schedule):
 
     rows: int
 
-    counts_on_device = True
+    can_count_on_device = True
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return up_to(c.num_tokens) if c.unnormalized and c.needs.any and c.spec.reduction != "none" else NONE
+        return (
+            sizes_up_to(c.num_tokens)
+            if c.has_unnormalized_products and c.needs.any and c.spec.reduction != "none"
+            else NO_SIZES
+        )
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Unnormalized:
+    def from_size(cls, c: Case, size: int) -> Unnormalized:
         return Unnormalized(size)
 
-    def forward(self, s: Stage) -> None:
-        self._chunks(s, s.vocab_size)
+    def forward(self, s: PassContext) -> None:
+        self._run_chunks(s, s.vocab_size)
 
-    def _chunks(self, s: Stage, stop: int) -> None:
+    def _run_chunks(self, s: PassContext, stop: int) -> None:
         """dW is made of the classes before `stop` only."""
-        memory, e = s.gradient_tile(self.rows, s.vocab_size), Exponentials(s)
-        sums = weight_sums(s, self.rows, stop)
+        memory, exponentials = s.new_gradient_tile(self.rows, s.vocab_size), Exponentials(s)
+        sums = build_weight_sums(s, self.rows, stop)
         for part in s.chunks(self.rows):
-            xs = s.inputs(part)
-            e.make(xs, [first(memory, slice(0, len(xs[0])))], part)
+            xs = s.term_inputs(part)
+            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], part)
             # If the host does not know the number of rows yet, it waits now, when the device has something to do.
             part = slice(part.start, max(part.start, min(part.stop, s.selection.num_rows)))
-            here = slice(0, part.stop - part.start)
-            if here.stop == 0:
+            valid_rows = slice(0, part.stop - part.start)
+            if valid_rows.stop == 0:
                 break
-            exps, xs = first(memory, here), [first(x, here) for x in xs]
+            exps, xs = slice_rows(memory, valid_rows), [slice_rows(x, valid_rows) for x in xs]
             for k, total in sums.items():
-                scaled = e.scaled_rows(xs[k], part, self._room(s, k, xs[k], part))
-                if s.whole(self.rows):
-                    e.weight_products(k, [s.dw_memory(k)], [exps], scaled)
+                scaled = exponentials.scale_rows(xs[k], part, self._scaling_memory(s, k, xs[k], part))
+                if s.is_single_chunk(self.rows):
+                    exponentials.compute_weight_gradient(k, [s.dw_memory(k)], [exps], scaled)
                 else:
                     total.add(exps, scaled)
                 del scaled
             if s.problem.needs.bias:
-                e.add_bias(exps[:, :stop], part)
-            for k in s.wanted_inputs:
-                self._add_input(s, e, k, exps, part)
+                exponentials.add_bias_gradient(exps[:, :stop], part)
+            for k in s.dx_terms:
+                self._add_dx(s, exponentials, k, exps, part)
             del xs  # gathered rows, before the next are
         for k, total in sums.items():
-            total.finish(functools.partial(e.add_target_terms, k))
+            total.finish(functools.partial(exponentials.add_target_terms, k))
         if s.problem.needs.bias:
-            e.add_bias_of_targets(stop)
+            exponentials.add_target_bias_terms(stop)
 
-    def of_slice(self, c: Case) -> Unnormalized:
-        return type(self).sized(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
+    def for_shard(self, c: Case) -> Unnormalized:
+        return type(self).from_size(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
 
-    def _add_input(self, s: Stage, e: Exponentials, term: int, exps: Tensor, part: slice) -> None:
+    def _add_dx(self, s: PassContext, exponentials: Exponentials, term: int, exps: Tensor, part: slice) -> None:
         """dX of a term. The float32 product of logits that were in memory takes no more room than these did."""
         weight = s.terms[term].weight
         step = len(exps) if s.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
-        for rows in s.pieces(part.start, part.stop, step):
-            product = s.new(rows.stop - rows.start, weight.shape[1], dtype=torch.float32)
-            s.matmul(exps[rows.start - part.start : rows.stop - part.start], weight, out=product)
-            e.finish_input_gradient(term, product, rows)
+        for piece in s.pieces(part.start, part.stop, step):
+            product = s.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
+            s.matmul(exps[piece.start - part.start : piece.stop - part.start], weight, out=product)
+            exponentials.finish_input_gradient(term, product, piece)
             del product
 
-    def _room(self, s: Stage, term: int, x: Tensor, part: slice) -> Tensor:
+    def _scaling_memory(self, s: PassContext, term: int, x: Tensor, part: slice) -> Tensor:
         """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
         if s.selection.index is not None:
             return x
-        return first(s.dx_memory(term), part) if term in s.wanted_inputs else s.new(*x.shape, dtype=x.dtype)
+        return slice_rows(s.dx_memory(term), part) if term in s.dx_terms else s.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
@@ -118,33 +122,35 @@ class Recomputed(Unnormalized):
     """Three products, and for the last classes a fourth: their dW is not summed over chunks. Their logits are made once
     more, of all tokens at once, when every row's normalizer is known."""
 
-    classes: int
+    num_recomputed: int
     cols: int
     """Recomputed classes of a block."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
         dtypes = c.dtypes(False)
-        half = halfway(c.vocab_size) > 0
+        half = second_half_start(c.vocab_size) > 0
         sums_are_halved = half and c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
-        return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NONE
+        return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NO_SIZES
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Recomputed:
+    def from_size(cls, c: Case, size: int) -> Recomputed:
         """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
-        classes = c.vocab_size - halfway(c.vocab_size)
+        classes = c.vocab_size - second_half_start(c.vocab_size)
         # A block has the room that the chunks had.
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
         return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
 
-    def forward(self, s: Stage) -> None:
-        first = s.vocab_size - self.classes
-        self._chunks(s, first)
+    def forward(self, s: PassContext) -> None:
+        first_recomputed = s.vocab_size - self.num_recomputed
+        self._run_chunks(s, first_recomputed)
         tokens = s.problem.num_tokens
-        make_blocks(s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first, s.vocab_size, inputs=False)
+        compute_blocks(
+            s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, s.vocab_size, with_dx=False
+        )
 
     def describe(self, c: Case) -> str:
-        return f"{super().describe(c)}, the last {self.classes} of them recomputed"
+        return f"{super().describe(c)}, the last {self.num_recomputed} of them recomputed"
 
 
 @dataclass(frozen=True)
@@ -161,42 +167,46 @@ class Borrowed(Schedule):
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
         possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.in_registers
         if not (at_once and possible and Unnormalized.sizes(c)):
-            return NONE
+            return NO_SIZES
         # With few classes or very many tokens there is nothing to borrow for.
-        return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
+        return range(1, 1 + len([k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1]))
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Borrowed:
-        return Borrowed(_tiles(c, [k for k in COUNTS if len(_tiles(c, k)) > 1][-size]))
+    def from_size(cls, c: Case, size: int) -> Borrowed:
+        return Borrowed(
+            _exponential_tiles(c, [k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1][-size])
+        )
 
-    def forward(self, s: Stage) -> None:
+    def forward(self, s: PassContext) -> None:
         (part,) = s.chunks(s.problem.num_tokens)
-        (x,), size = s.inputs(part), s.problem.num_tokens
+        (x,), size = s.term_inputs(part), s.problem.num_tokens
         weight, dW = s.terms[0].weight, s.dw_memory()
         own, *others = self.exponentials
         tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
-        tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
-        e = Exponentials(s)
-        e.make([x], tiles, part)
+        tiles += [borrow(dW[t.borrowed_class :], size, t.stop - t.start) for t in others]
+        exponentials = Exponentials(s)
+        exponentials.compute([x], tiles, part)
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
                 s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            e.finish_input_gradient(0, product, part)
+            exponentials.finish_input_gradient(0, product, part)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = e.scaled_rows(x, part, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
-        e.weight_products(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
+        scaled = exponentials.scale_rows(x, part, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        exponentials.compute_weight_gradient(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
 
-    def of_slice(self, c: Case) -> Schedule:
+    def for_shard(self, c: Case) -> Schedule:
         count = len(self.exponentials)
-        made = [self.sized(c, size) for size in self.sizes(c)]
-        return min(made, key=lambda other: abs(len(other.exponentials) - count), default=Unnormalized(c.num_tokens))
+        candidates = [self.from_size(c, size) for size in self.sizes(c)]
+        return min(
+            candidates, key=lambda other: abs(len(other.exponentials) - count), default=Unnormalized(c.num_tokens)
+        )
 
     def describe(self, c: Case) -> str:
         own, others = self.exponentials[0].stop, len(self.exponentials) - 1
         return f"all {c.num_tokens} tokens at once, a tile of {own} classes and {others} borrowed"
 
 
-def _tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
+def _exponential_tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
     return exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)

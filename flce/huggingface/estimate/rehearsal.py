@@ -3,7 +3,8 @@
 The model's own code runs, forward and backward, with autograd as it is. So there is no formula for any architecture:
 what autograd keeps for backward, what checkpointing throws away and what backward holds for a moment is what happens.
 A :class:`StepMeter` counts each storage from its allocation to its end. Three things differ on a GPU, and are put
-right here: which kernel attention takes (`OnGpu`), what kernels allocate inside, and the plan of the fused loss.
+right here: which kernel attention takes (`CudaOperatorsMode`), what kernels allocate inside, and the plan of the fused
+loss.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flce.core import private
 from flce.ops import linear_cross_entropy
-from flce.planning.device_kinds import Described
+from flce.planning.device_kinds import DescribedDevice
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
 UNSHARDED = "unsharded"  # weights of other GPUs, gathered for a while
 CATEGORIES = (WEIGHTS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
-BLOCK = 512
+ALLOCATION_BYTES = 512
 # Tensors that follow from the tokens and from constants have values: positions, and masks that models read to find
 # padding. They have up to this number of entries, or more if there are more tokens; masks of tokens by tokens do not.
-KNOWN_ENTRIES = 1 << 20
+MAX_VALUE_ENTRIES = 1 << 20
 
 _aten = torch.ops.aten
 
@@ -56,53 +57,53 @@ class StepMeter(TorchDispatchMode):
         autocast: what autocast makes of float32 operands; None: it is off.
     """
 
-    def __init__(self, device: Described, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, device: DescribedDevice, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.device, self.autocast = device, autocast
         self.category = ACTIVATIONS  # of what is allocated now
-        self.alive: Counter[str] = Counter()
+        self.current: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self.peak_bytes = self._alive_bytes = 0
+        self.peak_bytes = self._current_bytes = 0
         self._sizes: dict[int, tuple[int, str]] = {}  # of each storage that is alive, by its address
-        self._values, self._known_entries = WeakIdKeyDictionary(), KNOWN_ENTRIES
+        self._values, self._max_value_entries = WeakIdKeyDictionary(), MAX_VALUE_ENTRIES
 
     # ------------------------------------------------------------------------------------------------- counting
 
-    def hold(self, tensor: Tensor, category: str | None = None, for_good: bool = False) -> None:
+    def track_storage(self, tensor: Tensor, category: str | None = None, is_permanent: bool = False) -> None:
         """Count a tensor's storage until it ends; again, to put it into another category.
 
         Args:
-            for_good: it outlives the step.
+            is_permanent: it outlives the step.
         """
         storage, category = tensor.untyped_storage(), category or self.category
         key = storage._cdata
         known = self._sizes.get(key)
         if known is not None:
-            self.alive[known[1]] -= known[0]
-            self.alive[category] += known[0]
+            self.current[known[1]] -= known[0]
+            self.current[category] += known[0]
             self._sizes[key] = known[0], category
             return
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         self._sizes[key] = size, category
-        self.hold_bytes(size, category)
-        if not for_good:
-            weakref.finalize(storage, self._end, key).atexit = False
+        self.add_bytes(size, category)
+        if not is_permanent:
+            weakref.finalize(storage, self._release, key).atexit = False
 
-    def for_a_moment(self, size: int, category: str | None = None) -> None:
+    def add_temporary_bytes(self, size: int, category: str | None = None) -> None:
         """What is allocated and given back within an operation, beside its results."""
-        self.hold_bytes(size, category or self.category)
-        self.hold_bytes(-size, category or self.category)
+        self.add_bytes(size, category or self.category)
+        self.add_bytes(-size, category or self.category)
 
-    def hold_bytes(self, size: int, category: str) -> None:
+    def add_bytes(self, size: int, category: str) -> None:
         """Count memory for which there is no tensor."""
-        self.alive[category] += size
-        self._alive_bytes += size
-        if self._alive_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak = self._alive_bytes, self.alive.copy()
+        self.current[category] += size
+        self._current_bytes += size
+        if self._current_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak = self._current_bytes, self.current.copy()
 
-    def _end(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         size, category = self._sizes.pop(key)
-        self.hold_bytes(-size, category)
+        self.add_bytes(-size, category)
 
     # ----------------------------------------------------------------------------------------------- operations
 
@@ -110,13 +111,13 @@ class StepMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
-            return self._value(args[0])
+            return self._read_value(args[0])
         if func is torch.ops.flce.linear_cross_entropy.default:
-            return self._fused_loss(args)
+            return self._count_fused_loss(args)
         if func is torch.ops.flce.linear_cross_entropy_backward.default:
-            return self._fused_backward(func, args)
+            return self._count_fused_backward(func, args)
         if func is _aten.embedding.default:
-            self._check_rows(*args[:2])
+            self._check_embedding_indices(*args[:2])
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
@@ -125,9 +126,9 @@ class StepMeter(TorchDispatchMode):
         if self._is_on_the_device(given):
             for tensor in made:
                 if tensor.untyped_storage()._cdata not in self._sizes:
-                    self.hold(tensor)
-        if func in _SCRATCH:
-            self.for_a_moment(_SCRATCH[func](*args), TEMPORARY)
+                    self.track_storage(tensor)
+        if func in _SCRATCH_BYTES:
+            self.add_temporary_bytes(_SCRATCH_BYTES[func](*args), TEMPORARY)
         self._follow_values(func, args, kwargs, given, made)
         return result
 
@@ -140,55 +141,55 @@ class StepMeter(TorchDispatchMode):
             frame = frame.f_back
         return frame is None
 
-    def _fused_loss(self, args: Any) -> Any:
-        args = self._autocasted(args)
+    def _count_fused_loss(self, args: Any) -> Any:
+        args = self._apply_autocast(args)
         try:
-            result, plan = linear_cross_entropy.rehearsed(args, self.device)
+            result, plan = linear_cross_entropy.fake_outputs_and_plan(args, self.device)
         except ValueError as error:
             raise BudgetError(f"{error}") from None
         *_, gradients, _unit, _token_weights = result
         for tensor in _tensors(result):
-            self.hold(tensor, LOSS)
+            self.track_storage(tensor, LOSS)
         for grad in gradients:
             if any(grad.shape == weight.shape for weight in args[1]):
-                self.hold(grad, GRADIENTS)
+                self.track_storage(grad, GRADIENTS)
         # A plan that leaves gradients to backward takes less in forward; how much less it does not tell.
-        self.for_a_moment(plan.workspace_bytes, LOSS)
+        self.add_temporary_bytes(plan.workspace_bytes, LOSS)
         return result
 
-    def _fused_backward(self, func: Any, args: Any) -> Any:
-        args = (*args[:2], *self._autocasted(args[2:]))
+    def _count_fused_backward(self, func: Any, args: Any) -> Any:
+        args = (*args[:2], *self._apply_autocast(args[2:]))
         result = func(*args)
         for tensor in _tensors(result):
-            self.hold(tensor, LOSS)
-        _, plan = linear_cross_entropy.rehearsed(args[2:], self.device)
-        self.for_a_moment(plan.workspace_bytes, LOSS)
+            self.track_storage(tensor, LOSS)
+        _, plan = linear_cross_entropy.fake_outputs_and_plan(args[2:], self.device)
+        self.add_temporary_bytes(plan.workspace_bytes, LOSS)
         return result
 
-    def _autocasted(self, args: Any) -> Any:
+    def _apply_autocast(self, args: Any) -> Any:
         """The operands as autocast makes them, in memory of their own."""
         if self.autocast is None:
             return args
         operands, weights, *others = args
-        cast = [[cast_to(t, self.autocast) for t in tensors] for tensors in (operands, weights)]
+        cast = [[autocast_to(t, self.autocast) for t in tensors] for tensors in (operands, weights)]
         for made, given in zip(_tensors(cast), _tensors((operands, weights)), strict=True):
             if made is not given:
-                self.hold(made, LOSS)
+                self.track_storage(made, LOSS)
         return (*cast, *others)
 
     # --------------------------------------------------------------------------------------------------- values
 
-    def know(self, tensor: Tensor, value: Tensor) -> None:
+    def set_value(self, tensor: Tensor, value: Tensor) -> None:
         """Note the values of a tensor: those of tensors made from it follow."""
         self._values[tensor] = value
-        self._known_entries = max(self._known_entries, 2 * value.numel())
+        self._max_value_entries = max(self._max_value_entries, 2 * value.numel())
 
-    def _value(self, tensor: Tensor) -> Any:
+    def _read_value(self, tensor: Tensor) -> Any:
         if tensor not in self._values:
             raise ValuesNeededError("the model's forward asks for the value of an activation")
         return self._values[tensor].item()
 
-    def _check_rows(self, table: Tensor, indices: Tensor) -> None:
+    def _check_embedding_indices(self, table: Tensor, indices: Tensor) -> None:
         """An embedding of rows that are not there: on a GPU the kernel fails, without values nothing does."""
         known = self._values.get(indices)
         if known is not None and known.numel() and int(known.max()) >= len(table):
@@ -199,9 +200,9 @@ class StepMeter(TorchDispatchMode):
             return
         follows = not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__)
         if not follows or not all(t in self._values or not t.is_meta for t in given):
-            self._forget([tensor for tensor in made if any(tensor is other for other in given)])
+            self._forget_values([tensor for tensor in made if any(tensor is other for other in given)])
             return
-        if any(t.numel() > self._known_entries for t in made):
+        if any(t.numel() > self._max_value_entries for t in made):
             return
         args, kwargs = tree_map_only(Tensor, lambda t: self._values.get(t, t), (args, dict(kwargs)))
         if "device" in kwargs:
@@ -209,7 +210,7 @@ class StepMeter(TorchDispatchMode):
         for tensor, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
             self._values[tensor] = value
 
-    def _forget(self, written: list[Tensor]) -> None:
+    def _forget_values(self, written: list[Tensor]) -> None:
         """The values of what was written to, and of its views: what was written is not known."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
         if not storages:
@@ -236,19 +237,19 @@ def _flash_backward_scratch(
 
 
 # Kernels that allocate more than their results, beside a few MiB: bytes of that, from their arguments.
-_SCRATCH: dict[Any, Callable[..., int]] = {
+_SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_scratch,
 }
 
 
-class _Autocast(torch.autocast):
+class _MetaAutocast(torch.autocast):
     """`torch.autocast`, which knows no meta tensors, for the device that they stand for."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
-class OnGpu(TorchFunctionMode):
+class CudaOperatorsMode(TorchFunctionMode):
     """Takes the operators that PyTorch takes for CUDA tensors, where it takes others for those without a device.
 
     Args:
@@ -260,9 +261,9 @@ class OnGpu(TorchFunctionMode):
         self.autocast = autocast
         self._casts = WeakIdKeyDictionary()  # of weights: autocast keeps them until it ends
 
-    def __enter__(self) -> OnGpu:
+    def __enter__(self) -> CudaOperatorsMode:
         # Models of Transformers before 5 turn autocast off for the device of their tensors.
-        self._stock_autocast, torch.autocast = torch.autocast, _Autocast  # type: ignore[misc]
+        self._stock_autocast, torch.autocast = torch.autocast, _MetaAutocast  # type: ignore[misc]
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
@@ -271,45 +272,45 @@ class OnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.autocast is not None and func in _AUTOCAST_NARROWS:
-            args, kwargs = tree_map_only(Tensor, self._narrowed, (args, kwargs))
-        elif self.autocast is not None and func in _AUTOCAST_WIDENS:
-            args, kwargs = tree_map_only(Tensor, lambda t: cast_to(t, torch.float32), (args, kwargs))
+        if self.autocast is not None and func in _AUTOCAST_TO_HALF:
+            args, kwargs = tree_map_only(Tensor, self._to_autocast_dtype, (args, kwargs))
+        elif self.autocast is not None and func in _AUTOCAST_TO_FLOAT32:
+            args, kwargs = tree_map_only(Tensor, lambda t: autocast_to(t, torch.float32), (args, kwargs))
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.__getitem__:
-            args = args[0], _with_tensors(args[1])
+            args = args[0], _index_with_tensors(args[1])
         return func(*args, **kwargs)
 
-    def _narrowed(self, tensor: Tensor) -> Tensor:
+    def _to_autocast_dtype(self, tensor: Tensor) -> Tensor:
         assert self.autocast is not None
         if tensor in self._casts:
             cast: Tensor = self._casts[tensor]
             return cast
-        cast = cast_to(tensor, self.autocast)
+        cast = autocast_to(tensor, self.autocast)
         if cast is not tensor and tensor.is_leaf and tensor.requires_grad:
             self._casts[tensor] = cast
         return cast
 
 
 # Those of autocast's lists that models of language use, https://docs.pytorch.org/docs/stable/amp.html.
-_AUTOCAST_NARROWS = {
+_AUTOCAST_TO_HALF = {
     *(F.linear, F.conv1d, F.conv2d, F.bilinear, F.scaled_dot_product_attention),
     *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
     *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__),
 }
-_AUTOCAST_NARROWS |= {f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None}
-_AUTOCAST_WIDENS = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Tensor.pow, torch.cumsum, Tensor.cumsum}
+_AUTOCAST_TO_HALF |= {f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None}
+_AUTOCAST_TO_FLOAT32 = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Tensor.pow, torch.cumsum, Tensor.cumsum}
 
 
-def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def autocast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A floating tensor in another dtype, as autocast casts it: it leaves integers and float64 alone."""
     return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-def _with_tensors(index: Any) -> Any:
+def _index_with_tensors(index: Any) -> Any:
     """An index with tensors of the CPU for its lists of numbers, which PyTorch would make without values."""
     if not isinstance(index, tuple):
         return index

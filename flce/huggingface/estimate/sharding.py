@@ -20,13 +20,15 @@ from torch.utils.hooks import RemovableHandle
 
 from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY, UNSHARDED, WEIGHTS, StepMeter
 
-KINDS = ("fsdp", "zero3")
+SHARDING_KINDS = ("fsdp", "zero3")
 # DeepSpeed's defaults, in entries.
-KEPT_WHOLE = 100_000  # stage3_param_persistence_threshold: parameters of fewer entries are never taken apart
-REUSED_SOON = 1_000_000_000  # stage3_max_reuse_distance: what is used again before this many others stays gathered
-PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size
-GRADIENT_BUCKET = 500_000_000  # reduce_bucket_size
-STEPPED_AT_ONCE = 1_000_000_000  # sub_group_size
+PERSISTENCE_THRESHOLD = 100_000  # stage3_param_persistence_threshold: parameters of fewer entries are never taken apart
+MAX_REUSE_DISTANCE = (
+    1_000_000_000  # stage3_max_reuse_distance: what is used again before this many others stays gathered
+)
+PREFETCH_BUCKET_SIZE = 50_000_000  # stage3_prefetch_bucket_size
+REDUCE_BUCKET_SIZE = 500_000_000  # reduce_bucket_size
+SUB_GROUP_SIZE = 1_000_000_000  # sub_group_size
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Sharding:
     """How a model is divided.
 
     Args:
-        kind: of `KINDS`.
+        kind: of `SHARDING_KINDS`.
         gpus: over how many GPUs, at least 2.
     """
 
@@ -52,14 +54,14 @@ class _Unit:
     Args:
         module: runs with them.
         parameters: its own.
-        stays: whether they are whole from the unit's forward to its backward.
+        stays_gathered: whether they are whole from the unit's forward to its backward.
     """
 
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], stays: bool) -> None:
-        self.module, self.parameters, self.stays = module, parameters, stays
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
+        self.module, self.parameters, self.stays_gathered = module, parameters, stays_gathered
         self.trained = [p for p in parameters if p.requires_grad]
         self.size = sum(p.nbytes for p in parameters)
-        self.waiting, self.gathered, self.in_backward = len(self.trained), False, False
+        self.missing_gradients, self.is_gathered, self.is_in_backward = len(self.trained), False, False
 
 
 class Shards:
@@ -78,42 +80,42 @@ class Shards:
     ) -> None:
         self._sharding, self._meter, self._state = sharding, meter, state
         self._zero3, self._accumulation = sharding.kind == "zero3", accumulation
-        divided = [p for p in model.parameters() if not (self._zero3 and p.numel() <= KEPT_WHOLE)]
+        divided = [p for p in model.parameters() if not (self._zero3 and p.numel() <= PERSISTENCE_THRESHOLD)]
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._divided_bytes = sum(p.nbytes for p in divided)
+        self._sharded_bytes = sum(p.nbytes for p in divided)
         units = _units_of_zero3(model, divided) if self._zero3 else _units_of_fsdp(model)
-        self._prefetched = PREFETCHED * max((p.itemsize for p in divided), default=0) if self._zero3 else 0
-        self._gathered = self._in_bucket = 0
+        self._prefetched = PREFETCH_BUCKET_SIZE * max((p.itemsize for p in divided), default=0) if self._zero3 else 0
+        self._gathered_bytes = self._bucket_bytes = 0
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         share, size = sharding.share, max((p.itemsize for p in self._trained), default=0)
-        meter.hold_bytes(share(self._divided_bytes) - self._divided_bytes, WEIGHTS)
-        meter.hold_bytes(share(sum(map(self._state_of, self._trained))), OPTIMIZER)
+        meter.add_bytes(share(self._sharded_bytes) - self._sharded_bytes, WEIGHTS)
+        meter.add_bytes(share(sum(map(self._optimizer_bytes, self._trained))), OPTIMIZER)
         if self._zero3:
-            meter.hold_bytes(GRADIENT_BUCKET * size, TEMPORARY)
+            meter.add_bytes(REDUCE_BUCKET_SIZE * size, TEMPORARY)
         if self._zero3 or self._accumulation:
-            meter.hold_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
-        self.handles = [handle for unit in units for handle in self._watch(unit)]
+            meter.add_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
+        self.handles = [handle for unit in units for handle in self._register_hooks(unit)]
         """To be removed after the step."""
 
-    def gradient_arrives(self, parameter: Tensor) -> None:
+    def on_gradient(self, parameter: Tensor) -> None:
         """After the last gradient of a unit only shares of its gradients stay, and of its weights."""
         unit = self._unit_of.get(id(parameter))
         parameters: list[Any] = [parameter] if unit is None else unit.trained
         if unit is not None:
-            unit.waiting -= 1
-            if unit.waiting:
+            unit.missing_gradients -= 1
+            if unit.missing_gradients:
                 return
         size = sum(p.nbytes for p in parameters)
         if not self._zero3:
-            self._meter.for_a_moment(size, TEMPORARY)  # reduced from one copy of all
-        elif self._in_bucket + size > GRADIENT_BUCKET * parameter.itemsize:
+            self._meter.add_temporary_bytes(size, TEMPORARY)  # reduced from one copy of all
+        elif self._bucket_bytes + size > REDUCE_BUCKET_SIZE * parameter.itemsize:
             self._reduce_bucket(size)
         else:
-            self._in_bucket += size
+            self._bucket_bytes += size
         for p in parameters:
             p.grad = None
         if not (self._zero3 or self._accumulation):
-            self._meter.hold_bytes(self._sharding.share(size), GRADIENTS)
+            self._meter.add_bytes(self._sharding.share(size), GRADIENTS)
         if unit is not None:
             self._set_gathered(unit, False)
 
@@ -123,61 +125,61 @@ class Shards:
         moment = copies * self._sharding.share(size)
         if self._zero3:  # gradients in float32
             self._reduce_bucket(0)
-            moment += min(self._sharding.share(size), 4 * STEPPED_AT_ONCE)
-        self._meter.for_a_moment(moment, OPTIMIZER)
+            moment += min(self._sharding.share(size), 4 * SUB_GROUP_SIZE)
+        self._meter.add_temporary_bytes(moment, OPTIMIZER)
 
     def _reduce_bucket(self, then: int) -> None:
         """DeepSpeed reduces what is in its bucket from one copy of that. Then there are ``then`` bytes in it."""
-        self._meter.for_a_moment(self._in_bucket, TEMPORARY)
-        self._in_bucket = then
+        self._meter.add_temporary_bytes(self._bucket_bytes, TEMPORARY)
+        self._bucket_bytes = then
 
-    def _state_of(self, parameter: Tensor) -> int:
+    def _optimizer_bytes(self, parameter: Tensor) -> int:
         """DeepSpeed steps with a copy of the weights in float32, also of such weights, and has a state of that."""
         if not self._zero3:
             return self._state(parameter)
         return self._state(parameter.detach().float()) + 4 * parameter.numel()
 
-    def _watch(self, unit: _Unit) -> Iterator[RemovableHandle]:
+    def _register_hooks(self, unit: _Unit) -> Iterator[RemovableHandle]:
         def before(*_: Any) -> None:
             self._set_gathered(unit, True)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if unit.stays or unit.in_backward:
+            if unit.stays_gathered or unit.is_in_backward:
                 return
             self._set_gathered(unit, False)
             first = next((x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)), None)
             if first is not None and first.requires_grad:
-                first.register_hook(backward_begins)
+                first.register_hook(on_backward_begin)
 
-        def backward_begins(grad: Tensor) -> None:
-            unit.in_backward = unit.waiting > 0
-            if unit.in_backward:
+        def on_backward_begin(grad: Tensor) -> None:
+            unit.is_in_backward = unit.missing_gradients > 0
+            if unit.is_in_backward:
                 self._set_gathered(unit, True)
 
         yield unit.module.register_forward_pre_hook(before)
         yield unit.module.register_forward_hook(after)
 
     def _set_gathered(self, unit: _Unit, gathered: bool) -> None:
-        if unit.gathered == gathered:
+        if unit.is_gathered == gathered:
             return
-        before, unit.gathered = self._unsharded, gathered
+        before, unit.is_gathered = self._bytes_of_gathered, gathered
         # FSDP has the next layer, which is as large, beside this one.
-        size = unit.size if self._zero3 or unit.stays else 2 * unit.size
-        self._gathered += size if gathered else -size
-        self._meter.hold_bytes(self._unsharded - before, UNSHARDED)
+        size = unit.size if self._zero3 or unit.stays_gathered else 2 * unit.size
+        self._gathered_bytes += size if gathered else -size
+        self._meter.add_bytes(self._bytes_of_gathered - before, UNSHARDED)
 
     @property
-    def _unsharded(self) -> int:
+    def _bytes_of_gathered(self) -> int:
         """Bytes that are gathered: with ZeRO-3 also those of what comes next, if there is so much."""
-        return min(self._gathered + self._prefetched, self._divided_bytes) if self._gathered else 0
+        return min(self._gathered_bytes + self._prefetched, self._sharded_bytes) if self._gathered_bytes else 0
 
 
 def _units_of_fsdp(model: Any) -> list[_Unit]:
     """The layers that Transformers names, and the rest, which stays whole from its forward to the end of backward."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [_Unit(m, list(m.parameters()), False) for m in model.modules() if type(m).__name__ in names]
-    apart = {id(p) for layer in layers for p in layer.parameters}
-    return [*layers, _Unit(model, [p for p in model.parameters() if id(p) not in apart], True)]
+    layer_parameters = {id(p) for layer in layers for p in layer.parameters}
+    return [*layers, _Unit(model, [p for p in model.parameters() if id(p) not in layer_parameters], True)]
 
 
 def _units_of_zero3(model: Any, divided: list[nn.Parameter]) -> list[_Unit]:
@@ -187,6 +189,6 @@ def _units_of_zero3(model: Any, divided: list[nn.Parameter]) -> list[_Unit]:
     for module in reversed(list(model.modules())):
         own = [left.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in left]
         if own:
-            units.append(_Unit(module, own, module is head or 2 * after < REUSED_SOON))
+            units.append(_Unit(module, own, module is head or 2 * after < MAX_REUSE_DISTANCE))
             after += sum(p.numel() for p in own)
     return units

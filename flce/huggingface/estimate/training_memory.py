@@ -17,9 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce.core.device_record import UNKNOWN
+from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
-from flce.huggingface.estimate.language_model import StepInputs, divided, make_model, one_line, positions
+from flce.huggingface.estimate.language_model import (
+    StepInputs,
+    format_in_one_line,
+    make_model,
+    max_positions,
+    shard_config,
+)
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -29,32 +35,32 @@ from flce.huggingface.estimate.rehearsal import (
     TEMPORARY,
     WEIGHTS,
     BudgetError,
-    OnGpu,
+    CudaOperatorsMode,
     StepMeter,
 )
 from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
-from flce.planning.device_kinds import Described
+from flce.planning.device_kinds import DescribedDevice
 
 # What the libraries of matrix products hold from the first product on: 32 MiB each of cuBLAS and cuBLASLt on Hopper.
 # Measured as what is allocated between two steps, beside weights and buffers.
-LIBRARIES = 64 << 20
+LIBRARY_BYTES = 64 << 20
 # Device memory that a process cannot allocate: the context with its kernels, and gaps between tensors.
-CONTEXT = 512 << 20
+CONTEXT_BYTES = 512 << 20
 # The longest length takes this part of the memory, or is this part of a length that does not fit.
-CLOSE = 0.99
-MOST_TOKENS = 1 << 26
+CLOSE_ENOUGH = 0.99
+MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
     """Bytes that an optimizer keeps for a parameter, and copies of all parameters that it makes while it steps."""
 
-    state: Callable[[Tensor], int]
+    state_bytes: Callable[[Tensor], int]
     copies: int = 0
 
 
-def _eight_bits(parameter: Tensor) -> int:
+def _adamw_8bit_state_bytes(parameter: Tensor) -> int:
     """bitsandbytes: two states of one byte, and a float32 for each 256 entries; two float32 below 4,096 entries."""
     n = parameter.numel()
     return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
@@ -63,7 +69,7 @@ def _eight_bits(parameter: Tensor) -> int:
 OPTIMIZERS = {
     "adamw": OptimizerMemory(lambda p: 2 * p.nbytes),
     "adamw-foreach": OptimizerMemory(lambda p: 2 * p.nbytes, copies=1),
-    "adamw-8bit": OptimizerMemory(_eight_bits),
+    "adamw-8bit": OptimizerMemory(_adamw_8bit_state_bytes),
     "sgd": OptimizerMemory(lambda p: 0),
     "sgd-momentum": OptimizerMemory(lambda p: p.nbytes),
     "none": OptimizerMemory(lambda p: 0),
@@ -110,7 +116,7 @@ class StepMemory:
 
     def fits(self, memory: int) -> bool:
         """Whether the step fits a device with ``memory`` bytes."""
-        return self.peak_bytes <= memory - CONTEXT
+        return self.peak_bytes <= memory - CONTEXT_BYTES
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class StepError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Longest:
+class LongestSequence:
     """The longest sequence."""
 
     tokens: int
@@ -145,17 +151,17 @@ class TrainingMemory:
     Args:
         config: a configuration of Transformers, for a model with a language-model head.
         training: how it is trained.
-        device: the GPU, as `flce.planning.device_kinds.described` tells it.
+        device: the GPU, as `flce.planning.device_kinds.resolve_device` tells it.
 
     Raises:
         ValueError: `make_model` or `StepInputs` of `language_model.py` cannot make a model or its inputs.
     """
 
-    def __init__(self, config: Any, training: Training, device: Described) -> None:
+    def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
         self.training, self.device, self.config = training, device, config
-        with _quiet():
-            of_process = divided(config, training.shards) if training.shards > 1 else config
-            self.model: Any = make_model(of_process, training.dtype)
+        with _without_warnings():
+            process_config = shard_config(config, training.shards) if training.shards > 1 else config
+            self.model: Any = make_model(process_config, training.dtype)
         self.inputs = StepInputs(self.model)
         head = self._head()
         if training.frozen_head and head is not None:
@@ -163,21 +169,21 @@ class TrainingMemory:
         if min(self.head_shape) < 1:
             vocab, hidden = self.head_shape
             raise ValueError(f"the head has V = {vocab} and H = {hidden}: expected positive numbers")
-        self.positions = positions(config)
-        self._known: dict[tuple[int, Variant], StepMemory] = {}
+        self.positions = max_positions(config)
+        self._step_cache: dict[tuple[int, Variant], StepMemory] = {}
 
     @property
     def variants(self) -> list[Variant]:
         """Those that the model can be trained in."""
-        able = getattr(self.model, "supports_gradient_checkpointing", False)
-        return [variant for variant in VARIANTS if able or not variant.checkpointing]
+        has_checkpointing = getattr(self.model, "supports_gradient_checkpointing", False)
+        return [variant for variant in VARIANTS if has_checkpointing or not variant.checkpointing]
 
     @property
     def remarks(self) -> list[str]:
         """What the model or its step has not, or has besides a sequence of tokens, in sentences."""
         kind = type(self.model).__name__
-        lacking = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
-        return [*self.inputs.remarks, *lacking]
+        missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
+        return [*self.inputs.remarks, *missing_features]
 
     @property
     def head_shape(self) -> tuple[int, int]:
@@ -196,18 +202,18 @@ class TrainingMemory:
             BudgetError: no plan of the loss keeps its budget.
         """
         key = length, variant
-        if key not in self._known:
+        if key not in self._step_cache:
             try:
-                with _quiet(), self._as(variant):
-                    self._known[key] = self._rehearse(length)
+                with _without_warnings(), self._apply_variant(variant):
+                    self._step_cache[key] = self._rehearse(length)
             except BudgetError:
                 raise
             except Exception as error:  # whatever the model's own code makes of such a sequence
                 kind, sizes = type(self.model).__name__, f"{self.training.batch_size} x {length:,} tokens"
-                raise StepError(f"{kind} cannot run a step of {sizes}: {one_line(error)}") from error
-        return self._known[key]
+                raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
+        return self._step_cache[key]
 
-    def longest(self, variant: Variant, memory: int, start: int = 4096) -> Longest:
+    def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
         """The longest sequence that fits ``memory`` bytes.
 
         A line through two lengths says what to try next. The answer is a length that was tried and fits. It takes 99%
@@ -216,8 +222,8 @@ class TrainingMemory:
         Args:
             start: the first length that is tried.
         """
-        room = memory - CONTEXT
-        low, high = 0, MOST_TOKENS // self.training.batch_size + 1  # known to fit, known not to
+        available = memory - CONTEXT_BYTES
+        low, high = 0, MAX_TOKENS // self.training.batch_size + 1  # known to fit, known not to
         tried: list[tuple[int, int]] = []
         length, obstacle = start, None
         while high - low > max(1, low // 100):
@@ -225,16 +231,16 @@ class TrainingMemory:
             try:
                 peak = self.step(length, variant).peak_bytes
             except (StepError, BudgetError) as error:
-                high, obstacle = length, one_line(error)
+                high, obstacle = length, format_in_one_line(error)
                 likely = [n for n in (self.positions, (self.positions or 0) + 1) if n is not None and low < n < high]
                 length = likely[0] if likely else (low + high) // 2
                 continue
             tried.append((length, peak))
-            low, high, obstacle = (length, high, obstacle) if peak <= room else (low, length, None)
-            if low == length and peak >= CLOSE * room:
+            low, high, obstacle = (length, high, obstacle) if peak <= available else (low, length, None)
+            if low == length and peak >= CLOSE_ENOUGH * available:
                 break
-            length = _next(tried, low, high, room)
-        return Longest(low, obstacle)
+            length = _next_length(tried, low, high, available)
+        return LongestSequence(low, obstacle)
 
     # ------------------------------------------------------------------------------------------------- one step
 
@@ -242,7 +248,7 @@ class TrainingMemory:
         return self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
 
     @contextlib.contextmanager
-    def _as(self, variant: Variant) -> Iterator[None]:
+    def _apply_variant(self, variant: Variant) -> Iterator[None]:
         model = self.model
         if variant.patched:
             patch_model(model, options=self.training.options, on_materialize="ignore")
@@ -262,7 +268,7 @@ class TrainingMemory:
         def again() -> Iterator[None]:
             before, self._meter.category = self._meter.category, ACTIVATIONS
             try:  # a recomputation ends with an exception, once it has what is needed
-                with OnGpu(self.training.autocast):
+                with CudaOperatorsMode(self.training.autocast):
                     yield
             finally:
                 self._meter.category = before
@@ -277,34 +283,34 @@ class TrainingMemory:
         handles: list[Any] = []
         self._shards: Shards | None = None
         if training.sharding is not None:
-            self._shards = Shards(model, training.sharding, meter, optimizer.state, training.accumulation)
+            self._shards = Shards(model, training.sharding, meter, optimizer.state_bytes, training.accumulation)
             handles += self._shards.handles
         else:
-            meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
+            meter.add_bytes(sum(map(optimizer.state_bytes, trained)), OPTIMIZER)
         for tensor in (*model.parameters(), *model.buffers()):
-            meter.hold(tensor, WEIGHTS, for_good=True)
-        meter.hold_bytes(LIBRARIES, TEMPORARY)
+            meter.track_storage(tensor, WEIGHTS, is_permanent=True)
+        meter.add_bytes(LIBRARY_BYTES, TEMPORARY)
         inputs, values = self.inputs.tensors(training.batch_size, length)
         for name, value in values.items():
-            meter.hold(inputs[name], ACTIVATIONS)
-            meter.know(inputs[name], value)
+            meter.track_storage(inputs[name], ACTIVATIONS)
+            meter.set_value(inputs[name], value)
         if training.accumulation and self._shards is None:
             for p in trained:
                 p.grad = torch.empty_like(p)
-                meter.hold(p.grad, GRADIENTS)
-        handles += [p.register_post_accumulate_grad_hook(self._gradient_arrives) for p in trained]
+                meter.track_storage(p.grad, GRADIENTS)
+        handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
         head = self._head()
         if head is not None:
-            handles.append(head.register_forward_pre_hook(self._loss_begins))
+            handles.append(head.register_forward_pre_hook(self._on_loss_begin))
         try:
             with meter:
-                with OnGpu(training.autocast):
+                with CudaOperatorsMode(training.autocast):
                     loss = model(**inputs).loss
                 if meter.category == ACTIVATIONS:  # the head was not called as a layer
                     meter.category = TEMPORARY
                 torch.autograd.backward([loss])
             if self._shards is None:
-                meter.for_a_moment(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
+                meter.add_temporary_bytes(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
             else:
                 self._shards.step(optimizer.copies)
         finally:
@@ -314,31 +320,31 @@ class TrainingMemory:
         parts = {category: meter.peak[category] for category in CATEGORIES}
         return StepMemory(meter.peak_bytes, parts, fused=report(model).fused > 0)
 
-    def _gradient_arrives(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._meter.hold(parameter.grad, GRADIENTS)
+            self._meter.track_storage(parameter.grad, GRADIENTS)
             if self._shards is not None:
-                self._shards.gradient_arrives(parameter)
+                self._shards.on_gradient(parameter)
 
-    def _loss_begins(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+    def _on_loss_begin(self, head: nn.Module, args: tuple[Any, ...]) -> None:
         """Before the head makes logits. What backward makes until their gradient has reached its input is the loss."""
         self._meter.category = LOSS
 
-        def loss_ends(grad: Tensor) -> None:
+        def on_loss_end(grad: Tensor) -> None:
             self._meter.category = TEMPORARY
 
         if args and args[0].requires_grad:
-            args[0].register_hook(loss_ends)
+            args[0].register_hook(on_loss_end)
 
 
-def _next(tried: list[tuple[int, int]], low: int, high: int, room: int) -> int:
+def _next_length(tried: list[tuple[int, int]], low: int, high: int, available: int) -> int:
     """The length to try, between one that fits and one that does not."""
     length, peak = tried[-1]
     if len(tried) == 1:
         return length * 2 if low == length else length // 2
     before, peak_before = tried[-2]
     slope = (peak - peak_before) / (length - before)
-    guess = int(length + ((1 + CLOSE) / 2 * room - peak) / slope) if slope > 0 else 0
+    guess = int(length + ((1 + CLOSE_ENOUGH) / 2 * available - peak) / slope) if slope > 0 else 0
     if low == 0 and guess < 1:
         return 1  # what does not depend on the length is too much
     guess = min(guess, 64 * low) if low else guess  # a line through two short lengths leads astray
@@ -348,7 +354,7 @@ def _next(tried: list[tuple[int, int]], low: int, high: int, room: int) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """Warnings of libraries about models without values would be read as warnings about the user's model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -361,7 +367,7 @@ def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: 
     Logits in ``dtype``, the same in float32, their log-softmax, and the gradients of these, as far as they are there at
     the same time.
     """
-    meter = StepMeter(Described("torch", False, UNKNOWN))
+    meter = StepMeter(DescribedDevice("torch", False, UNKNOWN_DEVICE))
 
     def given(rows: int, requires_grad: bool) -> Tensor:
         return torch.empty(rows, hidden_size, dtype=dtype, device="meta", requires_grad=requires_grad)
@@ -369,7 +375,7 @@ def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: 
     hidden, weight = given(num_tokens, True), given(vocab_size, weight_grad)
     target = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     for tensor in (hidden, weight, target):
-        meter.hold(tensor, WEIGHTS, for_good=True)
+        meter.track_storage(tensor, WEIGHTS, is_permanent=True)
     inputs = meter.peak_bytes
     with meter:
         F.cross_entropy(F.linear(hidden, weight).float(), target).backward()

@@ -27,8 +27,8 @@ Each module uses those above it:
 | `tensor`, `graphs` | the classes |
 """
 
-from flce.huggingface.lazy.base import is_lazy, made_of, make_lazy, state_of
+from flce.huggingface.lazy.base import is_lazy, make_lazy, register_results, state_of
 from flce.huggingface.lazy.graphs import TracedLazyLogits
 from flce.huggingface.lazy.tensor import LazyLogits
 
-__all__ = ["LazyLogits", "TracedLazyLogits", "is_lazy", "made_of", "make_lazy", "state_of"]
+__all__ = ["LazyLogits", "TracedLazyLogits", "is_lazy", "make_lazy", "register_results", "state_of"]

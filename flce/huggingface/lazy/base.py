@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce.huggingface.head_call import HeadCall, watch_gradient
+from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
-from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
-from flce.huggingface.wrappers import outside_of_checkpoint
+from flce.huggingface.usage import EXPLICIT_MATERIALIZE, forbid_materialized, report_materialized
+from flce.huggingface.wrappers import suspend_checkpoint
 
 
 class View(NamedTuple):
@@ -37,7 +37,7 @@ class View(NamedTuple):
         """The real logits of the view. Those of the root have to exist."""
         real = self.root._real
         assert real is not None
-        with outside(self.root._state):
+        with outside_checkpoint(self.root._state):
             for cut, mode in self.steps:
                 with contextlib.nullcontext() if mode is None else grad_mode(*mode):
                     real = cut(real)
@@ -63,14 +63,14 @@ class Family:
     seen: Any = None
 
 
-def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
     return (one for one in [ref() for ref in refs] if one is not None)
 
 
-def outside(state: LazyState) -> contextlib.AbstractContextManager[None]:
+def outside_checkpoint(state: LazyState) -> contextlib.AbstractContextManager[None]:
     """Where real logits are made: outside of a checkpoint that was given lazy ones, whose recomputation finds them."""
-    inside = not torch.compiler.is_compiling() and any(call.is_outside for call in state.calls)
-    return outside_of_checkpoint() if inside else contextlib.nullcontext()
+    is_in_checkpoint = not torch.compiler.is_compiling() and any(call.is_outside_checkpoint for call in state.calls)
+    return suspend_checkpoint() if is_in_checkpoint else contextlib.nullcontext()
 
 
 class LazyBase:
@@ -87,10 +87,10 @@ class LazyBase:
     # Of the autograd graph, which these logits stand at: None for nowhere, True for a leaf, or within a graph.
     _node: Any = True
     # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
-    _shadow: Tensor | None
+    _meta_tensor: Tensor | None
 
-    def _init(self, state: LazyState, view: View | None, shadow: Tensor | None) -> None:
-        self._state, self._view, self._shadow, self._real = state, view, shadow, None
+    def _init(self, state: LazyState, view: View | None, meta_tensor: Tensor | None) -> None:
+        self._state, self._view, self._meta_tensor, self._real = state, view, meta_tensor, None
         self._family = Family() if view is None else view.root._family
 
     def _root(self) -> LazyBase:
@@ -100,7 +100,7 @@ class LazyBase:
     def _is_full(self) -> bool:
         return self._view is None or self._view.is_full
 
-    def _become(self, state: LazyState) -> None:
+    def _set_state(self, state: LazyState) -> None:
         """Change in place."""
         raise NotImplementedError
 
@@ -117,27 +117,27 @@ class LazyBase:
         Raises:
             RuntimeError: the hidden states or the head were changed since the model ran.
         """
-        if self._existing() is None and self._state.calls:
-            self._state.calls[0].usage.materialized[ASKED_FOR] += 1
-            self._state.calls[0].usage.used |= self._state.requires_grad
-        return self._make_real()
+        if self._get_real() is None and self._state.calls:
+            self._state.calls[0].usage.materialized[EXPLICIT_MATERIALIZE] += 1
+            self._state.calls[0].usage.has_gradient_use |= self._state.requires_grad
+        return self._materialize()
 
     @property
     def is_materialized(self) -> bool:
         """Whether the real logits exist."""
-        return self._existing() is not None
+        return self._get_real() is not None
 
-    def _existing(self) -> Tensor | None:
+    def _get_real(self) -> Tensor | None:
         """The real logits, if they exist."""
-        if self._real is None and self._view is not None and self._view.root._existing() is not None:
+        if self._real is None and self._view is not None and self._view.root._get_real() is not None:
             self._real = self._view.real()
         return self._real
 
-    def _make_real(self) -> Tensor:
-        if self._existing() is None:
+    def _materialize(self) -> Tensor:
+        if self._get_real() is None:
             root = self._root()
             root._set_real(root._compute())
-        real = self._existing()
+        real = self._get_real()
         assert real is not None
         return real
 
@@ -149,11 +149,11 @@ class LazyBase:
     def _make_views_real(self) -> None:
         """Make the views real, if the memory exists: it may be written to."""
         if self._root()._real is not None:
-            for view in alive(self._family.views):
+            for view in live_objects(self._family.views):
                 with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
-                    view._existing()
+                    view._get_real()
 
-    def _follow(self, always: bool = False) -> None:
+    def _update_nodes(self, always: bool = False) -> None:
         """After an operation of real logits: if it has written to them, give the family their places in the graph."""
         root, family = self._root(), self._family
         version = None if root._real is None else versions_of(root._real)
@@ -162,37 +162,37 @@ class LazyBase:
             family.has_copies = False  # those that there are come from what was there before
         if written or always:
             family.views = [ref for ref in family.views if ref() is not None]
-            for lazy in (root, *alive(family.views)):
-                lazy._stand_behind(written)
+            for lazy in (root, *live_objects(family.views)):
+                lazy._take_over_node(written)
 
-    def _stand_behind(self, written: bool) -> None:
+    def _take_over_node(self, written: bool) -> None:
         """Take the place of the real logits in the graph."""
 
-    def _catch_up(self, real: Tensor) -> None:
+    def _update_before_operation(self, real: Tensor) -> None:
         """Before an operation: take the place that the real logits have in the graph by now."""
 
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
         inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
-        with grad_mode(True, inference), outside(state):
-            return watch_gradient(state.logits(), state.calls)
+        with grad_mode(True, inference), outside_checkpoint(state):
+            return register_wrapper_hooks(state.logits(), state.calls)
 
-    def _read(self) -> Tensor:
+    def _read_values(self) -> Tensor:
         """The values of a small view, in memory of their own."""
         values = self._compute()
         self._state.note_values()
         return values
 
-    def _is_small(self) -> bool:
+    def _is_small_view(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
         # A graph drops what it does not use: there each view is made by itself.
         if self._view is None:
             return False
-        return self._shadow is None or 4 * self._shadow.numel() <= math.prod(self._view.root._state.shape)
+        return self._meta_tensor is None or 4 * self._meta_tensor.numel() <= math.prod(self._view.root._state.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        state, real = self._state, self._existing()
+        state, real = self._state, self._get_real()
         if real is not None:
             return repr(real)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
@@ -204,16 +204,16 @@ def is_lazy(value: Any) -> bool:
 
 
 # The class of lazy logits, by whether the compiler is at work: `tensor` and `graphs` set it.
-CLASSES: dict[bool, Any] = {}
+CLASS_BY_COMPILING: dict[bool, Any] = {}
 
 
-def make_lazy(state: LazyState, view: View | None = None, shadow: Tensor | None = None) -> Any:
+def make_lazy(state: LazyState, view: View | None = None, meta_tensor: Tensor | None = None) -> Any:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
     if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
-    # Graphs have no writes that would show: they need no shadow.
-    return CLASSES[compiling]._wrap(state, view, None if compiling else shadow)
+    # Graphs have no writes that would show: they need no meta tensor.
+    return CLASS_BY_COMPILING[compiling]._wrap(state, view, None if compiling else meta_tensor)
 
 
 @contextlib.contextmanager
@@ -223,27 +223,27 @@ def grad_mode(grad: bool, inference: bool) -> Iterator[None]:
         yield
 
 
-def note_passing(calls: Sequence[HeadCall], value: Any) -> None:
+def note_bypassing_gradient(calls: Sequence[HeadCall], value: Any) -> None:
     """Note that gradients will pass by the logits, if ``value`` has some."""
     for call in calls:
-        call.passed_by |= value.requires_grad
+        call.has_bypassing_gradient |= value.requires_grad
 
 
 def state_of(logits: Any) -> LazyState | None:
     """What logits would be computed from; None where they are real."""
-    lazy = isinstance(logits, LazyBase) and logits._existing() is None
+    lazy = isinstance(logits, LazyBase) and logits._get_real() is None
     return logits._state if lazy else None
 
 
-def made_of(state: LazyState, values: Iterable[Any]) -> None:
+def register_results(state: LazyState, values: Iterable[Any]) -> None:
     """Say that ``values`` were made without the logits: wrappers wait for gradients, which come to these instead."""
     for value in values:
         if isinstance(value, Tensor):
-            note_passing(state.calls, value)
-            watch_gradient(value, state.calls)
+            note_bypassing_gradient(state.calls, value)
+            register_wrapper_hooks(value, state.calls)
 
 
-def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
+def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     """The logits that ``compute`` returns, counted and with a warning, or an error, as ``patch_model`` was told to.
 
     Where they can no longer be computed, nothing is said of logits that were.
@@ -256,15 +256,15 @@ def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     if torch.compiler.is_compiling():  # it has no frames to look at, and a warning would break the graph
         return compute()
     usage = state.calls[0].usage if state.calls else None
-    needed = func, state.settings.on_materialize, usage, state.requires_grad
-    forbid_materialized(*needed)
-    values_before = any(call.gave_values for call in state.calls)
+    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
+    forbid_materialized(*report_arguments)
+    values_before = any(call.has_returned_values for call in state.calls)
     try:
         logits = compute()
     except StaleLogitsError:
         raise
     except Exception:  # memory, as a rule, for want of which the warning is wanted
-        say_materialized(*needed)
+        report_materialized(*report_arguments)
         raise
-    say_materialized(*needed, values_before=values_before)
+    report_materialized(*report_arguments, values_before=values_before)
     return logits

@@ -10,17 +10,26 @@ import torch
 from torch import Tensor
 
 from flce.core import private
-from flce.core.callers import caller
-from flce.huggingface.head_call import add_hook
+from flce.core.callers import find_caller
+from flce.huggingface.head_call import add_wrapper_hook
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, View, alive, is_lazy, made_of, make_lazy, note_passing, told
+from flce.huggingface.lazy.base import (
+    LazyBase,
+    View,
+    is_lazy,
+    live_objects,
+    make_lazy,
+    materialize_and_report,
+    note_bypassing_gradient,
+    register_results,
+)
 from flce.huggingface.lazy.elementwise import to_dtype
-from flce.huggingface.lazy.fold import NoLazyFormError
-from flce.huggingface.lazy.indexing import of_sizes
+from flce.huggingface.lazy.indexing import with_token_sizes
+from flce.huggingface.lazy.normal_form import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
-from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
+from flce.huggingface.wrappers import is_called_by_wrapper, is_wrapper_hook
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,41 +42,46 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func, args = tables.REFLECTED[func.__name__], args[::-1]
     if not compiling and private.peek_interpreter_stack() is not None:
         with private.clear_interpreter_stack():  # real logits are no part of the transform
-            args, kwargs = realise(args, func), realise(kwargs, func)
+            args, kwargs = materialize_arguments(args, func), materialize_arguments(kwargs, func)
         return func(*args, **kwargs)
-    operation = None if private.forward_mode._current_level >= 0 else tables.OPERATIONS.get(func)
+    operation = None if private.forward_ad._current_level >= 0 else tables.OPERATIONS.get(func)
     result = NotImplemented
     if func in tables.BROADCAST:
         result = _broadcast(*args, **kwargs)
     elif args and isinstance(args[0], LazyBase):
-        result = _of_lazy(args[0], func, operation, args[1:], kwargs)
-    elif func in tables.COMMUTES and len(args) == 2 and not kwargs:
-        result = _of_lazy(args[1], func, operation, args[:1], kwargs)
-    return _of_real(func, args, kwargs) if result is NotImplemented else result
+        result = _run_on_state(args[0], func, operation, args[1:], kwargs)
+    elif func in tables.COMMUTATIVE and len(args) == 2 and not kwargs:
+        result = _run_on_state(args[1], func, operation, args[:1], kwargs)
+    return _run_on_real(func, args, kwargs) if result is NotImplemented else result
 
 
-def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of lazy logits; NotImplemented where it takes the real ones."""
-    real = lazy._existing()
+    real = lazy._get_real()
     if real is not None:
-        lazy._catch_up(real)
+        lazy._update_before_operation(real)
     calls = lazy._state.calls  # empty in a graph
     # A checkpoint saves the same tensors in both passes only if logits from outside of it are real in both.
-    outside = calls and private.saved_tensors_hooks(True) and any(call.is_outside for call in calls)
-    if operation is None or lazy._state.one_class or outside:
-        return _unlisted(lazy, real, func, args, kwargs)
+    outside = calls and private.saved_tensors_hooks(True) and any(call.is_outside_checkpoint for call in calls)
+    if operation is None or lazy._state.is_single_class or outside:
+        return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:
         return NotImplemented
-    shadow = lazy._shadow
-    if operation.kind == "elementwise" and shadow is not None and not shadow.is_contiguous() and _is_permuted(shadow):
+    meta_tensor = lazy._meta_tensor
+    if (
+        operation.kind == "elementwise"
+        and meta_tensor is not None
+        and not meta_tensor.is_contiguous()
+        and _is_permuted(meta_tensor)
+    ):
         return NotImplemented
-    state, states, named, plain, simple = lazy._state, args, kwargs, True, not kwargs
+    state, states, named, has_one_state, has_plain_arguments = lazy._state, args, kwargs, True, not kwargs
     for value in args:  # most have no lazy logits in them
         items = value if type(value) is tuple else (value,)
-        simple = simple and all([isinstance(item, _PLAIN) for item in items])  # noqa: C419 - faster
-    if not simple:
-        states, named = _states(args), _states(kwargs)
-        plain = not any([isinstance(value, LazyState) for value in (*states, *named.values())])  # noqa: C419 - faster
+        has_plain_arguments = has_plain_arguments and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
+    if not has_plain_arguments:
+        states, named = _states_or_real(args), _states_or_real(kwargs)
+        has_one_state = not any([isinstance(value, LazyState) for value in (*states, *named.values())])  # noqa: C419 - faster
     try:
         result = operation.run(state, *states, **named)
     except NoLazyFormError:
@@ -77,43 +91,45 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         if torch.compiler.is_compiling() or error.__traceback__ is None or error.__traceback__.tb_next is None:
             return NotImplemented
         raise
-    if not plain and isinstance(result, LazyState):  # a hook on the others would wait in vain
-        note_passing(result.calls, result)
+    if not has_one_state and isinstance(result, LazyState):  # a hook on the others would wait in vain
+        note_bypassing_gradient(result.calls, result)
     if type(result) is LazyState:
         if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
             return lazy  # as stock: nothing to do
         if operation.kind == "in place":
-            of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
-            return NotImplemented if of_view else _changed(lazy, result)
+            of_view = func is torch.Tensor.detach_ and lazy._make_view is not None  # an error, PyTorch's
+            return NotImplemented if of_view else _change_in_place(lazy, result)
         is_view = operation.kind == "view"
-        if is_view and func is torch.Tensor.__getitem__ and not simple:
+        if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
             items = args[0] if isinstance(args[0], tuple) else (args[0],)
             # Such an index copies.
             is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
             if is_view and not torch.compiler.is_compiling():  # tensors may be written to later
                 states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
         if is_view:
-            return _view(lazy, result, lambda x: func(x, *states, **named))
-        return _copy(lazy, result.copied() if result.ops == state.ops else result)
+            return _make_view(lazy, result, lambda x: func(x, *states, **named))
+        return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result)
     if type(result) is tuple:
         pieces: Any = lambda x: func(x, *states, **named)  # noqa: E731
         if not torch.compiler.is_compiling():  # all are cut at once
             pieces = functools.lru_cache(maxsize=1)(pieces)
         cuts = [lambda x, place=place: pieces(x)[place] for place in range(len(result))]
-        return tuple([_view(lazy, part, cut, is_piece=True) for part, cut in zip(result, cuts, strict=True)])
-    made_of(state, (result,))
+        return tuple(
+            [_make_view(lazy, part, cut, has_sibling_results=True) for part, cut in zip(result, cuts, strict=True)]
+        )
+    register_results(state, (result,))
     return result
 
 
-def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is not in the table of operations: metadata, hooks, the place in the graph; else NotImplemented."""
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy if real is None else real, *args, **kwargs)
     if func is torch.Tensor.register_hook and lazy._state.calls and is_wrapper_hook(args[-1]):
-        return add_hook(args[-1], lazy._state.calls)
-    if func in tables.GRAPH and not torch.compiler.is_compiling():
-        return _of_graph(lazy, func, args, kwargs)
+        return add_wrapper_hook(args[-1], lazy._state.calls)
+    if func in tables.GRAPH_ACCESS and not torch.compiler.is_compiling():
+        return _run_graph_access(lazy, func, args, kwargs)
     if real is None and func is torch.Tensor.__repr__:
         return LazyBase.__repr__(lazy)
     if real is None and func is torch.Tensor.__iter__:
@@ -123,13 +139,13 @@ def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict
     return NotImplemented
 
 
-def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A hook of a user, or ``grad_fn``: of the real logits."""
-    nowhere = lazy._real is None and not lazy._state.requires_grad
-    if (nowhere and isinstance(lazy, Tensor)) or asks_for_wrapper():
+    has_no_node = lazy._real is None and not lazy._state.requires_grad
+    if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    if lazy._family.has_copies or any(call.passed_by for call in lazy._state.calls):
+    if lazy._family.has_copies or any(call.has_bypassing_gradient for call in lazy._state.calls):
         message = (
             f"logits.{name_of(func)} after the loss, or after something else was made from the logits without "
             "computing them: its gradient does not pass through them. Call logits.materialize() before that, and use "
@@ -137,49 +153,49 @@ def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
         if name_of(func) != "grad_fn":
             raise RuntimeError(message)
-        caller().warn(message, MaterializedLogitsWarning)  # perhaps only looked at
-    if lazy._existing() is None:
-        told(lazy._state, func, lazy._make_real)
+        find_caller().warn(message, MaterializedLogitsWarning)  # perhaps only looked at
+    if lazy._get_real() is None:
+        materialize_and_report(lazy._state, func, lazy._materialize)
     lazy._make_views_real()
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
     result = func(lazy._real, *args, **kwargs)
-    lazy._follow(always=True)
+    lazy._update_nodes(always=True)
     return result
 
 
 def _is_contiguous(lazy: Any) -> bool:
-    return lazy._base is None if lazy._shadow is None else bool(lazy._shadow.is_contiguous())
+    return lazy._base is None if lazy._meta_tensor is None else bool(lazy._meta_tensor.is_contiguous())
 
 
-def _is_permuted(shadow: Tensor) -> bool:
+def _is_permuted(meta_tensor: Tensor) -> bool:
     """Whether stock's copy of logits with these strides has its dimensions in another order in memory."""
     with private.disable_torch_function():
-        return not torch.empty_like(shadow).is_contiguous()
+        return not torch.empty_like(meta_tensor).is_contiguous()
 
 
-def _changed(lazy: Any, result: LazyState) -> Any:
+def _change_in_place(lazy: Any, result: LazyState) -> Any:
     """Lazy logits after an operation in place, if all of the family can be changed alike."""
     family, state = lazy._family, lazy._state
     try:
         result = to_dtype(result, state.dtype)
     except NoLazyFormError:
         return NotImplemented
-    members = [lazy._root(), *alive(family.views)]
+    members = [lazy._root(), *live_objects(family.views)]
     alike = [m._is_full() and m._state.requires_grad == result.requires_grad for m in members]
     is_hidden = state.requires_grad and not torch.is_grad_enabled()  # from gradients
     if is_hidden or result.shape != state.shape or family.has_views or (len(members) > 1 and not all(alike)):
         return NotImplemented
     family.has_copies = False  # those that there are come from what was there before
     for member in members:
-        member._become(result if member is lazy else of_sizes(result, member._state.shape[:-1]))
+        member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
 
 
 def _broadcast(*tensors: Any) -> Any:
     """Lazy logits and tensors that are broadcast to their shape."""
     lazy = [tensor for tensor in tensors if is_lazy(tensor)]
-    if len(lazy) != 1 or lazy[0]._existing() is not None:
+    if len(lazy) != 1 or lazy[0]._get_real() is not None:
         return NotImplemented
     shape = lazy[0].shape
     others = [tensor.shape for tensor in tensors if tensor is not lazy[0]]
@@ -188,106 +204,113 @@ def _broadcast(*tensors: Any) -> Any:
     return tuple([tensor if tensor is lazy[0] else tensor.expand(shape) for tensor in tensors])
 
 
-def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation of real logits, in which lazy ones are replaced by them."""
     if func in tables.LIKE:
-        return func(*_stand_ins(args), **{"memory_format": torch.contiguous_format, **kwargs})
+        return func(*_metadata_tensors(args), **{"memory_format": torch.contiguous_format, **kwargs})
     if func in tables.NEW:
-        return func(*_stand_ins(args[:1]), *args[1:], **kwargs)
-    if func in tables.AS and not is_lazy(args[0]):
-        return func(args[0], *_stand_ins(args[1:]), **_stand_ins(kwargs))
-    reads = func in tables.READING and "out" not in kwargs
-    real, named = realise(args, func, small=reads), realise(kwargs, func, small=reads)
-    written = [] if reads else [value for value in (*args, *kwargs.values()) if is_lazy(value)]
+        return func(*_metadata_tensors(args[:1]), *args[1:], **kwargs)
+    if func in tables.READS_METADATA_OF_SECOND and not is_lazy(args[0]):
+        return func(args[0], *_metadata_tensors(args[1:]), **_metadata_tensors(kwargs))
+    only_reads = func in tables.READ_ONLY and "out" not in kwargs
+    real, named = (
+        materialize_arguments(args, func, allow_small_views=only_reads),
+        materialize_arguments(kwargs, func, allow_small_views=only_reads),
+    )
+    written = [] if only_reads else [value for value in (*args, *kwargs.values()) if is_lazy(value)]
     for lazy in written:
         lazy._make_views_real()
     result = func(*real, **named)
     for lazy in written:
-        lazy._follow()
+        lazy._update_nodes()
     if args and result is real[0]:  # in place, or there was nothing to do
         return args[0]
     return kwargs["out"] if "out" in kwargs and result is named["out"] else result
 
 
-def _states(value: Any) -> Any:
+def _states_or_real(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
 
     def state_of(lazy: Any) -> Any:
-        real = lazy._existing()
+        real = lazy._get_real()
         return lazy._state if real is None else real
 
-    return _replaced(value, state_of)
+    return _map_lazy_logits(value, state_of)
 
 
 # Asked for before Mapping, which Python code answers for.
-_SINGLE = (Tensor, str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
+_LEAF_TYPES = (Tensor, str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
 # Arguments without lazy logits in them.
-_PLAIN = (str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
+_PLAIN_TYPES = (str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
 
 
-def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
+def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     """Replace the lazy logits in arguments, however nested."""
     if isinstance(value, LazyBase):
         return replacement(value)
-    if isinstance(value, _SINGLE):
+    if isinstance(value, _LEAF_TYPES):
         return value
     if isinstance(value, (tuple, list)):
-        items = [_replaced(item, replacement) for item in value]
+        items = [_map_lazy_logits(item, replacement) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        return {key: _replaced(item, replacement) for key, item in value.items()}
+        return {key: _map_lazy_logits(item, replacement) for key, item in value.items()}
     return value
 
 
-def _copy(lazy: LazyBase, result: LazyState) -> Any:
+def _make_copy(lazy: LazyBase, result: LazyState) -> Any:
     """Lazy logits with memory of their own."""
     made = make_lazy(result)
     lazy._family.has_copies |= made._node is not None
     return made
 
 
-def _view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], is_piece: bool = False) -> Any:
+def _make_view(
+    lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
+) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
-    (root, steps, is_full), before = lazy._view or View(lazy, (), True), lazy._shadow
+    (root, steps, is_full), before = lazy._view or View(lazy, (), True), lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
         return make_lazy(state, View(root, (*steps, (cut, None)), False))
     with private.disable_torch_function():
-        shadow = cut(before)
-    if shadow.untyped_storage()._cdata != before.untyped_storage()._cdata:
-        return _copy(lazy, state.copied())
-    is_full = is_full and not is_piece and shadow.is_contiguous() and shadow.numel() == before.numel()
+        meta_tensor = cut(before)
+    if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
+        return _make_copy(lazy, state.as_copy())
+    is_full = (
+        is_full and not has_sibling_results and meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
+    )
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return make_lazy(state, View(root, (*steps, (cut, mode)), is_full), shadow)
+    return make_lazy(state, View(root, (*steps, (cut, mode)), is_full), meta_tensor)
 
 
-def realise(value: Any, func: Any, detach: bool = False, small: bool = False) -> Any:
+def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
     """Replace lazy logits by real ones in arguments, however nested, and say so the first time.
 
     Args:
         value: arguments of ``func``.
         func: what needs the logits.
         detach: without their autograd graph.
-        small: small views may be replaced by values of their own.
+        allow_small_views: small views may be replaced by values of their own.
     """
 
     def real(lazy: Any) -> Tensor:
-        unknown = lazy._existing() is None
-        apart = small and unknown and lazy._is_small()
-        compute = lazy._read if apart else lazy._make_real
-        logits = told(lazy._state, func, compute) if unknown else compute()
-        if apart or detach:
-            note_passing(lazy._state.calls, lazy._state)
-        return logits.detach() if detach and not apart else logits
+        is_unread = lazy._get_real() is None
+        reads_view_alone = allow_small_views and is_unread and lazy._is_small_view()
+        compute = lazy._read_values if reads_view_alone else lazy._materialize
+        logits = materialize_and_report(lazy._state, func, compute) if is_unread else compute()
+        if reads_view_alone or detach:
+            note_bypassing_gradient(lazy._state.calls, lazy._state)
+        return logits.detach() if detach and not reads_view_alone else logits
 
-    return _replaced(value, real)
+    return _map_lazy_logits(value, real)
 
 
-def _stand_ins(value: Any) -> Any:
+def _metadata_tensors(value: Any) -> Any:
     """Replace lazy logits by one element, expanded: enough for operations that only read metadata."""
 
     def one(lazy: Any) -> Tensor:
-        like = _states(lazy)
+        like = _states_or_real(lazy)
         return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
-    return _replaced(value, one)
+    return _map_lazy_logits(value, one)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import CLASSES, LazyBase
-from flce.huggingface.lazy.dispatch import dispatch, realise
+from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase
+from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
 from flce.huggingface.lazy.state import LazyState
 
 
-def _forward_functions() -> dict[Any, type]:
+def _functions_by_forward_code() -> dict[Any, type]:
     """The class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
     found: dict[Any, type] = {}
     classes: list[Any] = [torch.autograd.Function]
@@ -29,7 +29,7 @@ def _forward_functions() -> dict[Any, type]:
     return found
 
 
-def _is_among(value: Any, values: Iterable[Any]) -> bool:
+def _contains(value: Any, values: Iterable[Any]) -> bool:
     """Whether this very object is there, or in a tuple that is."""
     return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
@@ -38,26 +38,26 @@ class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
-    def _wrap(state: LazyState, view: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+    def _wrap(state: LazyState, view: Any = None, meta_tensor: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
-        lazy._init(state, view, shadow)
+        lazy._init(state, view, meta_tensor)
         return lazy
 
-    def _become(self, state: LazyState) -> None:
+    def _set_state(self, state: LazyState) -> None:
         self._state = state
 
-    def _existing(self) -> Tensor | None:
+    def _get_real(self) -> Tensor | None:
         if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
             self._check_caller()
-        return LazyBase._existing(self)
+        return LazyBase._get_real(self)
 
     def _check_caller(self) -> None:
         """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
-        functions = _forward_functions()
+        functions = _functions_by_forward_code()
         frame: Any = sys._getframe(1)
         while frame is not None:
             function = functions.get(frame.f_code)
-            if function is not None and _is_among(self, frame.f_locals.values()):
+            if function is not None and _contains(self, frame.f_locals.values()):
                 raise TypeError(
                     f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as "
                     "a plain object would lose their gradient. Give it logits.materialize(), or patch the module that "
@@ -103,7 +103,7 @@ class TracedLazyLogits(LazyBase):
         member = getattr(torch.Tensor, name)
         if callable(member):
             return lambda *args, **kwargs: dispatch(member, (self, *args), kwargs)
-        return getattr(realise(self, member), name)
+        return getattr(materialize_arguments(self, member), name)
 
 
 def _define_methods() -> None:
@@ -131,4 +131,4 @@ def _define_methods() -> None:
 
 
 _define_methods()
-CLASSES[True] = TracedLazyLogits
+CLASS_BY_COMPILING[True] = TracedLazyLogits

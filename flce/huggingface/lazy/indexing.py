@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.fold import NoLazyFormError, needs
-from flce.huggingface.lazy.state import LazyState, dimension
-from flce.huggingface.lazy.values import values_of
+from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
+from flce.huggingface.lazy.state import LazyState, normalized_dim
+from flce.huggingface.lazy.values import class_values
 
 
-def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
+def with_token_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
     """The state of the same tokens in other dimensions."""
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
@@ -36,35 +36,35 @@ def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def transpose(state: LazyState, dim0: int, dim1: int) -> Any:
     """Of token dimensions."""
-    dims = dimension(state, dim0), dimension(state, dim1)
-    needs(state.ndim - 1 not in dims)
+    dims = normalized_dim(state, dim0), normalized_dim(state, dim1)
+    require_lazy(state.ndim - 1 not in dims)
     return state.with_hidden(lambda hidden: hidden.transpose(*dims))
 
 
 def split(state: LazyState, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
     sizes = split_size_or_sections if split_size is None else split_size
-    return _pieces(state, dim, lambda hidden: hidden.split(sizes, dim))
+    return _split_tokens(state, dim, lambda hidden: hidden.split(sizes, dim))
 
 
 def chunk(state: LazyState, chunks: int, dim: int = 0) -> Any:
-    return _pieces(state, dim, lambda hidden: hidden.chunk(chunks, dim))
+    return _split_tokens(state, dim, lambda hidden: hidden.chunk(chunks, dim))
 
 
 def unbind(state: LazyState, dim: int = 0) -> Any:
-    return _pieces(state, dim, lambda hidden: hidden.unbind(dim))
+    return _split_tokens(state, dim, lambda hidden: hidden.unbind(dim))
 
 
-def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
+def _split_tokens(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Tokens cut apart along ``dim``."""
-    needs(dimension(state, dim) != state.ndim - 1)
-    of_tokens = [*[term.hidden for term in state.terms if term.hidden is not None], *state.rows]
+    require_lazy(normalized_dim(state, dim) != state.ndim - 1)
+    of_tokens = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors]
     pieces = [iter(together) for together in zip(*map(cut, of_tokens), strict=True)]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
 
 
 def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
-    items, classes = _expanded(state, index)
+    items, classes = _expand_index(state, index)
     advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
     if advanced and isinstance(classes, Tensor):  # it goes together with the tokens' index
         raise NoLazyFormError
@@ -72,43 +72,43 @@ def getitem(state: LazyState, index: Any) -> Any:
     if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
         tokens = state.with_hidden(lambda hidden: hidden[tuple(items)])
     if isinstance(classes, Tensor):
-        return _few_classes(tokens, classes)
+        return _select_classes(tokens, classes)
     if isinstance(classes, slice):
         if classes != slice(None):
             return _slice_classes(tokens, classes)
         return replace(state) if tokens is state else tokens
     if advanced or torch.compiler.is_compiling():  # a copy, or in a graph, where writes to it would not show
-        return _few_classes(tokens, torch.tensor(classes))
-    needs(-state.vocab_size <= classes < state.vocab_size)  # else an error that is PyTorch's to raise
+        return _select_classes(tokens, torch.tensor(classes))
+    require_lazy(-state.vocab_size <= classes < state.vocab_size)  # else an error that is PyTorch's to raise
     first = classes % state.vocab_size
-    return replace(_slice_classes(tokens, slice(first, first + 1)), one_class=True)
+    return replace(_slice_classes(tokens, slice(first, first + 1)), is_single_class=True)
 
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:
-    needs(state.folded.form == "logits")  # over the whole vocabulary
-    needs(state.folded.normalizer is None)
-    with state.weights():
+    require_lazy(state.normal_form.form == "logits")  # over the whole vocabulary
+    require_lazy(state.normal_form.normalizer is None)
+    with state.gathered_weights():
         sliced = state.with_terms(
-            [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
+            [term.map_tensors(lambda tensor: tensor[classes], "weight", "bias") for term in state.resolved_terms]
         )
-    needs(sliced.vocab_size > 0)
+    require_lazy(sliced.vocab_size > 0)
     return sliced
 
 
-def _few_classes(state: LazyState, index: Tensor) -> Any:
+def _select_classes(state: LazyState, index: Tensor) -> Any:
     """The same classes of all tokens: a product with a copy of their rows of the head.
 
     The copy is written, and read beside the rows: from a third of the classes on, all logits cost no more.
     """
-    needs(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
-    needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
+    require_lazy(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
+    require_lazy(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
     columns = index.flatten()
     kept = (columns >= 0) | (columns < -state.vocab_size)  # the latter is an error
-    values = values_of(state, columns.where(kept, columns + state.vocab_size))
+    values = class_values(state, columns.where(kept, columns + state.vocab_size))
     return values.contiguous().reshape((*values.shape[:-1], *index.shape))
 
 
-def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
+def _expand_index(state: LazyState, index: Any) -> tuple[list[Any], Any]:
     """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
     at, ellipsis_at, ndim = 0, None, state.hidden.dim()
@@ -122,7 +122,7 @@ def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
             at += 1
         elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 0:
             # Of another shape it raises an error that is PyTorch's to raise.
-            needs(ellipsis_at is None and item.shape == state.shape[at : at + item.dim()])
+            require_lazy(ellipsis_at is None and item.shape == state.shape[at : at + item.dim()])
             at += item.dim()
         elif isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32):
             if item.dim() == 0 and not torch.compiler.is_compiling():

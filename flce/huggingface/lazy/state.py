@@ -20,11 +20,19 @@ from torch import Tensor
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
-from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
-from flce.huggingface.lazy.terms import TENSORS, Term, in_float32
+from flce.huggingface.head_call import HeadCall, gather_weights
+from flce.huggingface.lazy.normal_form import (
+    IDENTITY,
+    NORMAL_FORM_UPDATES,
+    NoLazyFormError,
+    NormalForm,
+    Op,
+    replay,
+    require_lazy,
+)
+from flce.huggingface.lazy.terms import TENSOR_NAMES, Term, in_float32
 from flce.huggingface.staleness import versions_of
-from flce.ops.arguments import autocast_dtype, narrowed, widened
+from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
 
@@ -45,12 +53,12 @@ class LazyState:
         terms: the head's product first, then those of its adapters, and biases.
         dtype: of the logits.
         ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
-        folded: their normal form.
+        normal_form: their normal form.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
         calls: the calls of the head and its adapters that made the terms; none under the compiler.
-        rows: ``(..., 1)``, vectors of one number a token, which operations refer to by their place here.
-        one_class: there is one class, and no dimension of classes.
+        token_vectors: ``(..., 1)``, vectors of one number a token, which operations refer to by their place here.
+        is_single_class: there is one class, and no dimension of classes.
     """
 
     terms: tuple[Term, ...]
@@ -59,11 +67,11 @@ class LazyState:
     device: torch.device
     settings: Settings
     ops: tuple[Op, ...] = ()
-    folded: Folded = UNCHANGED
+    normal_form: NormalForm = IDENTITY
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
-    rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
-    one_class: bool = False
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    token_vectors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    is_single_class: bool = False
+    cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was computed from the same terms; states that elementwise operations make share this dict."""
 
     # -- what it looks like
@@ -88,30 +96,30 @@ class LazyState:
         assert head.hidden is not None
         assert head.weight is not None
         tokens = head.hidden.shape[:-1]
-        return tokens if self.one_class else torch.Size((*tokens, head.weight.shape[0]))
+        return tokens if self.is_single_class else torch.Size((*tokens, head.weight.shape[0]))
 
     @property
     def ndim(self) -> int:
-        return self.hidden.dim() - self.one_class
+        return self.hidden.dim() - self.is_single_class
 
     @property
     def vocab_size(self) -> int:
         return self.weight.shape[0]
 
     @property
-    def home(self) -> torch.device:
+    def product_device(self) -> torch.device:
         """Where the products are made."""
         return self.hidden.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         found = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
-        return (*[tensor for tensor in found if tensor is not None], *self.rows)
+        return (*[tensor for tensor in found if tensor is not None], *self.token_vectors)
 
     @property
-    def whole_terms(self) -> tuple[Term, ...]:
-        """The terms with their values, within :meth:`weights`."""
-        return tuple([term.whole() for term in self.terms])
+    def resolved_terms(self) -> tuple[Term, ...]:
+        """The terms with their values, within :meth:`gathered_weights`."""
+        return tuple([term.resolve_stand_ins() for term in self.terms])
 
     @property
     def requires_grad(self) -> bool:
@@ -121,73 +129,75 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        step = STEPS[name].fold
-        folded = self.folded if step is None else step(self.folded, value)
-        if folded is None:
+        step = NORMAL_FORM_UPDATES[name].fold
+        normal_form = self.normal_form if step is None else step(self.normal_form, value)
+        if normal_form is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
-        return replace(self, ops=(*self.ops, (name, value)), folded=folded, dtype=dtype)
+        return replace(self, ops=(*self.ops, (name, value)), normal_form=normal_form, dtype=dtype)
 
-    def copied(self) -> LazyState:
+    def as_copy(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
-        kept = self.ops and self.ops[-1][0] in ("tanh", "log_softmax", "softmax", "exp")
-        return replace(self, ops=(*self.ops, ("clone", None))) if kept else self
+        saves_result = self.ops and self.ops[-1][0] in ("tanh", "log_softmax", "softmax", "exp")
+        return replace(self, ops=(*self.ops, ("clone", None))) if saves_result else self
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        return replace(self, terms=terms, rows=tuple(map(function, self.rows)), known={})
+        return replace(self, terms=terms, token_vectors=tuple(map(function, self.token_vectors)), cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """The state of another sum."""
-        return replace(self, terms=tuple(terms), known={}, **others)
+        return replace(self, terms=tuple(terms), cached_results={}, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
         terms = [term.with_tensors(tensors) for term in self.terms]
-        return self.with_terms(terms, rows=tuple(islice(tensors, len(self.rows))))
+        return self.with_terms(terms, token_vectors=tuple(islice(tensors, len(self.token_vectors))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        rows = tuple([row.detach() if row.requires_grad else row for row in self.rows])
-        return replace(self, terms=terms, rows=rows)
+        token_vectors = tuple([row.detach() if row.requires_grad else row for row in self.token_vectors])
+        return replace(self, terms=terms, token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
-        with self.weights():
-            return self.with_terms([term.changed(in_float32, *TENSORS) for term in self.terms], autocast_dtype=None)
+        with self.gathered_weights():
+            return self.with_terms(
+                [term.map_tensors(in_float32, *TENSOR_NAMES) for term in self.terms], autocast_dtype=None
+            )
 
-    def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
+    def with_calls(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
-        return self.with_terms([term.recorded() for term in self.terms], calls=calls)
+        return self.with_terms([term.with_snapshot() for term in self.terms], calls=calls)
 
     # -- what it is for
 
-    def weights(self, waiting_is_fine: bool = False) -> AbstractContextManager[None]:
+    def gathered_weights(self, can_synchronize: bool = False) -> AbstractContextManager[None]:
         """Around whatever reads the weights: FSDP or ZeRO-3 may have freed them.
 
         Args:
-            waiting_is_fine: wait for a GPU to compare values, even if nothing points to a change.
+            can_synchronize: wait for a GPU to compare values, even if nothing points to a change.
 
         Raises:
             RuntimeError: something that the logits are made from has changed since the model ran.
         """
         for term in self.terms:
-            if term.watched is not None:
-                term.watched.check_unchanged(waiting_is_fine)
+            if term.snapshot is not None:
+                term.snapshot.check_unchanged(can_synchronize)
         if not self.calls:  # in a graph
             return nullcontext()
-        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine), self.tensors)
+        return gather_weights(self.calls, lambda call: call.check_unchanged(can_synchronize), self.tensors)
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
-        with self.weights(waiting_is_fine=True):
+        with self.gathered_weights(can_synchronize=True):
             logits = self._sum_of_products(F.linear).to(self.device)
-            return logits.squeeze(-1) if self.one_class else logits
+            return logits.squeeze(-1) if self.is_single_class else logits
 
     def of_classes(self, index: Tensor) -> Tensor:
         """The logits of some classes, which are last: ``index`` is ``(..., K)``, of each token, or ``(K,)``, of all."""
-        index = index.to(self.home)
+        index = index.to(self.product_device)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if index.dim() == 1:
@@ -196,13 +206,13 @@ class LazyState:
             return z if bias is None else z + bias[index].to(z.dtype)
 
         self.note_values()
-        with self.weights():
+        with self.gathered_weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
     def note_values(self) -> None:
         """Note that values are computed without the logits. They may differ from real logits in the last bits."""
         for call in self.calls:
-            call.gave_values = True
+            call.has_returned_values = True
 
     def _sum_of_products(
         self,
@@ -210,7 +220,7 @@ class LazyState:
         vector: Callable[[Tensor], Tensor] = lambda bias: bias,
     ) -> Tensor:
         total = None
-        for term in self.whole_terms:
+        for term in self.resolved_terms:
             if term.hidden is None and term.bias is not None:
                 z = vector(term.bias)
             else:
@@ -218,48 +228,53 @@ class LazyState:
             z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
-        return self.replayed(total, self.ops)
+        return self.apply_ops(total, self.ops)
 
-    def replayed(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
+    def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Logits or results of all tokens, with the classes last, after some operations."""
-        return replay(z, ops, [row.to(z.device) for row in self.rows])
+        return replay(z, ops, [row.to(z.device) for row in self.token_vectors])
 
     def normalizer(self) -> Tensor | float:
         """What was subtracted from each token's logits, of the tokens' shape."""
-        place = self.folded.normalizer
-        return 0.0 if place is None else self.rows[place].squeeze(-1)
+        place = self.normal_form.normalizer
+        return 0.0 if place is None else self.token_vectors[place].squeeze(-1)
 
     def is_own_logsumexp(self, vector: Tensor) -> bool:
         """Whether a vector is what ``logsumexp`` has returned for these logits."""
-        return any([vector is own and version == versions_of(own) for own, version in self.known.get("own", ())])  # noqa: C419
+        return any(
+            [  # noqa: C419
+                vector is own and version == versions_of(own)
+                for own, version in self.cached_results.get("logsumexp", ())
+            ]
+        )
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""
-        with self.weights():
-            loss = self.fused(target, weight=weight, **spec)
+        with self.gathered_weights():
+            loss = self.fused_loss(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
-        return loss.to(self.device, widened(self.dtype, self.device.type))
+        return loss.to(self.device, autocast_result_dtype(self.dtype, self.device.type))
 
     def argmax(self) -> Tensor:
         """The most probable class of each token."""
-        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.home)
-        with self.weights(waiting_is_fine=True):
-            output = self.detach().fused(target, reduction="none", ignore_index=-100, stats=("argmax",))
+        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.product_device)
+        with self.gathered_weights(can_synchronize=True):
+            output = self.detach().fused_loss(target, reduction="none", ignore_index=-100, stats=("argmax",))
         largest: Tensor = output.argmax.to(self.device)
         return largest
 
-    def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`.
+    def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`gathered_weights`.
 
         Not of tokens with a divisor each.
         """
-        needs(self.folded.divisor is None)
+        require_lazy(self.normal_form.divisor is None)
         if spec.get("reduction") == "none":
             self.note_values()
-        weight = None if weight is None else weight.to(self.home)
-        return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
+        weight = None if weight is None else weight.to(self.product_device)
+        return self._call_operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
-    def per_token(
+    def token_results(
         self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
     ) -> LinearLogprobsOutput:
         """What :func:`flce.linear_logprobs` returns for these logits, with gradients.
@@ -272,13 +287,13 @@ class LazyState:
             torch.bfloat16,
         ):  # for the loss
             options = replace(options, logits_dtype=None)
-        place = self.folded.divisor
+        place = self.normal_form.divisor
         if place is not None:
-            spec["temperature"] = self.rows[place].squeeze(-1) * spec.get("temperature", 1.0)
-        candidates = None if candidates is None else candidates.to(self.home)
+            spec["temperature"] = self.token_vectors[place].squeeze(-1) * spec.get("temperature", 1.0)
+        candidates = None if candidates is None else candidates.to(self.product_device)
         self.note_values()
-        with self.weights():
-            made: LinearLogprobsOutput = self._operator(
+        with self.gathered_weights():
+            made: LinearLogprobsOutput = self._call_operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
             )
         return made
@@ -290,28 +305,31 @@ class LazyState:
         difference is small where probabilities are nearly equal.
         """
         if torch.compiler.is_compiling():  # results that are known already are no part of a graph
-            made = self.per_token("lse", "entropy")
+            made = self.token_results("lse", "entropy")
         else:
-            folded = self.folded
-            divisor = None if folded.divisor is None else self.rows[folded.divisor]
+            normal_form = self.normal_form
+            divisor = None if normal_form.divisor is None else self.token_vectors[normal_form.divisor]
             modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            key = id(divisor), folded.logit_scale, folded.softcap, *modes
-            with self.weights():  # known results are of weights that have not changed
-                if key not in self.known:
-                    self.known[key] = divisor, self.per_token("lse", "entropy")  # kept, the divisor keeps its id
-            made = self.known[key][1]
+            key = id(divisor), normal_form.logit_scale, normal_form.softcap, *modes
+            with self.gathered_weights():  # known results are of weights that have not changed
+                if key not in self.cached_results:
+                    self.cached_results[key] = (
+                        divisor,
+                        self.token_results("lse", "entropy"),
+                    )  # kept, the divisor keeps its id
+            made = self.cached_results[key][1]
         assert made.lse is not None
         assert made.entropy is not None
         return made.lse, made.entropy
 
-    def _operator(
+    def _call_operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
     ) -> Any:
         """One of flce's functions of a head and its input."""
         products, biases = [], []
         dtype = self.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
-        for term in self.whole_terms:
+        for term in self.resolved_terms:
             factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
@@ -326,29 +344,31 @@ class LazyState:
             spec["adapters"] = tuple(products[1:])
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
-            call.passed_by |= requires_grad
-            call.usage.used |= call.passed_by
-        folded = self.folded
+            call.has_bypassing_gradient |= requires_grad
+            call.usage.has_gradient_use |= call.has_bypassing_gradient
+        normal_form = self.normal_form
         hidden, weights = products[0]
         # What was subtracted before a normalisation gets a gradient of zeros.
-        cancelled = [row for place, row in enumerate(self.rows) if row.requires_grad and place != folded.normalizer]
+        cancelled = [
+            row for place, row in enumerate(self.token_vectors) if row.requires_grad and place != normal_form.normalizer
+        ]
         for row in cancelled if requires_grad else ():
             hidden = torch.where(torch.ones((), dtype=torch.bool, device=row.device), hidden, row.to(hidden.dtype))
         return self._in_head_autocast(
             function,
             hidden,
             weights,
-            None if target is None else target.to(self.home),
+            None if target is None else target.to(self.product_device),
             linear_bias=sum(biases[1:], biases[0]) if biases else None,
-            logit_scale=folded.logit_scale,
-            softcap=folded.softcap,
+            logit_scale=normal_form.logit_scale,
+            softcap=normal_form.softcap,
             options=options,
             **spec,
         )
 
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call with the autocast state the head was called with, which may have been left since."""
-        kind = self.home.type
+        kind = self.product_device.type
         now = autocast_dtype(kind)
         if now == self.autocast_dtype:
             return function(*args, **kwargs)
@@ -375,14 +395,14 @@ def head_state(
     """
     device = hidden.device
     autocast = autocast_dtype(device.type)
-    dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
+    dtype = hidden.dtype if autocast is None else autocast_operand_dtype(hidden.dtype, device.type)
     term = Term(hidden, weight, bias)
     settings = Settings() if settings is None else settings
     state = LazyState((term,), dtype, autocast, device, settings)
-    return state if call is None else state.recorded((call,))
+    return state if call is None else state.with_calls((call,))
 
 
-def dimension(state: LazyState, dim: int) -> int:
+def normalized_dim(state: LazyState, dim: int) -> int:
     if not -state.ndim <= dim < state.ndim:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-state.ndim}, {state.ndim - 1}], but got {dim})"

@@ -14,7 +14,7 @@ from flce.huggingface.lazy import elementwise, indexing, values
 from flce.huggingface.lazy.state import LazyState
 
 
-def functions(names: str) -> list[Callable[..., Any]]:
+def torch_functions(names: str) -> list[Callable[..., Any]]:
     """The functions, methods and getters of PyTorch with these names, as ``__torch_function__`` is given them."""
     found = [getattr(Tensor, name, None) for name in names.split()]
     plain = [name for name in names.split() if not name.startswith("__")]  # Python gives modules the others, too
@@ -28,18 +28,18 @@ class Operation(NamedTuple):
 
     Attributes:
         run: the function of the state and its other arguments.
-        why: who needs it: an architecture of Transformers, or code that people use with it.
+        used_by: who needs it: an architecture of Transformers, or code that people use with it.
         kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
             it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
             the logits become.
     """
 
     run: Callable[..., Any]
-    why: str
+    used_by: str
     kind: Literal["new", "elementwise", "view", "in place"] = "new"
 
 
-_cast = elementwise.cast
+_cast = elementwise.make_cast
 # An operation without a reason here computes the real logits: a wrong result is worse than a warning.
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(indexing.reshaped(Tensor.reshape), "Transformers: its loss of causal models", "view"),
@@ -60,46 +60,46 @@ _TABLE: dict[str, Operation] = {
     "double": Operation(_cast(torch.float64), "a cast, as float", "elementwise"),
     "half": Operation(_cast(torch.float16), "a cast, as float", "elementwise"),
     "bfloat16": Operation(_cast(torch.bfloat16), "a cast, as float", "elementwise"),
-    "mul multiply __mul__ __rmul__": Operation(elementwise.times, "Cohere; entropies of TRL", "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.multiply, "Cohere; entropies of TRL", "elementwise"),
     "div divide true_divide __truediv__": Operation(elementwise.divide, "Granite; prime-rl", "elementwise"),
     "add __add__ __radd__": Operation(elementwise.add, "BART: a bias; PEFT: an adapter", "elementwise"),
     "sub subtract __sub__": Operation(elementwise.subtract, "torch.distributions.Categorical", "elementwise"),
-    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), "Trainer: label smoothing", "elementwise"),
-    "tanh": Operation(elementwise.recorded("tanh"), "Gemma 2", "elementwise"),
-    "log_softmax": Operation(elementwise.normalised("log_softmax"), "TRL"),
-    "softmax": Operation(elementwise.normalised("softmax"), "OpenRLHF: entropies"),
+    "neg negative __neg__": Operation(elementwise.make_unary("mul", -1), "Trainer: label smoothing", "elementwise"),
+    "tanh": Operation(elementwise.make_unary("tanh"), "Gemma 2", "elementwise"),
+    "log_softmax": Operation(elementwise.make_softmax("log_softmax"), "TRL"),
+    "softmax": Operation(elementwise.make_softmax("softmax"), "OpenRLHF: entropies"),
     "exp": Operation(elementwise.exp, "TRL: entropies", "elementwise"),
     "clamp": Operation(elementwise.clamp, "torch.distributions.Categorical", "elementwise"),
     "__eq__ eq": Operation(values.equals_itself, "torch.distributions.Categorical"),
     "argmax": Operation(values.argmax, "TRL: accuracy of tokens"),
     "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
     "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
-    "sum": Operation(values.total, "Trainer: label smoothing; TRL: entropies"),
+    "sum": Operation(values.sum_over_vocabulary, "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
     "detach_": Operation(LazyState.detach, "training loops: outputs of a step", "in place"),
-    "mul_ multiply_ __imul__": Operation(elementwise.times, "PEFT", "in place"),
+    "mul_ multiply_ __imul__": Operation(elementwise.multiply, "PEFT", "in place"),
     "div_ divide_ true_divide_ __itruediv__": Operation(
         elementwise.divide, "verl; OpenRLHF: a temperature", "in place"
     ),
     "add_ __iadd__": Operation(elementwise.add, "PEFT: an adapter; MobileBERT: a bias", "in place"),
 }
 
-OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
+OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in torch_functions(names)}
 
-OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy, "flce.cross_entropy")
+OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_entropy")
 
 # Give views of their arguments that have one shape.
-BROADCAST = frozenset(functions("broadcast_tensors"))
+BROADCAST = frozenset(torch_functions("broadcast_tensors"))
 
-COMMUTES = frozenset(functions("mul multiply __mul__ add __add__"))
+COMMUTATIVE = frozenset(torch_functions("mul multiply __mul__ add __add__"))
 
 # What the compiler takes `logits - tensor` for, with the tensor first. It cannot compare these functions.
 REFLECTED: dict[str, Callable[..., Any]] = {"__rsub__": Tensor.__sub__, "__rdiv__": Tensor.__truediv__}
 
 # Answered by lazy logits themselves, which know their shape, dtype and device.
 METADATA = frozenset(
-    functions("""
+    torch_functions("""
     shape dtype device layout ndim requires_grad is_leaf grad names itemsize nbytes
     is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla
     is_ipu is_maia is_vulkan size dim ndimension numel nelement stride storage_offset is_contiguous
@@ -109,20 +109,20 @@ METADATA = frozenset(
 )
 
 # Ask for the logits' place in the autograd graph.
-GRAPH = frozenset(functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
+GRAPH_ACCESS = frozenset(torch_functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
 
 # Make a new tensor of their first argument's shape, dtype or device, without reading it.
-LIKE = frozenset(functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
+LIKE = frozenset(torch_functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
 
-NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
+NEW = frozenset(torch_functions("new_empty new_zeros new_ones new_full new_tensor"))
 
 # Read no more than the shape, dtype or device of their second argument.
-AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
+READS_METADATA_OF_SECOND = frozenset(torch_functions("to type_as view_as expand_as reshape_as"))
 
 # Of a small view these compute only its values. They do not change their arguments, return memory of their own, and do
 # not ask for a place in the graph. Schemas do not say so of each function that has this property.
-READING = frozenset(
-    functions("""
+READ_ONLY = frozenset(
+    torch_functions("""
     topk max min amax amin argmax argmin sort argsort softmax log_softmax logsumexp exp sigmoid multinomial sum mean std
     var norm cumsum abs square isnan isfinite isinf any all eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     allclose isclose where gather masked_select cat stack cross_entropy nll_loss kl_div mse_loss add sub mul div clone

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.fold import Op, fold
-from flce.huggingface.partitioned import is_partitioned, parameters_of, stand_in, whole
-from flce.huggingface.staleness import Watched
+from flce.huggingface.lazy.normal_form import Op, to_normal_form
+from flce.huggingface.partitioned import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
+from flce.huggingface.staleness import TensorSnapshot
 
-TENSORS = ("hidden", "weight", "bias")
+TENSOR_NAMES = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Term:
         weight: ``(V, H)``; None of a vector.
         bias: ``(V,)``, of a product or by itself, where it may be wider than the logits; or None.
         ops: factors and casts, before the term was added to others.
-        watched: the first of `tensors` as it was at the call, if that or a view of it is the term's; None: nothing else
+        snapshot: the first of `tensors` as it was at the call, if that or a view of it is the term's; None: nothing
+        else
             can change it. The head's call watches its parameters.
     """
 
@@ -34,7 +35,7 @@ class Term:
     weight: Tensor | None
     bias: Tensor | None
     ops: tuple[Op, ...] = ()
-    watched: Watched | None = field(default=None, compare=False, repr=False)
+    snapshot: TensorSnapshot | None = field(default=None, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -42,11 +43,11 @@ class Term:
 
     @property
     def factor(self) -> float:
-        folded = fold(self.ops)
-        assert folded is not None
-        return folded.logit_scale
+        normal_form = to_normal_form(self.ops)
+        assert normal_form is not None
+        return normal_form.logit_scale
 
-    def changed(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
+    def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """The term with ``function`` done to the tensors of these names, those that there are; others replaced."""
         for name in names:
             tensor = getattr(self, name)
@@ -56,32 +57,32 @@ class Term:
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
         """The term on the next of other tensors, which are not changed in place."""
-        return self.changed(lambda _: next(tensors), *TENSORS, watched=None)
+        return self.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None)
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
         """The term after an operation on the token dimensions."""
         if self.hidden is None:
             return self
-        hidden, watched = function(self.hidden), self.watched
-        if watched is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
-            watched = watched.of_a_copy()
-        return replace(self, hidden=hidden, watched=watched)
+        hidden, snapshot = function(self.hidden), self.snapshot
+        if snapshot is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
+            snapshot = snapshot.for_copy()
+        return replace(self, hidden=hidden, snapshot=snapshot)
 
     def detach(self) -> Term:
-        return self.changed(Tensor.detach, *TENSORS)
+        return self.map_tensors(Tensor.detach, *TENSOR_NAMES)
 
-    def whole(self) -> Term:
+    def resolve_stand_ins(self) -> Term:
         """The term with the values of parameters that are only gathered for a while, which they have to be now."""
-        return self.changed(whole, "weight", "bias") if parameters_of(self.tensors) else self
+        return self.map_tensors(resolve_stand_in, "weight", "bias") if stand_in_parameters(self.tensors) else self
 
-    def recorded(self) -> Term:
+    def with_snapshot(self) -> Term:
         """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
-        now = [recorded(tensor) for tensor in self.tensors]
+        now = [alias_in_graph(tensor) for tensor in self.tensors]
         what = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
-        return replace(self.with_tensors(iter(now)), watched=Watched(now[0], what))
+        return replace(self.with_tensors(iter(now)), snapshot=TensorSnapshot(now[0], what))
 
 
-def recorded(tensor: Tensor) -> Tensor:
+def alias_in_graph(tensor: Tensor) -> Tensor:
     """The same memory, at the place in the autograd graph that the tensor has now.
 
     A leaf's ``requires_grad`` may be changed later, as PEFT's ``disable_adapter()`` does for a while. Stock's logits
@@ -91,9 +92,9 @@ def recorded(tensor: Tensor) -> Tensor:
     if not tensor.is_leaf:
         return tensor
     alias = tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
-    return stand_in(alias, tensor) if is_partitioned(tensor) else alias
+    return make_stand_in(alias, tensor) if is_partitioned(tensor) else alias
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32, within :meth:`LazyState.weights`."""
-    return tensor if tensor.dtype == torch.float32 else whole(tensor).float()
+    """The tensor in float32, within :meth:`LazyState.gathered_weights`."""
+    return tensor if tensor.dtype == torch.float32 else resolve_stand_in(tensor).float()

@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.engine.case import dtype_text
 from flce.testing import tolerances
 from flce.testing.models import tiny_model
-from flce.testing.oracle import MOST_LOGITS, OracleResult, dense_logits, token_results
+from flce.testing.oracle import MAX_LOGITS, OracleResult, dense_logits, token_results
 from flce.testing.problem import (
     ALL_GRADS,
     LOGITS_STD,
@@ -34,13 +34,13 @@ from flce.testing.problem import (
     run_stock,
 )
 from flce.testing.tolerances import Tolerance
-from flce.tools.machine import chosen, exact_device
+from flce.tools.machine import exact_device, use_backend
 
 Results = Mapping[str, Tensor]
 """What was computed, by name."""
 STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
-DEFAULT = ChunkOptions()
-PLANNED = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
+DEFAULT_OPTIONS = ChunkOptions()
+PLAN_ARGUMENTS = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
 CANDIDATES = 5
 
 
@@ -55,7 +55,7 @@ class Figure:
     allowed: float
 
     @property
-    def off(self) -> bool:
+    def is_off(self) -> bool:
         return not self.error <= self.allowed  # NaN is off
 
     @property
@@ -67,7 +67,7 @@ class Figure:
         return f"{self.what} {self.error:.2e} from float64, allowed {self.allowed:.2e}, stock {self.stock:.2e}"
 
 
-def compared(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
+def compare_results(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
     """Return a figure for each of `ours`."""
     figures = []
     for what, got in ours.items():
@@ -140,7 +140,9 @@ def problem_of(inputs: Inputs) -> Problem:
 
 def plan_of(inputs: Inputs, **how: Any) -> str:
     tokens, hidden, vocab = inputs.shape
-    how |= {name: value for name, value in inputs.loss if name in PLANNED} | {"adapter_ranks": inputs.adapter_ranks}
+    how |= {name: value for name, value in inputs.loss if name in PLAN_ARGUMENTS} | {
+        "adapter_ranks": inputs.adapter_ranks
+    }
     return str(flce.plan(tokens, hidden or 0, vocab, inputs.dtype, device=inputs.device, **how))
 
 
@@ -148,10 +150,12 @@ def plan_of(inputs: Inputs, **how: Any) -> str:
 def references_of(inputs: Inputs) -> tuple[Results, Results]:
     """Return stock's results, and the same in float64."""
     p, upstream = problem_of(inputs), inputs.grad_output
-    return named(run_stock(p, upstream)), named(run_oracle(p.to(exact_device(inputs.device)), upstream))
+    return results_by_name(run_stock(p, upstream)), results_by_name(
+        run_oracle(p.to(exact_device(inputs.device)), upstream)
+    )
 
 
-def named(result: CallResult | OracleResult) -> Results:
+def results_by_name(result: CallResult | OracleResult) -> Results:
     """The loss, the statistics and the gradients that there are."""
     statistics = result.output if isinstance(result, CallResult) else result
     found = {"loss": result.loss, **{name: getattr(statistics, name, None) for name in STATISTICS}}
@@ -181,7 +185,7 @@ class Check:
     def plan(self) -> str:
         return ""
 
-    def also_wrong(self, ours: Results) -> list[str]:
+    def other_failures(self, ours: Results) -> list[str]:
         """Return what is wrong besides the figures: a second run that has other bits."""
         again = self.ours()
         names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
@@ -191,10 +195,10 @@ class Check:
         """An exception is a failed check."""
         began, found = time.monotonic(), dict[str, Any]()
         try:
-            with chosen(self.backend):
+            with use_backend(self.backend):
                 ours = self.ours()
-                figures = compared(ours, *self.references(), self.tolerance())
-                wrong = *(f"{figure}." for figure in figures if figure.off), *self.also_wrong(ours)
+                figures = compare_results(ours, *self.references(), self.tolerance())
+                wrong = *(f"{figure}." for figure in figures if figure.is_off), *self.other_failures(ours)
                 found |= {
                     "status": "off" if wrong else "right",
                     "figures": figures,
@@ -219,13 +223,13 @@ def _sentence(error: Exception) -> str:
 class OperatorCheck(Check):
     """`flce.fused_linear_cross_entropy`: losses, statistics and gradients."""
 
-    options: ChunkOptions = DEFAULT
+    options: ChunkOptions = DEFAULT_OPTIONS
     stats: tuple[str, ...] = ()
     grads: str = ALL_GRADS
 
     def ours(self) -> Results:
         how: dict[str, Any] = {"options": self.options, "stats": self.stats, "grads": self.grads}
-        return named(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
+        return results_by_name(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
 
     def tolerance(self) -> Tolerance:
         usual = super().tolerance()
@@ -250,7 +254,7 @@ class LogitsCheck(Check):
         out: Any = flce.cross_entropy(logits, p.target, inplace=self.inplace, stats=self.stats, **p.kwargs)
         loss = out.loss if self.stats else out
         loss.backward(torch.as_tensor(self.inputs.grad_output).to(loss))
-        return named(CallResult(loss.detach(), leaf.grad, None, None, output=out))
+        return results_by_name(CallResult(loss.detach(), leaf.grad, None, None, output=out))
 
 
 @dataclass(frozen=True)
@@ -263,12 +267,12 @@ class SoftmaxCheck(Check):
     def references(self) -> tuple[Results, Results]:
         return self._solve(F, torch.Tensor.detach), self._solve(F, lambda t: t.to(exact_device(t.device)).double())
 
-    def _solve(self, library: Any, made: Any) -> Results:
+    def _solve(self, library: Any, convert: Any) -> Results:
         x = problem_of(self.inputs).input
         upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
-        leaf = made(x).clone().requires_grad_()
+        leaf = convert(x).clone().requires_grad_()
         y = getattr(library, self.title.split()[-1])(leaf, -1)
-        y.backward(made(upstream))
+        y.backward(convert(upstream))
         return {"result": y.detach(), "gradient": leaf.grad}
 
 
@@ -286,7 +290,7 @@ class LogprobsCheck(Check):
     def references(self) -> tuple[Results, Results]:
         p, (tokens, _, vocab) = problem_of(self.inputs), self.inputs.shape
         exact = p.to(exact_device(self.inputs.device)).map(lambda t, _: t.double())
-        return self._solve(p, tokens), self._solve(exact, max(1, MOST_LOGITS // vocab))
+        return self._solve(p, tokens), self._solve(exact, max(1, MAX_LOGITS // vocab))
 
     def tolerance(self) -> Tolerance:
         return tolerances.EXACT_LOGITS.get(self.inputs.dtype, super().tolerance())
@@ -344,7 +348,7 @@ class ModelCheck(Check):
     def tolerance(self) -> Tolerance:
         return tolerances.MODELS[self.inputs.dtype]
 
-    def also_wrong(self, ours: Results) -> list[str]:
+    def other_failures(self, ours: Results) -> list[str]:
         return []  # other operators of a model may add in any order
 
     def _model(self) -> Any:

@@ -19,14 +19,24 @@ from torch import Tensor
 
 import flce
 from flce.core.options import ChunkOptions
-from flce.core.shard import bounds, gather
+from flce.core.shard import all_gather, shard_bounds
 from flce.testing.problem import CallResult, run_stock
-from flce.tools.check.checks import DEFAULT, Check, CheckResult, Inputs, Results, Shape, named, plan_of, problem_of
+from flce.tools.check.checks import (
+    DEFAULT_OPTIONS,
+    Check,
+    CheckResult,
+    Inputs,
+    Results,
+    Shape,
+    plan_of,
+    problem_of,
+    results_by_name,
+)
 from flce.tools.check.suite import DTYPES, loss, usual_backend
 from flce.tools.machine import why_no_dtype
 
 # Seconds: of a collective that waits for another process, of all checks, and of the others once a process has ended.
-SILENCE, SECONDS, AFTER_THE_FIRST = 60.0, 300.0, 20.0
+COLLECTIVE_TIMEOUT, TOTAL_TIMEOUT, TIMEOUT_AFTER_FIRST_EXIT = 60.0, 300.0, 20.0
 GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -34,7 +44,7 @@ GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 class SplitCheck(Check):
     """The loss and the gradients of this process of the default group; all processes have the same loss."""
 
-    options: ChunkOptions = DEFAULT
+    options: ChunkOptions = DEFAULT_OPTIONS
     sequence_parallel: bool = False
 
     @property
@@ -51,18 +61,18 @@ class SplitCheck(Check):
         how: dict[str, Any] = {"process_group": dist.group.WORLD, "vocab_size": self.inputs.shape.vocab, **self.group}
         value: Any = flce.fused_linear_cross_entropy(x, weight, p.target, linear_bias=bias, **how, **p.kwargs)
         value.backward(torch.as_tensor(self.inputs.grad_output).to(value))
-        return named(CallResult(value.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
+        return results_by_name(CallResult(value.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
 
     def references(self) -> tuple[Results, Results]:
         stock = run_stock(problem_of(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
-        full = named(stock), super().references()[1]
+        full = results_by_name(stock), super().references()[1]
         first, second = ({what: self._part(what, t) for what, t in each.items()} for each in full)
         return first, second
 
-    def also_wrong(self, ours: Results) -> list[str]:
-        losses = gather(self.ours()["loss"], dist.group.WORLD)
+    def other_failures(self, ours: Results) -> list[str]:
+        losses = all_gather(self.ours()["loss"], dist.group.WORLD)
         same = all(torch.equal(losses[0], each) for each in losses)
-        return super().also_wrong(ours) + ([] if same else ["The processes have different losses."])
+        return super().other_failures(ours) + ([] if same else ["The processes have different losses."])
 
     def plan(self) -> str:
         return plan_of(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **self.group)
@@ -73,11 +83,11 @@ class SplitCheck(Check):
         if what.startswith("input"):
             return full.chunk(processes, -2)[rank] if self.sequence_parallel else full
         if what.startswith(("weight", "bias")):
-            return full[slice(*bounds(self.inputs.shape.vocab, processes, rank))]
+            return full[slice(*shard_bounds(self.inputs.shape.vocab, processes, rank))]
         return full
 
 
-def place(processes: int, device: torch.device | None) -> torch.device:
+def choose_place(processes: int, device: torch.device | None) -> torch.device:
     """Return the GPUs' type where there are enough, unless a CPU is asked for; else the CPU.
 
     Raises:
@@ -93,8 +103,8 @@ def place(processes: int, device: torch.device | None) -> torch.device:
 
 
 def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck]:
-    """Return the checks on this device, or on any; see `place`."""
-    device, few = place(processes, device), ChunkOptions(chunk_rows=20)
+    """Return the checks on this device, or on any; see `choose_place`."""
+    device, few = choose_place(processes, device), ChunkOptions(chunk_rows=20)
     even, uneven = 256 * processes, 256 * processes - 3
     cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("equal slices", even, {}, {}),
@@ -115,24 +125,24 @@ def run_split(checks: Sequence[SplitCheck], processes: int) -> list[CheckResult]
     """Run each check in every process, up to the first check that some process did not finish."""
     context, ranks = multiprocessing.get_context("spawn"), range(processes)
     with tempfile.TemporaryDirectory() as folder:
-        how = processes, folder, list(checks), SILENCE
-        started = [context.Process(target=_serve, args=(rank, *how), daemon=True) for rank in ranks]
+        how = processes, folder, list(checks), COLLECTIVE_TIMEOUT
+        started = [context.Process(target=_run_checks, args=(rank, *how), daemon=True) for rank in ranks]
         for process in started:
             process.start()
-        wait([process.sentinel for process in started], SECONDS)  # for the first to end
+        wait([process.sentinel for process in started], TOTAL_TIMEOUT)  # for the first to end
         for process in started:
-            process.join(AFTER_THE_FIRST)
+            process.join(TIMEOUT_AFTER_FIRST_EXIT)
             process.kill()
             process.join()
         results: list[CheckResult] = []
         for index, check in enumerate(checks):
-            results.append(_together(check, [Path(folder, f"{index}-{rank}") for rank in ranks]))
+            results.append(_merge_results(check, [Path(folder, f"{index}-{rank}") for rank in ranks]))
             if results[-1].status == "failed":
                 break
     return results
 
 
-def _serve(rank: int, processes: int, folder: str, checks: list[SplitCheck], silence: float) -> None:
+def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck], silence: float) -> None:
     """Run the checks in one process."""
     torch.set_num_threads(1)
     device = checks[0].inputs.device
@@ -148,9 +158,9 @@ def _serve(rank: int, processes: int, folder: str, checks: list[SplitCheck], sil
             break
 
 
-def _together(check: SplitCheck, files: list[Path]) -> CheckResult:
+def _merge_results(check: SplitCheck, files: list[Path]) -> CheckResult:
     """Return one result of all processes: the figures that are furthest off, and what is wrong in any."""
-    none = CheckResult("", "", "", "", "failed", wrong=(f"ended or gave no answer within {SILENCE:.0f} s.",))
+    none = CheckResult("", "", "", "", "failed", wrong=(f"ended or gave no answer within {COLLECTIVE_TIMEOUT:.0f} s.",))
     answers: list[CheckResult] = [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
     figures = sorted((figure for each in answers for figure in each.figures), key=lambda figure: figure.share)
     worst = {figure.what: figure for figure in figures}

@@ -23,7 +23,7 @@ from flce.tools.check.checks import (
     Shape,
     SoftmaxCheck,
 )
-from flce.tools.machine import BACKENDS, devices_of_a_kind, why_no_backend, why_no_dtype
+from flce.tools.machine import BACKENDS, distinct_devices, why_no_backend, why_no_dtype
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = BF16, F32, F16, F64
@@ -39,7 +39,7 @@ TOKENS = Shape(64, None, VOCAB_SIZE)  # of a model
 
 
 @dataclass(frozen=True)
-class Missing:
+class SkippedCheck:
     """What is not checked."""
 
     what: str
@@ -66,7 +66,7 @@ def loss(**arguments: Any) -> dict[str, Any]:
 DEFAULT = Regime("default")
 NONE = Regime("reduction none", loss(reduction="none"))
 FROZEN = Regime("frozen head", how={"grads": "xbaB"})
-IGNORED = Regime("ignored labels", {"ignored": 0.5}, {"options": ChunkOptions(skip_ignored=True)})
+IGNORED_LABELS = Regime("ignored labels", {"ignored": 0.5}, {"options": ChunkOptions(skip_ignored=True)})
 NO_GRADIENTS = Regime("no gradients", how={"grads": "", "stats": ("lse", "logprob")})
 REGIMES = (
     NONE,
@@ -75,7 +75,7 @@ REGIMES = (
     Regime("blocks of classes", how={"options": ChunkOptions(strategy="vocab")}),
     Regime("chunks of tokens", how={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
     FROZEN,
-    IGNORED,
+    IGNORED_LABELS,
     Regime("shift and bias", {**loss(shift=1), "bias": True, "ignored": 0.2}),
     Regime("adapters", {"adapter_ranks": (3, 16)}),
     Regime("rounded logits", how={"options": ChunkOptions(logits_dtype=BF16)}, dtypes=(BF16,)),
@@ -83,7 +83,7 @@ REGIMES = (
     NO_GRADIENTS,
 )
 LARGE_BUDGET = Regime("small budget", how={"options": ChunkOptions(max_workspace_bytes=64 << 20)})
-LARGE_REGIMES = (LARGE_BUDGET, FROZEN, NO_GRADIENTS, NONE, IGNORED)
+LARGE_REGIMES = (LARGE_BUDGET, FROZEN, NO_GRADIENTS, NONE, IGNORED_LABELS)
 CAPPED = {**loss(softcap=6.0, logit_scale=2.0), "bias": True, "ignored": 0.2}
 LOGPROBS = (
     Regime("linear_logprobs", {"ignored": 0.2}, kind=LogprobsCheck),
@@ -97,7 +97,7 @@ LOGPROBS = (
     ),
 )
 ROW_LOSS, ROW_STATS = loss(label_smoothing=0.1, softcap=6.0, z_loss=1e-3, shift=1), {"stats": ("lse", "entropy")}
-OF_ROWS = (
+ROW_REGIMES = (
     Regime("cross_entropy", kind=LogitsCheck),
     Regime("softmax", kind=SoftmaxCheck),
     Regime("cross_entropy in place", how={"inplace": True}, kind=LogitsCheck),
@@ -112,14 +112,14 @@ MODELS = tuple(
 QUICK = ("reduction none", "small budget", "softcap and more", "cross_entropy", "softmax")
 
 
-def suite(device: torch.device, backend: str, quick: bool) -> tuple[list[Check], list[Missing]]:
+def checks_of(device: torch.device, backend: str, quick: bool) -> tuple[list[Check], list[SkippedCheck]]:
     """Return the checks, the most telling first because time may not suffice for all, and what is not checked."""
     why = why_no_backend(device, backend)
     if why is not None:
-        return [], [Missing(f"{device}, {backend} backend", why)]
+        return [], [SkippedCheck(f"{device}, {backend} backend", why)]
     in_turn = {dtype: why_no_dtype(device, dtype) for dtype in DTYPES}
     dtypes = [dtype for dtype, reason in in_turn.items() if reason is None]
-    missing = [Missing(f"{device}, {dtype_text(dtype)}", reason) for dtype, reason in in_turn.items() if reason]
+    missing = [SkippedCheck(f"{device}, {dtype_text(dtype)}", reason) for dtype, reason in in_turn.items() if reason]
     compiled = backend == "triton"
 
     def of(shape: Shape, *regimes: Regime, only: Sequence[torch.dtype] = dtypes, prefix: str = "") -> Iterator[Check]:
@@ -131,19 +131,19 @@ def suite(device: torch.device, backend: str, quick: bool) -> tuple[list[Check],
     small = SMALLER if quick and not compiled else SMALL
     found = list(of(small, DEFAULT))
     if backend == usual_backend(device) and find_spec("transformers") is None:
-        missing.append(Missing(f"{device}, patched models", "Transformers is not installed"))
+        missing.append(SkippedCheck(f"{device}, patched models", "Transformers is not installed"))
     elif backend == usual_backend(device):
         found += of(TOKENS, MODELS[0], only=[F32]) if quick else of(TOKENS, *MODELS)
     if compiled and (free := torch.cuda.mem_get_info(device)[0]) < LARGE_BYTES:
         needed = f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
-        missing.append(Missing(f"{device}, large shapes", needed))
+        missing.append(SkippedCheck(f"{device}, large shapes", needed))
     elif compiled and quick:
         found += of(LARGE, DEFAULT, only=[BF16], prefix="large: ")
     elif compiled:
         found += of(LARGE, DEFAULT, *LARGE_REGIMES, *LOGPROBS, only=[BF16], prefix="large: ")
         found += of(LARGE, DEFAULT, only=[F16], prefix="large: ")
-        found += of(LONG_ROWS, *OF_ROWS, only=[BF16, F32], prefix="long: ")
-    rest = [*of(small, *REGIMES, *LOGPROBS), *of(ROWS, *OF_ROWS)]
+        found += of(LONG_ROWS, *ROW_REGIMES, only=[BF16, F32], prefix="long: ")
+    rest = [*of(small, *REGIMES, *LOGPROBS), *of(ROWS, *ROW_REGIMES)]
     if quick and compiled:
         rest = [check for check in rest if check.inputs.dtype == BF16 and check.title in QUICK]
     return [*found, *rest], missing
@@ -154,14 +154,14 @@ def usual_backend(device: torch.device) -> str:
     return next(backend for backend in BACKENDS if why_no_backend(device, backend) is None)
 
 
-def todo(device: torch.device | None, quick: bool) -> tuple[list[Check], list[Missing]]:
+def list_checks(device: torch.device | None, quick: bool) -> tuple[list[Check], list[SkippedCheck]]:
     """Return the checks of a device, or of one of each kind that this machine has, and what is not checked."""
     checks: list[Check] = []
-    missing: list[Missing] = []
-    where, same = ([device], {}) if device is not None else devices_of_a_kind()
+    missing: list[SkippedCheck] = []
+    where, same = ([device], {}) if device is not None else distinct_devices()
     for one, backend in itertools.product(where, BACKENDS):
-        more, lacking = suite(one, backend, quick)
+        more, skipped = checks_of(one, backend, quick)
         checks += more
-        missing += lacking
-    missing += [Missing(str(other), f"it is as {one}; --device {other} checks it") for other, one in same.items()]
+        missing += skipped
+    missing += [SkippedCheck(str(other), f"it is as {one}; --device {other} checks it") for other, one in same.items()]
     return checks, missing

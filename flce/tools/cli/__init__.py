@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from flce.core.project import COMMAND_LINE
+from flce.core.project import COMMAND_LINE_PACKAGES
 
 INTERRUPTED = 130  # the exit status that shells give to Ctrl-C
 
@@ -41,6 +41,6 @@ def _run() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in ("typer", "rich"):
             raise
-        print(f"The command line of flce needs {package}: pip install {COMMAND_LINE}", file=sys.stderr)
+        print(f"The command line of flce needs {package}: pip install {COMMAND_LINE_PACKAGES}", file=sys.stderr)
         raise SystemExit(2) from None
     app()

@@ -20,8 +20,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         print(f"flce {flce.__version__}")
         raise typer.Exit
 

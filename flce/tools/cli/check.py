@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from flce.core.sizes import size_text
-from flce.tools.cli.output import Json, given, print_json, print_table, stderr, stdout
+from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout
 
 if TYPE_CHECKING:
     from flce.tools.check.checks import CheckResult, Figure
@@ -45,19 +45,19 @@ def check(
     from flce.core.devices import find_device
     from flce.tools.check import processes as split
     from flce.tools.check import suite
-    from flce.tools.machine import environment, threads
+    from flce.tools.machine import environment, use_threads
 
-    one = None if device is None else given("--device", find_device, device)
+    one = None if device is None else parse_option("--device", find_device, device)
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     words += ["--processes", str(processes)] if processes else []
     command, facts = shlex.join(words), environment()
-    checks, missing = suite.todo(one, quick)
-    divided = given("--processes", split.split_checks, processes, one) if processes else []
+    checks, missing = suite.list_checks(one, quick)
+    divided = parse_option("--processes", split.split_checks, processes, one) if processes else []
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=stderr(), transient=True) as bar:
         shown, results = bar.add_task("", total=len(checks) + len(divided)), []
         # The quick checks are so small that threads which wait for each other take longer than the work.
-        with threads(1) if quick else contextlib.nullcontext():
+        with use_threads(1) if quick else contextlib.nullcontext():
             for each in checks:
                 bar.update(shown, advance=1, description=f"{each.inputs.device} {each.backend} {each.title}")
                 results.append(each.run())
@@ -143,4 +143,4 @@ def _machine(facts: dict[str, Any]) -> list[str]:
 def _figure(figure: Figure) -> dict[str, Any]:
     """JSON has no NaN and no infinities: they become text."""
     finite = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in asdict(figure).items()}
-    return {**finite, "off": figure.off}
+    return {**finite, "off": figure.is_off}

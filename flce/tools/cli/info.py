@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flce.core.project import where
+from flce.core.project import locate_page
 from flce.core.sizes import size_text
 from flce.tools.cli.output import Json, print_json, print_table, stdout
 
@@ -22,7 +22,7 @@ def info(json: Json = False) -> None:
     from flce.core import private
     from flce.tools.machine import BY_HAND, TESTED, environment
 
-    lacking = [private.sentence(entry, paths) for entry, paths in private.lacking()]
+    lacking = [private.describe_missing(entry, paths) for entry, paths in private.incomplete_entries()]
     tested = {name: list(ends) for name, ends in TESTED.items()}
     facts = {**environment(), "tested": tested, "by_hand": BY_HAND, "lacking": lacking}
     problems = known_problems(facts)
@@ -97,7 +97,7 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
             gpus and old_triton and not _c_compiler()
         ),
         "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
-        f"patched head. {where('trainers.md')} has the subclass of SFTTrainer that does.": (
+        f"patched head. {locate_page('trainers.md')} has the subclass of SFTTrainer that does.": (
             installed.get("trl", (0,)) >= (1, 16)
         ),
     }

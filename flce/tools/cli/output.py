@@ -43,23 +43,23 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table.title, style="italic", soft_wrap=True)
     heads = [" ".join(_plain(column.header).split()) for column in table.columns]
     for row in zip(*(map(_plain, column.cells) for column in table.columns), strict=True):
-        told = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], row[1:], strict=True) if cell.strip()]
-        console.print(": ".join(filter(None, (row[0].strip(), "; ".join(told)))), markup=False, soft_wrap=True)
+        fields = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], row[1:], strict=True) if cell.strip()]
+        console.print(": ".join(filter(None, (row[0].strip(), "; ".join(fields)))), markup=False, soft_wrap=True)
 
 
 def _plain(cell: Any) -> str:
     return cell.plain if isinstance(cell, Text) else Text.from_markup(cell).plain
 
 
-def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
+def parse_option(option: str, parse: Callable[..., T], *arguments: Any) -> T:
     """What `parse` makes of the value of an option; its ValueError is wrong usage."""
     try:
         return parse(*arguments)
     except ValueError as error:
-        raise wrong(option, f"{error}") from None
+        raise usage_error(option, f"{error}") from None
 
 
-def wrong(option: str, message: str) -> typer.BadParameter:
+def usage_error(option: str, message: str) -> typer.BadParameter:
     """Wrong usage of an option, to be raised."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
 

@@ -14,22 +14,22 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from flce.core.project import where
+from flce.core.project import locate_page
 from flce.core.sizes import parse_bytes, parse_sizes, size_text
-from flce.tools.cli.output import Json, given, print_json, print_table, stderr, stdout, wrong
+from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout, usage_error
 
 if TYPE_CHECKING:
     import torch
 
     from flce.huggingface.estimate.training_memory import Training
-    from flce.planning.device_kinds import Described
+    from flce.planning.device_kinds import DescribedDevice
     from flce.planning.plan import ChunkPlan
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
 _KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
 Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
 """The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`."""
-# `flce.huggingface.estimate.sharding.KINDS`.
+# `flce.huggingface.estimate.sharding.SHARDING_KINDS`.
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 COLOURS = {
     "weights": "blue",
@@ -51,7 +51,7 @@ NOTE = (
     "{context} MiB for the CUDA context. Gaps between tensors come on top: {where} says what to do about them."
 )
 # Options of a training step, which a loss alone does not have.
-OF_A_STEP = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
+STEP_OPTIONS = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
 
 
 def plan(
@@ -108,15 +108,15 @@ def plan(
     import flce
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
-    from flce.planning.device_kinds import described, kind_text
+    from flce.planning.device_kinds import kind_text, resolve_device
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")
     if shape is not None:
-        for name in OF_A_STEP:
+        for name in STEP_OPTIONS:
             source = context.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
-                raise wrong(f"--{name.replace('_', '-')}", "goes with --model: --shape plans the loss alone")
+                raise usage_error(f"--{name.replace('_', '-')}", "goes with --model: --shape plans the loss alone")
     if (sharding is None) != (gpus is None):
         raise typer.BadParameter("--gpus and --sharding go together: without both, each GPU has the whole model")
     if sharding is not None and shards is not None:
@@ -124,31 +124,31 @@ def plan(
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
-        raise wrong("--autocast", f"goes with --dtype float32, got {dtype.value}")
-    memory = given("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
-    gpu = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
+        raise usage_error("--autocast", f"goes with --dtype float32, got {dtype.value}")
+    memory = parse_option("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
+    gpu = parse_option("--device-kind", resolve_device, torch.device("cuda"), device_kind, memory)
     memory = gpu.device.memory
     if memory is None:
-        raise wrong("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
-    most = given("--budget", parse_bytes, budget) if budget is not None else None
+        raise usage_error("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
+    most = parse_option("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
     how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
-    plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **how)
-    told: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
+    plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **how)
+    result: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
-        sizes = given("--shape", parse_sizes, shape)
-        told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head, shards)
+        sizes = parse_option("--shape", parse_sizes, shape)
+        result["loss"] = _loss(sizes, products or weights, plan_loss, not frozen_head, shards)
     else:
         assert model is not None
         how_trained = optimizer.value, frozen_head, accumulation, options, shards or 1
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
         training = Training(batch_size, weights, products, *how_trained, divided)
-        told |= _steps(model, seq_len, training, gpu, memory, plan_of, checkpointing)
+        result |= _steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
-        print_json(told)
+        print_json(result)
     else:
-        _show(told)
-    if "steps" in told and not any(step["fits"] for step in told["steps"]):
+        _show(result)
+    if "steps" in result and not any(step["fits"] for step in result["steps"]):
         raise typer.Exit(1)
 
 
@@ -158,7 +158,7 @@ def plan(
 def _loss(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
-    plan_of: Callable[..., ChunkPlan],
+    plan_loss: Callable[..., ChunkPlan],
     weight_grad: bool,
     shards: int | None,
 ) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _loss(
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
 
     tokens, hidden, vocab = sizes
-    planned = given("--budget", plan_of, tokens, hidden, vocab, dtype)  # no plan may keep the budget
+    planned = parse_option("--budget", plan_loss, tokens, hidden, vocab, dtype)  # no plan may keep the budget
     return {
         "tokens": tokens,
         "hidden_size": hidden,
@@ -183,35 +183,35 @@ def _steps(
     model: str,
     seq_len: int | None,
     training: Training,
-    device: Described,
+    device: DescribedDevice,
     memory: int,
-    plan_of: Callable[..., ChunkPlan],
+    plan_loss: Callable[..., ChunkPlan],
     checkpointing: bool | None,
 ) -> dict[str, Any]:
     """A step of the model in each variant, and the longest sequences."""
     if importlib.util.find_spec("transformers") is None:
         missing = "needs Transformers: pip install transformers, or give --shape N,H,V in place of a model"
-        raise wrong("--model", missing)
+        raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import load_config
     from flce.huggingface.estimate.rehearsal import BudgetError
-    from flce.huggingface.estimate.training_memory import MOST_TOKENS, StepError
+    from flce.huggingface.estimate.training_memory import MAX_TOKENS, StepError
 
-    measured = given("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
     variants = [each for each in measured.variants if checkpointing in (None, each.checkpointing)]
     kind = type(measured.model).__name__
     if not variants:
-        raise wrong("--checkpointing", f"a {kind} has no gradient checkpointing")
+        raise usage_error("--checkpointing", f"a {kind} has no gradient checkpointing")
     if seq_len is None:
         seq_len = min(USUAL_LENGTH, measured.positions or USUAL_LENGTH)
-    if seq_len * training.batch_size > MOST_TOKENS:
-        asked = seq_len * training.batch_size
-        raise wrong("--seq-len", f"expected at most {MOST_TOKENS:,} tokens in a step, got {asked:,}")
+    if seq_len * training.batch_size > MAX_TOKENS:
+        num_tokens = seq_len * training.batch_size
+        raise usage_error("--seq-len", f"expected at most {MAX_TOKENS:,} tokens in a step, got {num_tokens:,}")
     vocab, hidden = measured.head_shape
     if training.shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _loss(sizes, products, plan_of, not training.frozen_head, training.shards if training.shards > 1 else None)
+    loss = _loss(sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None)
     steps = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=stderr(), transient=True) as progress:
@@ -220,11 +220,11 @@ def _steps(
             progress.update(task, description=f"a step of the model without memory: {variant}")
             try:
                 step = measured.step(seq_len, variant)
-                longest = measured.longest(variant, memory, start=seq_len)
+                longest = measured.find_longest(variant, memory, start=seq_len)
             except StepError as error:
-                raise wrong("--model", f"{error}") from None
+                raise usage_error("--model", f"{error}") from None
             except BudgetError as error:
-                raise wrong("--budget", f"{error}") from None
+                raise usage_error("--budget", f"{error}") from None
             how_long = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
             steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **how_long})
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
@@ -249,9 +249,9 @@ def _steps(
         "loss": loss,
         "steps": steps,
         "note": NOTE.format(
-            libraries=training_memory.LIBRARIES >> 20,
-            context=training_memory.CONTEXT >> 20,
-            where=where("memory.md"),
+            libraries=training_memory.LIBRARY_BYTES >> 20,
+            context=training_memory.CONTEXT_BYTES >> 20,
+            where=locate_page("memory.md"),
         ),
     }
 
@@ -259,8 +259,8 @@ def _steps(
 # --------------------------------------------------------------------------------------------------- what is shown
 
 
-def _show(told: dict[str, Any]) -> None:
-    console, loss, device = stdout(), told["loss"], told["device"]
+def _show(result: dict[str, Any]) -> None:
+    console, loss, device = stdout(), result["loss"], result["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
     head = Column("memory beside\ninputs and gradients", justify="right", no_wrap=True)
     divided = f", the head divided over {loss['shards']} processes" if loss["shards"] else ""
@@ -269,14 +269,14 @@ def _show(told: dict[str, Any]) -> None:
     table.add_row("flce", size_text(loss["flce_bytes"]))
     print_table(console, table)
     console.print(loss["plan"], soft_wrap=True)
-    if "steps" not in told:
+    if "steps" not in result:
         return
-    training = told["training"]
+    training = result["training"]
     precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
     if training["sharding"]:
         batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
-    model = told["model"]
+    model = result["model"]
     console.print(
         f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
         f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: of one of them'}",
@@ -284,14 +284,14 @@ def _show(told: dict[str, Any]) -> None:
     )
     for remark in model["remarks"]:
         console.print(remark, soft_wrap=True)
-    print_table(console, _table(told["steps"], training["batch_size"]))
-    for sentence in _about_lengths(told):
+    print_table(console, _table(result["steps"], training["batch_size"]))
+    for sentence in _about_lengths(result):
         console.print(sentence, soft_wrap=True)
-    for line in _chart(told["steps"], device["memory_bytes"], console.width):
+    for line in _chart(result["steps"], device["memory_bytes"], console.width):
         console.print(line, no_wrap=True)
-    if any(step["patched"] and not step["fused"] for step in told["steps"]):
+    if any(step["patched"] and not step["fused"] for step in result["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) says why.", soft_wrap=True)
-    console.print(told["note"], soft_wrap=True)
+    console.print(result["note"], soft_wrap=True)
 
 
 def _name(step: dict[str, Any]) -> str:
@@ -310,12 +310,12 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
     return table
 
 
-def _about_lengths(told: dict[str, Any]) -> list[str]:
+def _about_lengths(result: dict[str, Any]) -> list[str]:
     """What to know of the sequences beside the memory that they take."""
-    steps, positions = told["steps"], told["model"]["positions"]
+    steps, positions = result["steps"], result["model"]["positions"]
     obstacles = dict.fromkeys(step["longest_obstacle"] for step in steps if step["longest_obstacle"])
     lines = [f"Why no sequence is longer: {obstacle.rstrip('.')}." for obstacle in obstacles]
-    lengths = [told["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
+    lengths = [result["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
     if positions is not None and max(lengths) > positions:
         lines.append(
             f"The config names {positions:,} positions: longer sequences fit, but the model is not made for them."

@@ -21,7 +21,7 @@ class NoLazyFormError(Exception):
     """An operation has no lazy form: it is done to the real logits."""
 
 
-def needs(condition: bool) -> None:
+def require_lazy(condition: bool) -> None:
     """Ends an operation that would be lazy only on this condition."""
     if not condition:
         raise NoLazyFormError
@@ -31,48 +31,48 @@ Form = Literal["logits", "log-probabilities", "probabilities", "weighted logits"
 """Weighted: by their probabilities, for a sum over the vocabulary."""
 
 
-class Folded(NamedTuple):
+class NormalForm(NamedTuple):
     """``z = softcap * tanh(logit_scale * x / softcap) / divisor``, and what was made of it.
 
     Attributes:
         logit_scale: of x, the sum of the terms.
         softcap: None: no tanh.
         form: what was made of z.
-        negative: minus that; of the logits themselves the sign is in `logit_scale`.
+        is_negative: minus that; of the logits themselves the sign is in `logit_scale`.
         divisor: the place of a vector of one number a token; None: none.
         normalizer: the place of the vector of logsumexps that was subtracted from the logits; None: none.
-        clamped: no class is -inf.
+        is_clamped: no class is -inf.
     """
 
     logit_scale: float
     softcap: float | None
     form: Form = "logits"
-    negative: bool = False
+    is_negative: bool = False
     divisor: int | None = None
     normalizer: int | None = None
-    clamped: bool = False
+    is_clamped: bool = False
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         plain = self.softcap is None and self.divisor is None and self.normalizer is None
-        return plain and self.form == "logits" and not self.clamped
+        return plain and self.form == "logits" and not self.is_clamped
 
     @property
     def is_logprob(self) -> bool:
         """Whether these are log-probabilities, and not their negatives."""
-        return self.form == "log-probabilities" and not self.negative
+        return self.form == "log-probabilities" and not self.is_negative
 
     @property
     def has_loss(self) -> bool:
         """Whether the loss of these is one of z, which has no divisor."""
-        plain = self.divisor is None and self.normalizer is None and not self.clamped and not self.negative
+        plain = self.divisor is None and self.normalizer is None and not self.is_clamped and not self.is_negative
         return plain and self.form in ("logits", "log-probabilities")
 
 
-UNCHANGED = Folded(1.0, None)
+IDENTITY = NormalForm(1.0, None)
 
 
-def fold(ops: tuple[Op, ...]) -> Folded | None:
+def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
     """Bring recorded operations into the normal form.
 
     Casts and copies are skipped: flce computes in float32 (or float64) whatever the model rounds to. So is a
@@ -81,18 +81,18 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     Returns:
         None where the operations do not fit (two tanh, a factor that is not finite).
     """
-    folded: Folded | None = UNCHANGED
+    normal_form: NormalForm | None = IDENTITY
     for name, value in ops:
-        step = STEPS[name].fold
-        if folded is not None and step is not None:
-            folded = step(folded, value)
-    return folded
+        step = NORMAL_FORM_UPDATES[name].fold
+        if normal_form is not None and step is not None:
+            normal_form = step(normal_form, value)
+    return normal_form
 
 
-def _multiplied(f: Folded, number: Any) -> Folded | None:
+def _multiplied(f: NormalForm, number: Any) -> NormalForm | None:
     factor = float(number)
     if f.form != "logits":
-        return f._replace(negative=not f.negative, clamped=False) if factor == -1.0 else None
+        return f._replace(is_negative=not f.is_negative, is_clamped=False) if factor == -1.0 else None
     if not math.isfinite(factor) or f.normalizer is not None:
         return None
     cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
@@ -101,53 +101,53 @@ def _multiplied(f: Folded, number: Any) -> Folded | None:
     if abs(scale - 1.0) < 1e-14:  # of ``x / c * c``, by a rounding error: let the operator see that there is no scale
         scale = 1.0
     fits = math.isfinite(scale) and math.isfinite(cap or 0.0)
-    return f._replace(logit_scale=scale, softcap=cap, clamped=False) if fits else None
+    return f._replace(logit_scale=scale, softcap=cap, is_clamped=False) if fits else None
 
 
-def _divided(f: Folded, number: Any) -> Folded | None:
+def _divided(f: NormalForm, number: Any) -> NormalForm | None:
     return None if number == 0 else _multiplied(f, 1.0 / float(number))
 
 
-def _tanh(f: Folded, _: Any) -> Folded | None:
-    return f._replace(softcap=1.0) if f.linear else None
+def _tanh(f: NormalForm, _: Any) -> NormalForm | None:
+    return f._replace(softcap=1.0) if f.is_linear else None
 
 
-def _log_softmax(f: Folded, _: Any) -> Folded | None:
+def _log_softmax(f: NormalForm, _: Any) -> NormalForm | None:
     if f.form == "logits" or f.is_logprob:
-        return f._replace(form="log-probabilities", normalizer=None, clamped=False)
+        return f._replace(form="log-probabilities", normalizer=None, is_clamped=False)
     return None
 
 
-def _softmax(f: Folded, _: Any) -> Folded | None:
+def _softmax(f: NormalForm, _: Any) -> NormalForm | None:
     normalised = _log_softmax(f, None)
     return None if normalised is None else normalised._replace(form="probabilities")
 
 
-def _exp(f: Folded, _: Any) -> Folded | None:
-    return f._replace(form="probabilities", clamped=False) if f.is_logprob else None
+def _exp(f: NormalForm, _: Any) -> NormalForm | None:
+    return f._replace(form="probabilities", is_clamped=False) if f.is_logprob else None
 
 
-def _clamp(f: Folded, _: Any) -> Folded | None:
-    return f._replace(clamped=True) if f.form in ("logits", "log-probabilities") else None
+def _clamp(f: NormalForm, _: Any) -> NormalForm | None:
+    return f._replace(is_clamped=True) if f.form in ("logits", "log-probabilities") else None
 
 
-def _divided_by_row(f: Folded, place: int) -> Folded | None:
+def _divided_by_row(f: NormalForm, place: int) -> NormalForm | None:
     fits = f.form == "logits" and f.divisor is None and f.normalizer is None
-    return f._replace(divisor=place, clamped=False) if fits else None
+    return f._replace(divisor=place, is_clamped=False) if fits else None
 
 
-def _normalised_by_row(f: Folded, place: int) -> Folded | None:
+def _normalised_by_row(f: NormalForm, place: int) -> NormalForm | None:
     fits = f.form == "logits" and f.normalizer is None
-    return f._replace(normalizer=place, clamped=False) if fits else None
+    return f._replace(normalizer=place, is_clamped=False) if fits else None
 
 
-def _times(f: Folded, ops: tuple[Op, ...]) -> Folded | None:
+def _times(f: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
     """Probabilities times the logits that they are of, or times the logarithms of the probabilities."""
-    other = fold(ops)
+    other = to_normal_form(ops)
     if other is None:
         return None
     p, x = (f, other) if f.form == "probabilities" else (other, f)
-    if p.form != "probabilities" or p.negative or p[:2] != x[:2] or p.divisor != x.divisor:
+    if p.form != "probabilities" or p.is_negative or p[:2] != x[:2] or p.divisor != x.divisor:
         return None
     form = _WEIGHTED.get(x.form)
     return None if form is None else x._replace(form=form)
@@ -159,11 +159,11 @@ _WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities":
 class Step(NamedTuple):
     """One operation: on the normal form, and on real logits. None: it changes no value, but for roundings."""
 
-    fold: Callable[[Folded, Any], Folded | None] | None
+    fold: Callable[[NormalForm, Any], NormalForm | None] | None
     replay: Callable[[Tensor, Any], Tensor]
 
 
-STEPS: dict[str, Step] = {
+NORMAL_FORM_UPDATES: dict[str, Step] = {
     "mul": Step(_multiplied, torch.mul),
     "div": Step(_divided, torch.div),
     "tanh": Step(_tanh, lambda z, _: torch.tanh(z)),
@@ -179,16 +179,22 @@ STEPS: dict[str, Step] = {
 }
 
 
-def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tensor:
+def replay(z: Tensor, ops: tuple[Op, ...], token_vectors: Sequence[Tensor] = ()) -> Tensor:
     """Do to real logits, vocabulary last, what was recorded.
 
     Args:
         z: the logits.
         ops: what was recorded.
-        rows: ``(..., 1)``, the vectors of one number a token.
+        token_vectors: ``(..., 1)``, the vectors of one number a token.
     """
     start = z
     for name, value in ops:
-        other = replay(start, value, rows) if name == "times" else rows[value] if name.endswith("_row") else value
-        z = STEPS[name].replay(z, other)
+        other = (
+            replay(start, value, token_vectors)
+            if name == "times"
+            else token_vectors[value]
+            if name.endswith("_row")
+            else value
+        )
+        z = NORMAL_FORM_UPDATES[name].replay(z, other)
     return z

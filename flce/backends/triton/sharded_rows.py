@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import TileCall
-from flce.backends.triton.launch import Launch, launch_of
+from flce.backends.triton.launch import Launch, build_launch
 from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p
 
 ROWS = 64
@@ -40,7 +40,7 @@ def one_minus_exp(x):
         *("normalizer_stride", "factors_stride"),
     ]
 )
-def complete_slices_kernel(
+def finish_sharded_rows_kernel(
     sent_ptr,  # (processes, 3 * rows + 1): offset, log_sum and target's log-probability of the rows; number of classes
     target_ptr,  # (rows,) int64, of all classes
     class_weight_ptr,  # (V,)
@@ -90,33 +90,33 @@ def complete_slices_kernel(
         offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
         lse = tl.where(offset == float("inf"), offset, offset + log_sum)
         largest = tl.where((lse > largest) | (lse != lse), lse, largest)
-        told = tl.load(sent_ptr + process * sent_stride + 3 * rows)
+        num_classes = tl.load(sent_ptr + process * sent_stride + 3 * rows)
         expected = tl.minimum(tl.maximum(vocab_size - process * classes, 0), classes)
-        wrong = tl.where(told == expected.to(tl.float32), wrong, float("nan"))
+        wrong = tl.where(num_classes == expected.to(tl.float32), wrong, float("nan"))
     reference = tl.where(largest == float("-inf"), 0.0, largest) + wrong
 
     total = tl.zeros((ROWS,), tl.float32)
     others = tl.zeros((ROWS,), tl.float32)
-    of_owner = tl.zeros((ROWS,), tl.float32)
-    here = tl.zeros((ROWS,), tl.float32)
+    owner_lse = tl.zeros((ROWS,), tl.float32)
+    own_lse = tl.zeros((ROWS,), tl.float32)
     for process in range(processes):
         offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
         lse = (offset - reference) + log_sum
         term = tl.exp2(lse * LOG2_E)
         total += term
         others += tl.where(owner == process, 0.0, term)
-        of_owner = tl.where(owner == process, lse, of_owner)
-        here = tl.where(process == rank, lse, here)
+        owner_lse = tl.where(owner == process, lse, owner_lse)
+        own_lse = tl.where(process == rank, lse, own_lse)
     log_sum = tl.log2(tl.where(valid, total, 1.0)) * LN_2
-    of_target = sent_ptr + owner.to(tl.int64) * sent_stride + 2 * rows + row
-    nll = -tl.load(of_target, mask=exists & in_range, other=0.0)
+    target_logprob_ptr = sent_ptr + owner.to(tl.int64) * sent_stride + 2 * rows + row
+    nll = -tl.load(target_logprob_ptr, mask=exists & in_range, other=0.0)
     # log(1 + exp(x)), x being what the others weigh beside the owner of the target.
-    x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - of_owner)
+    x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - owner_lse)
     more = tl.maximum(x, 0.0) + log1p(tl.exp2(-tl.abs(x) * LOG2_E))
-    nll = tl.where(of_owner == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
+    nll = tl.where(owner_lse == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
     nll = tl.where(in_range & (tl.abs(largest) != float("inf")), nll, float("nan")) + wrong
 
-    of_softmax, at_target = finish_rows(
+    softmax_factor, grad_at_target = finish_rows(
         row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=one_minus_exp(nll),
         offset=reference, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
         scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
@@ -125,28 +125,30 @@ def complete_slices_kernel(
     )  # fmt: skip
     if not HAS_FACTORS:
         return
-    share = here - log_sum
+    share = own_lse - log_sum
     # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
     counts = share != float("-inf")
     own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
     # Of the target, or of the class that stands in for one that is elsewhere.
-    of_stand_in = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
-    at_target = tl.where(in_range & (owner == rank), at_target, of_softmax * of_stand_in)
+    stand_in_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
+    grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * stand_in_probability)
     if HAS_SOFTCAP:
         offset, log_sum = load_log_sum_exp(sent_ptr, rank, sent_stride, row, rows, exists)
         tanh = tl.where(counts, (offset + (log_sum + own)) / cap, 0.0)
-        at_target *= scale * cap * ((1.0 - tanh) * (1.0 + tanh))
+        grad_at_target *= scale * cap * ((1.0 - tanh) * (1.0 + tanh))
     elif HAS_SCALE:
-        at_target *= scale
+        grad_at_target *= scale
     factor = tl.load(factors_ptr + row, mask=exists, other=0.0) * tl.exp2(share * LOG2_E)
-    factor = of_softmax * tl.where(counts, factor, 0.0)
+    factor = softmax_factor * tl.where(counts, factor, 0.0)
     tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
-    tl.store(factors_ptr + factors_stride + row, tl.where(valid, at_target, 0.0), mask=exists)
+    tl.store(factors_ptr + factors_stride + row, tl.where(valid, grad_at_target, 0.0), mask=exists)
 
 
-def complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> Iterator[Launch]:
-    yield launch_of(
-        complete_slices_kernel,
+def finish_sharded_rows(
+    sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
+) -> Iterator[Launch]:
+    yield build_launch(
+        finish_sharded_rows_kernel,
         (triton.cdiv(len(call.inputs.target), ROWS),),
         call,
         {"HAS_FACTORS": factors is not None, "ROWS": ROWS},

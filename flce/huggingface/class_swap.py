@@ -14,17 +14,17 @@ from typing import Any
 from torch import nn
 
 # What the other class has in place of the original's.
-Methods = Callable[[Any], dict[str, Callable[..., Any]]]
+MethodFactory = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
-def give_class(module: nn.Module, methods: Methods) -> None:
+def replace_class(module: nn.Module, methods: MethodFactory) -> None:
     """Put ``methods(original)`` in the place of the module's own, where ``original`` is its class."""
-    _set_class(module, lambda original: _other_class(original, methods))
+    _set_class(module, lambda original: _subclass_with_methods(original, methods))
 
 
-def take_class(module: nn.Module) -> None:
-    """Undo :func:`give_class`, unless something else has changed the class since."""
-    _set_class(module, lambda other: vars(other).get("_flce_original", other))
+def restore_class(module: nn.Module) -> None:
+    """Undo :func:`replace_class`, unless something else has changed the class since."""
+    _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
 
 
 def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
@@ -36,26 +36,26 @@ def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
         other = replaced(kind)
     object.__setattr__(module, "__class__", other)  # Lightning Fabric's modules set attributes of what they wrap
     # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
-    kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is kind.forward:
+    old_forward = module.__dict__.get("_old_forward")
+    if getattr(old_forward, "__func__", None) is kind.forward:
         module._old_forward = types.MethodType(type(module).forward, module)
 
 
 @functools.cache
-def _other_class(original: Any, methods: Methods) -> Any:
+def _subclass_with_methods(original: Any, methods: MethodFactory) -> Any:
     """A subclass that looks like ``original`` and has other methods."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # The class cannot be found by its name; make it anew.
         _, _, *state = super(other, self).__reduce_ex__(max(2, protocol))
-        return _new, (original, methods), *state
+        return _new_instance, (original, methods), *state
 
     same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"__reduce_ex__": __reduce_ex__, "_flce_original": original, **methods(original)}
+    own = {"__reduce_ex__": __reduce_ex__, "_flce_original_class": original, **methods(original)}
     other: Any = type(original.__name__, (original,), {**same, **own})
     return other
 
 
-def _new(original: Any, methods: Methods) -> Any:
-    other = _other_class(original, methods)
+def _new_instance(original: Any, methods: MethodFactory) -> Any:
+    other = _subclass_with_methods(original, methods)
     return other.__new__(other)

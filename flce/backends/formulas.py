@@ -32,7 +32,7 @@ from flce.backends.contract import (
 from flce.core.problem import LossSpec
 
 
-def empty_shard(state: Tensor) -> None:
+def write_empty_state(state: Tensor) -> None:
     """The state of no classes."""
     state.zero_()
     state[MAX] = -torch.inf
@@ -42,12 +42,12 @@ class Targets(NamedTuple):
     """What rows have at their targets. None for masks that are known to be True everywhere."""
 
     column: Tensor  # (rows, 1) of the tile, the nearest if the target is not there
-    inside: Tensor | None  # (rows,) whether it is
+    in_tile: Tensor | None  # (rows,) whether it is
     in_range: Tensor | None  # (rows,) whether the target is a class
     valid: Tensor | None  # (rows,) whether it is not ignored
 
     @staticmethod
-    def of(call: TileCall) -> Targets:
+    def from_call(call: TileCall) -> Targets:
         target, tile, ignore_index = call.inputs.target, call.tile, call.spec.ignore_index
         local = target if tile.start == 0 else target - tile.start
         if target.device.type == "cpu" and len(target):  # elsewhere the host would wait for the device
@@ -99,20 +99,20 @@ def row_gradient(call: TileCall, targets: Targets) -> Tensor:
     row = torch.ones_like(lse)
     for factor in (inputs.token_weight, call.upstream):
         row = row if factor is None else row * factor
-    ce, second, weight_sum = inputs.scales.unbind()
+    ce_scale, z_loss_scale, weight_sum = inputs.scales.unbind()
     row = where(targets.in_range, row, torch.nan)
-    made = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
-    made[TARGET] = row * ce * (1.0 - spec.label_smoothing)
+    factors = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
+    factors[TARGET] = row * ce_scale * (1.0 - spec.label_smoothing)
     target_weight = inputs.target_weight(vocab_size)
     if target_weight is not None:
-        made[TARGET] *= target_weight
-    made[SOFTMAX] = made[TARGET]
+        factors[TARGET] *= target_weight
+    factors[SOFTMAX] = factors[TARGET]
     if spec.label_smoothing:
-        made[CLASSES] = row * ce * (spec.label_smoothing / vocab_size)
-        made[SOFTMAX] += made[CLASSES] * weight_sum
+        factors[CLASSES] = row * ce_scale * (spec.label_smoothing / vocab_size)
+        factors[SOFTMAX] += factors[CLASSES] * weight_sum
     if spec.z_loss:
-        made[SOFTMAX] += row * second * (2.0 * spec.z_loss) * lse
-    return where(targets.valid, made, 0.0)
+        factors[SOFTMAX] += row * z_loss_scale * (2.0 * spec.z_loss) * lse
+    return where(targets.valid, factors, 0.0)
 
 
 # ----------------------------------------------------------------------------------------------- statistics
@@ -135,7 +135,7 @@ class RowResults(NamedTuple):
         return RowResults(*(None if t is None else function(t) for t in self))  # type: ignore[arg-type]
 
 
-def results_of_state(
+def results_from_state(
     state: Mapping[int, Tensor] | Tensor, spec: LossSpec, classes: int, weight_sum: Tensor | float
 ) -> RowResults:
     """Finish the state of some classes, by slot. `weight_sum`: of the weights of these classes."""
@@ -178,15 +178,15 @@ def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner:
     x = torch.where(others == -torch.inf, others, others - own_lse)
     logprob = own_logprob - torch.logaddexp(x, torch.zeros_like(x))
     logprob = torch.where(own_lse == -torch.inf, -torch.inf, logprob)
-    away = log_sum - lse  # minus the logarithm of the probability of a shard's classes
-    gone = away == torch.inf
+    minus_log_share = log_sum - lse  # minus the logarithm of the probability of a shard's classes
+    has_no_share = minus_log_share == torch.inf
     smooth = entropy = argmax = mean_logit = log_sum_sq_prob = None
     if shards.smooth is not None:
         # Classes without weights have no part in the sum, whatever their logits are.
         impossible = torch.where(weight_sums == 0.0, 0.0, torch.inf)
-        smooth = torch.where(gone, impossible, shards.smooth + weight_sums * away).sum(0)
+        smooth = torch.where(has_no_share, impossible, shards.smooth + weight_sums * minus_log_share).sum(0)
     if shards.entropy is not None:
-        entropy = torch.where(gone, 0.0, (-away).exp() * (shards.entropy + away)).sum(0)
+        entropy = torch.where(has_no_share, 0.0, (-minus_log_share).exp() * (shards.entropy + minus_log_share)).sum(0)
     if shards.argmax is not None:
         # The first of the shards with the largest logit has the lowest index. (NaN is nowhere the largest.)
         found = torch.where(shards.offset == offset, shards.argmax, torch.inf).amin(0)
@@ -194,7 +194,9 @@ def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner:
     if shards.mean_logit is not None:
         mean_logit = torch.where(widths > 0, widths * shards.mean_logit, 0.0).sum(0) / widths.sum()
     if shards.log_sum_sq_prob is not None:
-        log_sum_sq_prob = torch.where(gone, -torch.inf, shards.log_sum_sq_prob - 2.0 * away).logsumexp(0)
+        log_sum_sq_prob = torch.where(
+            has_no_share, -torch.inf, shards.log_sum_sq_prob - 2.0 * minus_log_share
+        ).logsumexp(0)
     logprob = torch.where(nothing, torch.nan, logprob)
     return RowResults(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
 
@@ -222,12 +224,14 @@ def write_results(results: RowResults, call: TileCall, targets: Targets) -> None
             place.copy_(where(targets.valid, values[name], -1 if name == "argmax" else 0.0))
 
 
-def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None) -> RowResults:
+def write_state_results(
+    state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None
+) -> RowResults:
     """Write the losses and the results of rows from the state of all classes, by slot.
 
     `targets`: those of the call, if they are made already.
     """
     vocab_size = call.tile.vocab_size
-    results = results_of_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
-    write_results(results, call, Targets.of(call) if targets is None else targets)
+    results = results_from_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
+    write_results(results, call, Targets.from_call(call) if targets is None else targets)
     return results

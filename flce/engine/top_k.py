@@ -14,7 +14,7 @@ BIASED_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Top:
+class TopK:
     """What has been found so far: logits a, bias included, which become z by an increasing function (or, of a negative
     scale, a decreasing one: then these are the smallest). While fewer than k classes have been seen, only as many
     columns are written."""
@@ -24,9 +24,9 @@ class Top:
     largest: bool
 
     @staticmethod
-    def of(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> Top:
+    def allocate(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> TopK:
         """Room for the results. `scale`: what z is a multiple of."""
-        return Top(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
+        return TopK(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
 
     def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:
         """The logits of some rows and classes, as products left them, the classes in their order; bias: (cols,)."""
@@ -38,8 +38,8 @@ class Top:
             if bias is not None:
                 block = block + bias
             best, column = block.topk(min(k, block.shape[1]), largest=self.largest)
-            known = slice(part.start + start, part.start + start + len(block))
-            values = torch.cat((self.logits[known, :before], best), 1)
-            ids = torch.cat((self.ids[known, :before], column + cols.start), 1)
-            kept, place = values.topk(after, largest=self.largest)
-            self.logits[known, :after], self.ids[known, :after] = kept, ids.gather(1, place)
+            row_slice = slice(part.start + start, part.start + start + len(block))
+            values = torch.cat((self.logits[row_slice, :before], best), 1)
+            ids = torch.cat((self.ids[row_slice, :before], column + cols.start), 1)
+            merged, position = values.topk(after, largest=self.largest)
+            self.logits[row_slice, :after], self.ids[row_slice, :after] = merged, ids.gather(1, position)
