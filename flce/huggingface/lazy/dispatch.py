@@ -267,7 +267,7 @@ def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tenso
     """Lazy logits with memory of their own. ``copy``: from the real ones; None: its arguments may change."""
     made = make_lazy(result)
     if made._node is not None and not torch.compiler.is_compiling():
-        steps = () if lazy._view is None else lazy._make_view.steps
+        steps = () if lazy._view is None else lazy._view.steps
         made._family.origin = None if copy is None else (*steps, (copy, (True, False)))
         lazy._family.copies.append((weakref.ref(made), made._family))
     return made
