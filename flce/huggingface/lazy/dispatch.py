@@ -97,7 +97,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
             return lazy  # as stock: nothing to do
         if operation.kind == "in place":
-            of_view = func is torch.Tensor.detach_ and lazy._make_view is not None  # an error, PyTorch's
+            of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
             return NotImplemented if of_view or state.is_outside_checkpoint else _change_in_place(lazy, result)
         is_view, cut = operation.kind == "view", lambda x: func(x, *states, **named)
         if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
