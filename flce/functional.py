@@ -370,7 +370,7 @@ def topk_kl(
     check_bool("tail", tail)
     if candidate_logprob.shape != teacher_logprob.shape:
         raise ValueError(
-            "candidate_logprob and teacher_logprob must have one shape, got "
+            "candidate_logprob and teacher_logprob must have the same shape, got "
             f"{tuple(candidate_logprob.shape)} and {tuple(teacher_logprob.shape)}"
         )
     if direction not in ("forward", "reverse"):

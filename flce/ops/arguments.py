@@ -270,7 +270,9 @@ def check_logits_arguments(
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if vocabulary_parallel.is_dtensor(logits):
         if process_group is not None or vocab_size is not None:
-            raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
+            raise ValueError(
+                "process_group and vocab_size need plain logits, got a DTensor: omit them, or give logits.to_local()"
+            )
         logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
     target, weight, token_weight, num_items = (
         vocabulary_parallel.local_tensor(value, name)

@@ -214,8 +214,8 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
                 raise
         # Outside of the except clause the frames of the failed attempt, and their tensors, are freed.
         find_caller().warn(
-            f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its plan, and goes on with "
-            f"{smaller.workspace_bytes / 2**20:.0f} MiB. To save the attempt, give options=flce.ChunkOptions("
+            f"flce could not allocate the {plan.workspace_bytes / 2**20:.0f} MiB of its plan and continues with "
+            f"{smaller.workspace_bytes / 2**20:.0f} MiB. To avoid the failed attempt, give options=flce.ChunkOptions("
             f"max_workspace_bytes={smaller.workspace_bytes}).",
             RuntimeWarning,
         )

@@ -58,7 +58,8 @@ def check_group(process_group: Any) -> None:
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
     if is_placeholder or process_group.rank() < 0:
         raise ValueError(
-            "process_group must have this process in it, got a group of others: call in the group's processes alone"
+            "process_group must contain this process, got a group of other processes: call flce only in the processes "
+            "of the group"
         )
 
 

@@ -43,8 +43,8 @@ def map_over_batch(function: Callable[..., Sequence[Tensor]], *upstream: Tensor 
             results = [function(*(call.get(k, t) for k, t in enumerate(upstream))) for call in calls]
             return [private.add_batch_dim(torch.stack(tensors), 0, level) for tensors in zip(*results, strict=True)]
     raise RuntimeError(
-        "flce takes one batch of upstream gradients at a time, got a batch of batches: call torch.autograd.grad with "
-        "is_grads_batched=True outside of vmap"
+        "flce supports one batch of upstream gradients at a time, got a batch of batches: call torch.autograd.grad "
+        "with is_grads_batched=True outside of vmap"
     )
 
 
