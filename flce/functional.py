@@ -467,14 +467,14 @@ def cross_entropy(
             no logits.
         inplace: True: the logits may be overwritten. If they require grad (and grad mode is on), they contain their
             gradient after this call (for an upstream gradient of 1; for float16 multiplied by one factor). Backward
-            multiplies this gradient by the upstream gradient, unless the factor is 1. If the logits do not require
+            multiplies this gradient by the upstream gradient, unless that is 1. If the logits do not require
             grad, they stay unchanged. While `torch.compile` traces, ``inplace=True`` has the effect of
             ``inplace=False``, because the compiler reuses memory itself.
             Views of one tensor share a version counter. A second call on another part of the tensor makes the backward
             of the first call raise an error: pass the whole tensor to one call, or copy the parts.
             Do not use the logits after the call. If they are not a view, a later use raises an error in backward. If
-            they are a view, or have views, a later use is not detected, and its value and gradient are wrong. (A view
-            of a tensor that `torch.compile` saved is not detected by PyTorch either.)
+            they are a view, a later use of the view or of its base is not detected, and has a wrong value and gradient.
+            (This includes logits that `torch.compile` returned as a view of a tensor that it saved.)
             Do not call this with ``inplace=True`` in a function under `torch.utils.checkpoint.checkpoint` that gets the
             logits as an argument: the function would run again on the overwritten logits.
         process_group: a group over which the classes are divided. All processes have the logits of the same tokens, and

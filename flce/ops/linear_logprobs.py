@@ -105,9 +105,9 @@ def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
     If a plan does not fit into the budget, the error precedes all work, and names a budget that fits both plans.
     """
     plans, refused = [], []
-    for each in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
+    for planned_call in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
         try:
-            plans.append(_plan_untraced(each))
+            plans.append(_plan_untraced(planned_call))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -178,33 +178,33 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     return OperatorArguments.place_gradients(ctx.needs, map_over_batch(gradients, *given))
 
 
-def _arguments_of_backward(
+def _backward_arguments(
     normalizer: Tensor,
     entropy: Tensor,
     candidate_logprob: Tensor | None,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-    of_lse: Tensor | None,
-    of_candidates: Tensor | None,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_candidates: Tensor | None,
     *args: Any,
 ) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
     call = _parse_call(*args)
     requested = _requested_results(per_token.logprob_spec(call.problem))
     if not requested.candidate_logprob:
-        candidate_logprob = of_candidates = None
-    kept = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
-    return call, kept, per_token.UpstreamGradients(of_logprob, of_entropy, of_lse, of_candidates)
+        candidate_logprob = grad_candidates = None
+    saved = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
+    return call, saved, per_token.UpstreamGradients(grad_logprob, grad_entropy, grad_lse, grad_candidates)
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    call, kept, upstream = _arguments_of_backward(*args)
+    call, saved, upstream = _backward_arguments(*args)
     return run_plan(
-        lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), _plan_untraced(call)
+        lambda plan: per_token.backward(call.problem, plan, call.candidates, saved, upstream), _plan_untraced(call)
     )
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
-    return _arguments_of_backward(*args)[0].fake_gradients()
+    return _backward_arguments(*args)[0].fake_gradients()
 
 
 register_operator(
@@ -223,5 +223,5 @@ register_operator(
     _backward_fake,
 )
 flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
-flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_arguments_of_backward(*args)[0].flops()))
+flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))
 register_vmap_loop("linear_logprobs_backward")

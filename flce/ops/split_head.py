@@ -106,26 +106,25 @@ def prepare_split_head(
     return (input, linear_weight, linear_bias, adapters), shard
 
 
-def _class_arguments(num_classes: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
+def _class_arguments(cols: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
     """Return V, and for each tensor with classes if its classes match this process."""
     group: Any = split_head.process_group
-    total = total_vocab_size(num_classes, split_head.vocab_size, group)
+    total = total_vocab_size(cols, split_head.vocab_size, group)
     start, stop = shard_bounds(total, group.size(), group.rank())
     # If one process has all classes, weights of all classes and of the slice have the same length.
     one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
     length = None if weight is None else tuple(weight.shape)
-    whose = "all" if length == (total,) or one_has_all else "the slice's" if length == (num_classes,) else "neither"
+    classes = "all" if length == (total,) or one_has_all else "the slice's" if length == (cols,) else "neither"
     return {
         "V": total,
-        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start
-        == num_classes,
-        "whether there is a weight, and of which classes": None if length is None else whose,
+        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start == cols,
+        "whether there is a weight, and of which classes": None if length is None else classes,
     }
 
 
 def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tensor) -> None:
     """Raise ValueError, in all processes, if their arguments differ or their slices are equal. One collective."""
-    numbers = [*map(_hash_value, arguments.values()), _fingerprint_has_local_classes(linear_weight)]
+    numbers = [*map(_hash_value, arguments.values()), _fingerprint_of_slice(linear_weight)]
     fingerprints = all_gather(torch.tensor(numbers, device=linear_weight.device), group)
     is_equal = (fingerprints == fingerprints[0]).all(0).tolist()[:-1]
     differ = {name: value for (name, value), equal in zip(arguments.items(), is_equal, strict=True) if not equal}
@@ -141,11 +140,8 @@ def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tenso
     )
 
 
-def _fingerprint_has_local_classes(linear_weight: Tensor) -> int:
-    """Return a hash of a few entries of the slice.
-
-    Return 0, which is not compared, if its rows are equal (zeros, padding) or have a NaN: such slices may be equal.
-    """
+def _fingerprint_of_slice(linear_weight: Tensor) -> int:
+    """Return a hash of some entries of the slice; 0, for no comparison, if its rows are equal or have a NaN."""
     rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
     entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
     is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
