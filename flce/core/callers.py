@@ -78,7 +78,7 @@ def _action(message: str, category: type[Warning], file: str, line: int) -> str:
 
 
 def _matches(pattern: Any, text: str) -> bool:
-    """Return True if a pattern of a filter matches: None, a compiled pattern or, in Python's initial filters, a
+    """Return True if a pattern of a filter matches: None, a compiled pattern or (in Python's initial filters) a
     string."""
     if pattern is None or isinstance(pattern, str):
         return pattern is None or pattern == text

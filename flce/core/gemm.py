@@ -1,7 +1,5 @@
-"""Matrix products, for all combinations of dtypes of operands and results. Schedules call `matmul`.
-
-All matrix products of flce run here, except the fused products of a backend (`Backend.product_statistics`).
-"""
+"""Matrix products for all dtypes of operands and results, except a backend's fused products. Schedules call
+`matmul`."""
 
 from __future__ import annotations
 
@@ -129,8 +127,7 @@ def _aligned_inner_size(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Compute `matmul` with float32 sums, rounded to `out` at the end; in pieces of rows, or at once on CUDA if
-    large."""
+    """Compute `matmul` with float32 sums, rounded to `out` at the end; in pieces, except for large results on CUDA."""
     (m, k), n = a.shape, b.shape[1]
     rows, multiply = _float32_piece_rows(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
     for start in range(0, m, rows):

@@ -50,8 +50,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:
-    """Raise TypeError if the value is not a dtype. If it is a string with the name of a dtype, the message has the
-    dtype."""
+    """Raise TypeError if the value is not a dtype. If it is the name of a dtype, the message contains the dtype."""
     if isinstance(value, torch.dtype):
         return
     named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None

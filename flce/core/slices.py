@@ -1,5 +1,4 @@
-"""Slices that return the tensor itself if they select all of it. Each avoided slice saves a few microseconds on the
-host."""
+"""Slices that return the tensor itself if they select all of it, which saves some microseconds on the host."""
 
 from __future__ import annotations
 

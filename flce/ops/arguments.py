@@ -1,5 +1,4 @@
-"""Checks of the arguments of the public functions, before any work. Called by `functional`, `modules` and the other
-modules of `ops`."""
+"""Checks of the arguments of the public functions, before any work. Called by `functional`, `modules` and `ops`."""
 
 from __future__ import annotations
 

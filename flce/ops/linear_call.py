@@ -173,8 +173,7 @@ class LinearCall:
             return True
 
     def fake_gradients(self, forward: bool = False) -> list[Tensor]:
-        """Return empty tensors for the needed gradients that forward or backward returns, in the order of
-        `Needs.flat`."""
+        """Return empty tensors for the needed gradients of forward or backward, in the order of `Needs.flat`."""
         p = self.problem
         dtypes, accum = self.case.dtypes(deferred=not forward), accumulation_dtype(p.dtype)
         grads = (

@@ -1,5 +1,4 @@
-"""Memory layout of the rows of logits: the strides that a kernel can address without a copy. Used by
-`ops.cross_entropy`."""
+"""Memory layout of rows of logits: the strides that kernels address without a copy. Used by `ops.cross_entropy`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Heads that are divided over a group of processes: checks, gathers and padding before a call. Called by
-`ops.arguments`."""
+"""Divided heads: checks, gathers and padding before a call. Called by `ops.arguments`."""
 
 from __future__ import annotations
 
@@ -157,8 +156,7 @@ def _hash_value(value: Any) -> int:
 
 
 def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
-    """Return (..., S, H) from the shares `x`, (..., S / processes, H). The gradient is summed and scattered into
-    shares."""
+    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward sums and scatters the gradient."""
     if x.dim() < 2:
         raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
     full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)

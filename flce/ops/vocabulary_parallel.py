@@ -94,8 +94,7 @@ def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> i
     """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many.
 
     Raises:
-        TypeError: `vocab_size` is not an int.
-        ValueError: `vocab_size` is not positive.
+        TypeError, ValueError: `vocab_size` is not an int, or not positive.
     """
     if vocab_size is None:
         return cols * process_group.size()

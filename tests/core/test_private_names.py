@@ -1,5 +1,4 @@
-"""Private names of other libraries: all are in one table. Importing flce needs none of them, and without any one of
-them a patched model trains as the stock model."""
+"""Private names are in one table. Importing flce needs none, and a patched model trains as stock without any one."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ def test_lora(reduction: str, backend: str, device: torch.device) -> None:
 
 
 def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None:
-    """If one tensor occurs in several terms (an adapter twice, hidden states as an adapter's input), gradients add
-    up."""
+    """If a tensor is in several terms (an adapter twice, an input of head and adapter), gradients add up."""
     p = make_problem((9,), 8, 30, adapter_ranks=(8,), device=device)
     ((_, other),) = p.adapters
     for adapters, weight in (([other, other], lambda w, o: w + 2 * o), ([other], lambda w, o: w + o)):

@@ -441,8 +441,7 @@ def test_overwriting_what_nobody_needs(backend: str, device: torch.device) -> No
 
 
 def test_parts_of_one_tensor(backend: str, device: torch.device) -> None:
-    """Autograd cannot distinguish parts from the full tensor: it raises an error, and never returns a wrong
-    gradient."""
+    """Autograd cannot distinguish parts from the full tensor: it raises an error and returns no wrong gradient."""
     _, logits, y = nonleaf(device=device)
     losses = [loss_of(logits[part], y[part], inplace=True) for part in (slice(0, 5), slice(5, 9))]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -529,8 +528,7 @@ def test_unused_losses(inplace: bool, backend: str, device: torch.device) -> Non
 
 
 class SourceOfLogits(torch.autograd.Function):
-    """Autograd function that returns logits in existing memory, without a gradient, as a head whose logits are not a
-    leaf."""
+    """Autograd function that returns logits in existing memory, without a gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ LIMITS = {
 def call_of(
     n: int = 12, hidden: int = 24, vocab: int = 101, k: int = 5, *, dtype: torch.dtype = torch.float32, **more: Any
 ) -> SimpleNamespace:
-    """Return tensors and arguments of a call: ignored tokens, equal candidates, targets among them, and candidates
-    -1."""
+    """Return tensors and arguments of a call: ignored tokens; candidates that are equal, the target, or -1."""
     g = torch.Generator().manual_seed(n + vocab)
     device = more.pop("device", "cpu")
 
@@ -221,8 +220,7 @@ def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.Fixtur
 
 
 def test_bits_of_a_token(device: torch.device, on_hopper: None) -> None:
-    """With a fused product, the bits of a token do not depend on outputs, or on number and order of the other
-    tokens."""
+    """With a fused product, the bits of a token do not depend on outputs or on the other tokens and their order."""
     call = call_of(20, 64, 600, dtype=torch.bfloat16, device=device)
     if device.type == "cpu":
         # The interpreter multiplies with NumPy, whose sums may depend on the position of a row. These sums are exact.
@@ -395,8 +393,7 @@ def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.Monk
 
 
 class _Constant(torch.autograd.Function):
-    """Autograd function with a gradient of 1 for any upstream gradient: in a batch of gradients it has no batch
-    dimension."""
+    """Autograd function with a gradient of 1 for any upstream gradient, without a batch dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -104,8 +104,7 @@ def test_all_ignored_and_divided_by_their_number(
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
-    """NaN in ignored rows changes only gradients of weights that multiply its column, and none with
-    skip_ignored=True."""
+    """They change only gradients of weights in their columns, and with skip_ignored=True none."""
     p = make_problem((16,), 8, 70, bias=True, adapter_ranks=(3,), ignored=0.4, dtype=dtype, device=device)
     ((a, up),), ignored = p.adapters, p.target == -100
 
@@ -216,8 +215,7 @@ def test_loss_inside_a_larger_graph(reduction: str, backend: str, device: torch.
 def test_rows_without_doubt_have_no_gradient(
     strategy: str, hidden: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
-    """Logits of thousands over a temperature. A fused multiply-add of a logit differs from the maximum, which is
-    rounded: the difference is not 0 without care."""
+    """Large logits over a temperature: a fused multiply-add of the largest logit differs from the rounded maximum."""
     p = make_problem((64,), hidden, 28, dtype=dtype, std=1200.0, temperature=0.7, device=device)
     top = (p.input.double() @ p.linear_weight.double().t()).topk(2)
     certain = top.values[:, 0] - top.values[:, 1] > 200

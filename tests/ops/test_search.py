@@ -148,8 +148,7 @@ def test_cross_entropy_of_logits(
 
 @st.composite
 def strided(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-    """Draw an input and an upstream gradient with any order of dimensions, steps and expanded dimensions; and a
-    dimension."""
+    """Draw an input and an upstream gradient with any dimension order, steps and expansion; and a dimension."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(sizes) - 1))
     sizes[dim] = draw(st.integers(1, 40))

@@ -192,8 +192,7 @@ def test_launches_on_what_is_not_finite(
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_what_is_copied(layout: str, triton_backend: str) -> None:
-    """An input of up to three dimensions is never copied; larger inputs are copied if they have more than three
-    strides."""
+    """Up to three dimensions are never copied; more dimensions are copied if they have more than three strides."""
     from flce.backends.triton import softmax_launch
 
     def copied(dim: int, *shape: int) -> bool:

@@ -149,8 +149,7 @@ def test_flops_of_a_graph(torch_backend: str) -> None:
 @pytest.mark.usefixtures("_no_compiled_code")
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
-    """These numbers end the graph, as for PyTorch's loss, and change no result. In a module they are already
-    converted."""
+    """They end the graph, as for PyTorch's loss, and change no result. Modules have converted them before."""
     number: Any = torch.tensor if kind == "tensor" else pytest.importorskip("numpy").float32
     p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
     expected = fused(p.input, p.linear_weight, p.target, label_smoothing=0.125)
@@ -330,8 +329,7 @@ def test_weight_changed_between_forward_and_backward(backend: str, device: torch
 
 
 def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator costs more Python time than a small call. Results have the same bits, and the autograd node has the
-    same name."""
+    """An operator costs more Python time than a small call. Bits and the name of the autograd node are the same."""
     x, w, y = leaves()
     node = fused(x, w, y).grad_fn
     assert node is not None

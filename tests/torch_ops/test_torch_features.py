@@ -65,8 +65,7 @@ class Sample(NamedTuple):
         return self.call(*self.leaves)[0]
 
     def step(self, call: Callable[..., Any] | None = None) -> list[Tensor]:
-        """Return all results, and the gradients of the first result for an upstream gradient that differs between
-        tokens."""
+        """Return all results, and the gradients of the first result for different upstream gradients of tokens."""
         results = (call or self.call)(*self.leaves)
         upstream = torch.linspace(0.5, 2.0, results[0].numel(), device=results[0].device)
         upstream = upstream.to(results[0].dtype).reshape(results[0].shape)
@@ -464,8 +463,7 @@ def test_several_upstream_gradients_at_once(kind: str, row: Row, backend: str, d
 
 @over(ROWS, ["linear mean tokens", "logits mean in place"])
 def test_several_upstream_gradients_of_half_precision(row: Row, backend: str, device: torch.device) -> None:
-    """Each gradient is as for a single upstream gradient. Over the logits, it is scaled in float32 or in the precision
-    of a kernel."""
+    """Each is as if alone. Over the logits it is scaled in float32, or in the precision of a kernel."""
     sample = row.sample(f16, device)
     upstream = torch.randn(2, *sample.result().shape, device=device, dtype=sample.result().dtype)
     together = batched_gradients("vmap", sample.result(), sample.params, upstream)
@@ -573,8 +571,7 @@ def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pyte
 def test_opcheck_of_half_precision(
     dtype: torch.dtype, row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the dtypes of a GPU, also on the CPU: float16 gradients have a gradient scale, and backward must not change
-    them."""
+    """With the dtypes of a GPU, also on a CPU: backward must not change scaled float16 gradients."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     # Cached plans of other tests have CPU dtypes, and plans of this test must not stay cached.
     with monkeypatch.context() as patch:
