@@ -164,7 +164,7 @@ def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor
 
 
 def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> Tile:
-    # Memory after the last class of a row belongs to the user: kernels must not write there.
+    # Memory after the last class of a row belongs to the user: kernels must not access it.
     cols = p.logits.shape[-1]
     return Tile(p.start, cols, p.vocab_size, accessible_cols=cols, is_shard=bool(p.shard), keep_logits=keep_logits)
 

@@ -53,7 +53,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, weight: Any, dtype: torch.dtype) -> Tensor:
         ctx.mesh, ctx.placements, ctx.dtype = weight.device_mesh, weight.placements, weight.dtype
         full: Tensor = weight.detach().to(dtype).full_tensor()
-        # For a replicated weight the full tensor is the parameter itself, which must not be returned by a Function.
+        # For a replicated weight the full tensor is the parameter itself: return a view instead.
         return full.view_as(full)
 
     @staticmethod
