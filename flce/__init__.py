@@ -1,6 +1,6 @@
 """Fused linear + cross-entropy loss for language models.
 
-Importing this package imports neither PyTorch nor Triton: each public name is loaded when it is first used.
+Importing this package imports neither PyTorch nor Triton: each public name is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
     "unpatch_model",
 ]
 
-# Where each public name is, as the imports above tell type checkers.
+# Module of each public name. The imports above are for type checkers and must list the same names.
 _MODULES = {
     "core.options": ("ChunkOptions",),
     "core.problem": ("LinearCrossEntropyOutput", "LinearLogprobsOutput"),
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value  # the next look-up finds it there
+    globals()[name] = value  # so that the next look-up does not call this function
     return value
 
 

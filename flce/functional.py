@@ -1,4 +1,4 @@
-"""The public functions: they check and document their arguments, make a problem of them, and shape the result."""
+"""The public functions. Each function checks its arguments, builds the problem and shapes the result."""
 
 from __future__ import annotations
 
@@ -91,60 +91,63 @@ def fused_linear_cross_entropy(
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor | LinearCrossEntropyOutput:
-    """``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
+    """Compute ``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits in memory.
 
-    The logits z of a token, and its loss with target y, class weights w and label smoothing s, are:
+    The logits z of a token, and the loss of the token with target y, class weights w and label smoothing s, are:
 
         a = input @ linear_weight.T + sum of (a_k @ B_k.T over adapters) + linear_bias
         z = softcap * tanh(logit_scale * a / softcap) / temperature     (without softcap: logit_scale * a / temperature)
         loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
-    The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
-    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
-    `token_weight`; only the gradients of those that require one are computed. A backward with ``retain_graph=True``
-    copies gradients that forward has computed: `ChunkPlan.retained_workspace_bytes`.
+    The sum of the first two terms is `torch.nn.functional.cross_entropy`. Logits are computed and processed one chunk
+    at a time. Gradients are exact. The loss is differentiable once, in `input`, `linear_weight`, `linear_bias`,
+    `adapters` and `token_weight`. Only gradients of tensors that require a gradient are computed. A backward with
+    ``retain_graph=True`` copies the gradients that forward has computed: see `ChunkPlan.retained_workspace_bytes`.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
-        linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
-            `torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
-            its logits in memory.
-        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing (a NaN
-            or infinity in their hidden states: see `ChunkOptions.skip_ignored`).
-            Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
+        linear_weight: (V, H) weight of the head, in the dtype of `input`. Autocast applies as to
+            `torch.nn.functional.linear`. For a K-dimensional head (V, d_1, ..., d_K, H), the logits are stored in
+            memory.
+        target: (...) class indices in [0, V), int64 or int32. Tokens whose target is `ignore_index` contribute nothing
+            to loss and gradients (for a NaN or infinity in their hidden states, see `ChunkOptions.skip_ignored`). Or
+            class probabilities (..., V) in a floating dtype; then the logits are stored in memory.
         linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
-        adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
-            `softcap`, as a LoRA adapter on the head does (``a = scale * A(x)``). Any r >= 1, which may be another
-            for each; dtypes as of `linear_weight`. Not with a K-dimensional head.
+        adapters: (..., r) and (V, r) pairs. Each pair adds ``a @ B.T`` to the logits before bias, `logit_scale` and
+            `softcap`, as a LoRA adapter on the head does (``a = scale * A(x)``). Any r >= 1; each pair may have a
+            different r. The dtype is the dtype of `linear_weight`. Not supported with a K-dimensional head.
         weight: (V,) class weights.
-        reduction: "none": (...) losses. "sum": their sum. "mean": the sum of cross entropies over the sum of
-            ``weight[target]``, plus the sum of z-losses over the number of tokens that are not ignored; NaN if
-            there are none.
-        ignore_index: the target value of tokens that do not count; None means -100.
+        reduction: "none": (...) losses. "sum": the sum of the losses. "mean": the sum of cross entropies divided by the
+            sum of ``weight[target]``, plus the sum of z-losses divided by the number of tokens that are not ignored;
+            NaN if all tokens are ignored.
+        ignore_index: the target value of ignored tokens; None means -100.
         label_smoothing: s, in [0, 1].
         softcap: bound of the logits, > 0.
         logit_scale: multiplies the logits before softcap.
         temperature: divides the logits after softcap, > 0.
         z_loss: coefficient of the squared log-sum-exp, >= 0.
-        token_weight: (...) in any floating dtype; multiplies each token's loss, z-loss included; not the
-            denominators of "mean". Its gradient is that loss over the denominator, also where the weight is 0; it is
-            0 for ignored tokens. Belongs to the positions of `input`, also with `shift`.
-        num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
-            over all micro-batches.
-        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. At most the
-            length of the sequence. Of the hidden states nothing is copied for it.
-        stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
-        options: how memory and precision are used, see `ChunkOptions`.
-        process_group: a group whose processes have the same tokens, and each a slice of the head, in the order of their
-            ranks (vocabulary parallelism): `linear_weight`, `linear_bias` and the B of `adapters` are (V_local, ...),
-            `weight` is that of all classes or of the slice. All other arguments are the same in all processes. Each
-            gets the same loss and statistics, the gradients of its slice, and those of `input` and of the a of
-            `adapters` summed over the processes: call ``backward`` on the loss in each. See "Several GPUs".
-        vocab_size: V, with `process_group`. None: all processes have equally many classes. Otherwise slices are those
-            of `torch.chunk`: ceil(V / processes) classes, the last ones fewer, or none.
-        sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is this process's share of the
-            tokens, (..., S / processes, H): shares are gathered along dimension -2, and their gradient is summed and
-            given back in shares. `target`, `token_weight`, results and statistics are those of all tokens.
+        token_weight: (...) in any floating dtype. Multiplies the loss of each token, z-loss included, and not the
+            denominators of "mean". The gradient of `token_weight` is the unweighted loss of the token divided by the
+            denominator, also where the weight is 0; it is 0 for ignored tokens. With `shift`, `token_weight` belongs to
+            the positions of `input`.
+        num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens over all
+            micro-batches.
+        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. At most the
+            length of the sequence. Hidden states are not copied.
+        stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
+        options: memory and precision, see `ChunkOptions`.
+        process_group: a group over which the head is divided (vocabulary parallelism). All processes have the same
+            tokens, and each process has one slice of the head, in the order of the ranks: `linear_weight`,
+            `linear_bias` and the B of `adapters` are (V_local, ...), `weight` has all classes or the slice. All other
+            arguments are the same in all processes. Each process gets the same loss and statistics, the gradients of
+            its slice, and the gradients of `input` and of the a of `adapters` summed over the processes. Call
+            ``backward`` on the loss in each process. See "Several GPUs".
+        vocab_size: V, with `process_group`. None: all processes have the same number of classes. Otherwise slices must
+            be the slices of `torch.chunk`: ceil(V / processes) classes; the last slices have fewer or none.
+        sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is the share of the tokens of this
+            process, (..., S / processes, H). The shares are gathered along dimension -2. Their gradient is summed over
+            the processes, and each process gets the gradient of its share. `target`, `token_weight`, results and
+            statistics belong to all tokens.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
@@ -153,12 +156,12 @@ def fused_linear_cross_entropy(
     Raises:
         TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
             differ in dtype outside of autocast.
-        ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan keeps
-            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice has not the
-            classes that `vocab_size` gives it, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results are undefined)
-            processes were given different arguments.
-        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
-            is NaN and nothing is read out of bounds.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan fits into
+            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice does not have the
+            number of classes that follows from `vocab_size`, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results
+            are undefined) processes were given different arguments.
+        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise the loss of that token is
+            NaN, and no memory is read out of bounds.
         RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
 
     Examples:
@@ -183,12 +186,11 @@ def fused_linear_cross_entropy(
 def _make_output(
     rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> Tensor | LinearCrossEntropyOutput:
-    """Return the loss, or with statistics all results.
+    """Return the loss or, with statistics, all results.
 
     Args:
-        rows: of N tokens, the losses reduced.
-        target: as the loss saw it.
-        shape: of the losses of all tokens.
+        rows: outputs of N tokens; losses are reduced.
+        shape: shape of the losses of all tokens.
     """
     loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
     if not spec.stats:
@@ -202,14 +204,14 @@ def _make_output(
 def _reshape_results(
     results: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> dict[str, Tensor]:
-    """Return the results by name, those of tokens in the shape of all tokens.
+    """Return the results by name; results of tokens get the shape of all tokens.
 
     Args:
-        results: by name, reduced or of each target; the argmax also for "correct". None: not computed.
-        target: as the operator saw it.
+        results: tensors by name, reduced or one value for each target; None if not computed. "correct" needs the
+            argmax.
     """
     named, argmax = dict(results), results["argmax"]
-    if argmax is not None and "correct" in spec.stats:  # argmax is -1 where ignored, which `ignore_index` may be too
+    if argmax is not None and "correct" in spec.stats:  # at ignored rows argmax is -1, and `ignore_index` may be -1
         named["correct"] = (argmax == target) & (target != spec.ignore_index)
     if "argmax" not in spec.stats:
         named["argmax"] = None
@@ -223,7 +225,6 @@ def _reshape_results(
 def make_linear_problem(
     args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
 ) -> LinearCrossEntropyProblem:
-    """Return the problem of checked arguments."""
     grad, terms = torch.is_grad_enabled(), ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
     target = args.target.to(torch.int64)
@@ -234,9 +235,9 @@ def make_linear_problem(
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).to(accumulation_dtype(args.input.dtype)).contiguous()
     return LinearCrossEntropyProblem(
-        # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
+        # Two-dimensional inputs need no view: a view costs host time, and twice as much if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
-        # Vectors are short: backends get them contiguous and in one dtype.
+        # Vectors are short, so a copy is cheap: backends require contiguous vectors of one dtype.
         target=target.reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=weight,
@@ -275,36 +276,37 @@ def linear_logprobs(
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
 ) -> LinearLogprobsOutput:
-    """Log-probabilities, entropies and more of each token of ``input @ linear_weight.T``, without the logits.
+    """Compute log-probabilities, entropies and other results of each token of ``input @ linear_weight.T``.
 
-    Losses for preferences and reinforcement learning are a few lines of PyTorch on these. The logits z are those of
-    `fused_linear_cross_entropy`, in float32 in any case (float64 for float64 inputs). Differentiable in `input`,
-    `linear_weight`, `linear_bias` and `adapters`, for any upstream gradients of the results together. A second backward
-    through the same results is right; double backward is refused. Forward makes one matrix product, or two for `top_k`
-    where logits stay in registers; backward makes three more.
+    The logits are not stored in memory. Losses for preferences and reinforcement learning are a few lines of PyTorch on
+    these results. The logits z are defined as in `fused_linear_cross_entropy`; they are always float32 (float64 for
+    float64 inputs). The results are differentiable in `input`, `linear_weight`, `linear_bias` and `adapters`, for any
+    upstream gradients of several results together. A second backward through the same results is correct; double
+    backward raises an error. Forward runs one matrix product, or two for `top_k` where logits stay in registers;
+    backward runs three more.
 
-    The same call with and without gradients returns the same bits.
+    A call with gradients and a call without gradients return the same bits.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
-        linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
-            `torch.nn.functional.linear`).
+        linear_weight: (V, H) weight of the head, in the dtype of `input`. Autocast applies as to
+            `torch.nn.functional.linear`.
         target: (...) class indices in [0, V), int64 or int32. Positions equal to `ignore_index` have no results and no
             gradients. None: `outputs` has neither "logprob" nor "correct", and no position is ignored.
-        candidates: (..., K) or (K,) class indices, int64 or int32, K up to 256: classes whose log-probabilities are
-            wanted, with gradients. -1 is none; an index may be there several times.
-        top_k: k, up to 256 and up to V: the most probable classes, without gradients.
+        candidates: (..., K) or (K,) class indices, int64 or int32, K up to 256. The log-probabilities of these classes
+            are returned, with gradients. -1 is an empty entry; an index may occur several times.
+        top_k: k, up to 256 and up to V: the k most probable classes are returned, without gradients.
         outputs: any of "logprob", "entropy", "lse" (with gradients), "argmax", "correct", "mean_logit" and
             "log_sum_sq_prob" (without).
         linear_bias, adapters, softcap, logit_scale: as in `fused_linear_cross_entropy`.
-        temperature: divides the logits after softcap, > 0. A number, or (...) one of each token, in a floating dtype
-            and without a gradient.
-        ignore_index: the target value of tokens that do not count; None means -100.
-        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. `candidates` and
-            `temperature` belong to the positions of `input`.
-        options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost nothing.
-        process_group, vocab_size, sequence_parallel: as in `fused_linear_cross_entropy`. `target` and `candidates` are
-            classes of all processes, as are the results, which each process gets.
+        temperature: divides the logits after softcap, > 0. A number, or (...) one number for each token, in a floating
+            dtype and without a gradient.
+        ignore_index: the target value of ignored tokens; None means -100.
+        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. `candidates`
+            and `temperature` belong to the positions of `input`.
+        options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost no time.
+        process_group, vocab_size, sequence_parallel: as in `fused_linear_cross_entropy`. `target`, `candidates` and the
+            results refer to the classes of all processes. Each process gets all results.
 
     Returns:
         A `LinearLogprobsOutput`.
@@ -312,11 +314,11 @@ def linear_logprobs(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, an output is unknown or named
-            twice, "logprob" or "correct" is asked for without a target, a temperature requires a gradient (or, on a
-            CPU or with ``FLCE_DEBUG=1``, is no finite number > 0; otherwise the results of that token are NaN),
-            ``options.logits_dtype`` is of half precision, or no plan keeps ``options.max_workspace_bytes``.
-        IndexError: a target or candidate is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise its
-            log-probability is NaN and nothing is read out of bounds.
+            twice, `outputs` has "logprob" or "correct" and `target` is None, a temperature requires a gradient (or, on
+            a CPU or with ``FLCE_DEBUG=1``, is not a finite number > 0; otherwise the results of that token are NaN),
+            ``options.logits_dtype`` is half precision, or no plan fits into ``options.max_workspace_bytes``.
+        IndexError: a target or candidate is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise its
+            log-probability is NaN, and no memory is read out of bounds.
         RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
 
     Examples:
@@ -335,7 +337,7 @@ def linear_logprobs(
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})
 
 
-# A compiler cannot look at fields.
+# `torch.compile` cannot trace `dataclasses.fields`.
 _LOGPROB_FIELDS = tuple(field.name for field in fields(LinearLogprobsOutput))
 
 
@@ -345,19 +347,20 @@ def topk_kl(
     direction: Literal["forward", "reverse"] = "forward",
     tail: bool = True,
 ) -> Tensor:
-    """Kullback-Leibler divergence of a student from a teacher of whom only the top-k log-probabilities are stored.
+    """Compute the Kullback-Leibler divergence of a student from a teacher whose top-k log-probabilities are stored.
 
     Args:
-        candidate_logprob: (..., K) log-probabilities of the student at the teacher's classes, as `linear_logprobs`
-            returns them.
-        teacher_logprob: (..., K) those of the teacher, in any floating dtype; -inf where there is none.
-        direction: "forward" is KL(teacher || student), "reverse" KL(student || teacher).
-        tail: whether all other classes are one more class, whose probability is what is left of 1. Otherwise what both
-            have of these classes is taken as it is, without normalization.
+        candidate_logprob: (..., K) log-probabilities of the student at the classes of the teacher, as returned by
+            `linear_logprobs`.
+        teacher_logprob: (..., K) log-probabilities of the teacher, in any floating dtype; -inf in empty entries.
+        direction: "forward" is KL(teacher || student), "reverse" is KL(student || teacher).
+        tail: True: all other classes count as one more class, whose probability is 1 minus the sum of the K
+            probabilities. False: the sum runs over the K classes only, and the probabilities are not normalized.
 
     Returns:
-        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments. They mean
-        nothing at positions that `linear_logprobs` ignored, whose log-probabilities are 0: leave these out of a sum.
+        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments. Divergences
+        of positions that `linear_logprobs` ignored are meaningless, because the log-probabilities there are 0: leave
+        these positions out of a sum.
 
     Raises:
         TypeError: an argument is not a dense tensor of a floating dtype, or `tail` is not a bool.
@@ -367,7 +370,7 @@ def topk_kl(
     check_bool("tail", tail)
     if candidate_logprob.shape != teacher_logprob.shape:
         raise ValueError(
-            "candidate_logprob and teacher_logprob must have one shape, got "
+            "candidate_logprob and teacher_logprob must have the same shape, got "
             f"{tuple(candidate_logprob.shape)} and {tuple(teacher_logprob.shape)}"
         )
     if direction not in ("forward", "reverse"):
@@ -376,11 +379,11 @@ def topk_kl(
     teacher_logprob = teacher_logprob.to(candidate_logprob.dtype)
     student, teacher = (t.masked_fill(~present, 0.0) for t in (candidate_logprob, teacher_logprob))
     p, q = (teacher, student) if direction == "forward" else (student, teacher)
-    # A class that a student excludes has no part in the reverse divergence: 0 * -inf would be NaN.
+    # The clamp avoids 0 * -inf = NaN in the reverse divergence, for classes to which the student gives probability 0.
     divergence = (p.exp() * (p.clamp(min=LEAST_LOGPROB) - q)).masked_fill(~present, 0.0).sum(-1)
     if not tail:
         return divergence
-    # log(1 - sum of exp(l)); of probabilities that are rounded the sum may reach 1.
+    # The clamp avoids log(0): a sum of rounded probabilities may reach 1.
     least = torch.finfo(candidate_logprob.dtype).eps
     p_rest, q_rest = (1.0 - t.exp().masked_fill(~present, 0.0).sum(-1).clamp(max=1.0 - least) for t in (p, q))
     return divergence + p_rest * (p_rest.log() - q_rest.log())
@@ -434,52 +437,55 @@ def cross_entropy(
     process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
-    """`torch.nn.functional.cross_entropy` of logits that exist, in one pass over them each way.
+    """Compute `torch.nn.functional.cross_entropy` of logits that you have already computed.
 
-    The loss is that of `fused_linear_cross_entropy` with the given `logits` as its a, softcap, scales and
-    z-loss included. Nothing of the size of the logits is made in forward but, with ``inplace=True``, their gradient,
-    over the logits themselves: then no second tensor of that size ever exists. With ``inplace=False`` the logits are
-    kept as they are with a log-sum-exp per token, and backward makes the gradient from them.
+    Forward and backward each read the logits once. The loss is the loss of `fused_linear_cross_entropy` with `logits`
+    as a, softcap, scales and z-loss included. Forward allocates no memory of the size of the logits. With
+    ``inplace=True`` forward writes the gradient over the logits: no second tensor of that size is allocated. With
+    ``inplace=False`` forward saves the logits, unchanged, and one log-sum-exp for each token; backward computes the
+    gradient from them.
 
-    The classes are the **last** dimension, whatever the number of dimensions; ``torch`` has them second, as in
-    (N, C, d): ``logits.movedim(1, -1)`` is its equivalent. Logits are read where they are: rows may lie apart
-    (``logits[:, :-1]``, ``logits[..., :V]``), batch and sequence be transposed. Only if classes are not next to each
-    other in memory, or rows have more than two strides, is a copy made.
+    The classes are the **last** dimension, for any number of dimensions. In ``torch`` they are the second dimension, as
+    in (N, C, d); the equivalent here is ``logits.movedim(1, -1)``. Logits are read without a copy: there may be gaps
+    between rows (``logits[:, :-1]``, ``logits[..., :V]``), and batch and sequence may be transposed. A copy is made
+    only if the classes are not contiguous in memory or rows have more than two strides.
 
     Args:
-        logits: (..., V) in float16, bfloat16, float32 or float64, also under autocast. With `process_group` the
-            columns of this process, (..., V_local). A DTensor that is sharded over its last dimension is recognised
-            as such without `process_group` and `vocab_size`.
-        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
-            Or class probabilities (..., V) in a floating dtype, for which the loss is composed of PyTorch's
-            operators, with several tensors of the size of the logits; without `shift`, `inplace` and `process_group`.
+        logits: (..., V) in float16, bfloat16, float32 or float64, also under autocast. With `process_group` the columns
+            of this process, (..., V_local). A DTensor that is sharded over its last dimension needs neither
+            `process_group` nor `vocab_size`.
+        target: (...) class indices in [0, V), int64 or int32. Tokens whose target is `ignore_index` contribute nothing.
+            Or class probabilities (..., V) in a floating dtype: then PyTorch's operators compute the loss, and allocate
+            several tensors of the size of the logits; `shift`, `inplace` and `process_group` are not supported.
         weight: (V,) class weights, of all classes.
-        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as of
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as in
             `fused_linear_cross_entropy`.
-        token_weight, num_items, stats: as of `fused_linear_cross_entropy`.
-        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Unlike with
-            ``logits[:, :-1]``, whose backward copies, the gradient is that of the logits as they are. The positions
-            are the last dimension of `target`: (B, S) for logits (B, S, V), and for (S, B, V) `logits` and `target`
-            have to be transposed first, which copies no logits.
-        inplace: the logits may be overwritten. If they require grad (and grad mode is on), they hold their gradient
-            after this call (for an upstream gradient of 1; times one number for float16), and a backward only
-            multiplies that, unless by 1. Otherwise there is no gradient, and they stay as they are. While
-            `torch.compile` traces, this is ``inplace=False``: the compiler decides itself which memory it uses again.
-            Views of one tensor share a version, so a second call on another part of it makes the first one's backward
-            an error: give all of it to one call, or copies of the parts.
-            Do not use the logits afterwards. Where they are no view, that is an error in backward; of a view, or of
-            what they are a view of, nothing tells, and neither value nor gradient would be right. (That also goes for
-            what `torch.compile` returned as a view of something that it saved: PyTorch does not notice.)
-            Not in a function under `torch.utils.checkpoint.checkpoint` that is given the logits: it would
-            run again on what is left of them.
-        process_group: a group whose processes have the logits of the same tokens, each for a slice of the
-            vocabulary, in the order of their ranks. `target`, `weight`, `token_weight` and `num_items` are the same
-            in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
-            in forward, of 3 to 7 numbers per token; none in backward.
-        vocab_size: V, with `process_group`. None: all processes have equally many columns. Otherwise the slices must be
-            those of `torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
-            not, statistics, loss and gradient are NaN in all processes (on a CPU, and with ``FLCE_DEBUG=1``, it is a
-            ValueError).
+        token_weight, num_items, stats: as in `fused_linear_cross_entropy`.
+        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. The backward
+            of ``logits[:, :-1]`` copies the gradient; with `shift` there is no copy. Positions are the last dimension
+            of `target`: (B, S) for logits (B, S, V). For (S, B, V), transpose `logits` and `target` first; this copies
+            no logits.
+        inplace: True: the logits may be overwritten. If they require grad (and grad mode is on), they contain their
+            gradient after this call (for an upstream gradient of 1; for float16 multiplied by one factor). Backward
+            multiplies this gradient by the upstream gradient, unless that is 1. If the logits do not require
+            grad, they stay unchanged. While `torch.compile` traces, ``inplace=True`` has the effect of
+            ``inplace=False``, because the compiler reuses memory itself.
+            Views of one tensor share a version counter. A second call on another part of the tensor makes the backward
+            of the first call raise an error: pass the whole tensor to one call, or copy the parts.
+            Do not use the logits after the call. If they are not a view, a later use raises an error in backward. If
+            they are a view, a later use of the view or of its base is not detected, and has a wrong value and gradient.
+            (This includes logits that `torch.compile` returned as a view of a tensor that it saved.)
+            Do not call this with ``inplace=True`` in a function under `torch.utils.checkpoint.checkpoint` that gets the
+            logits as an argument: the function would run again on the overwritten logits.
+        process_group: a group over which the classes are divided. All processes have the logits of the same tokens, and
+            each process has one slice of the vocabulary, in the order of the ranks. `target`, `weight`, `token_weight`
+            and `num_items` are the same in all processes. Each process gets the loss (and statistics) over all classes,
+            and the gradient of its columns. Forward runs one collective, of 3 to 7 numbers for each token; backward
+            runs none.
+        vocab_size: V, with `process_group`. None: all processes have the same number of columns. Otherwise slices must
+            be the slices of `torch.chunk`: ceil(V / processes) columns; the last slices have fewer or none. If the
+            slices are different, statistics, loss and gradient are NaN in all processes (on a CPU, and with
+            ``FLCE_DEBUG=1``, a ValueError is raised).
 
     Returns:
         The loss, float32 (float64 for float64 logits): 0-d, or (...) for ``reduction="none"``. With `stats` a
@@ -487,15 +493,15 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes do not fit, devices differ, a scalar is out of its range, an option is not for class
-            probabilities, or a DTensor is sharded in another way than over its classes.
-        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
-            is NaN and nothing is read out of bounds.
-        RuntimeError: with ``inplace=True``, in forward: logits that require grad and are a leaf (or a view of one),
-            that the operator which made them saved for its backward, that overlap themselves in memory, or whose
-            strides call for a copy; in backward: for a second one, and (by autograd, as for any operation in place)
-            for whatever else saved the logits. In either case, in backward: for double backward; in forward: for
-            forward-mode differentiation.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, an option is not supported with
+            class probabilities, or a DTensor is sharded over another dimension than its classes.
+        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise the loss of that token is
+            NaN, and no memory is read out of bounds.
+        RuntimeError: with ``inplace=True`` in forward: the logits require grad and are a leaf (or a view of a leaf),
+            were saved for backward by the operator that computed them, share memory between elements, or have strides
+            that need a copy. With ``inplace=True`` in backward: for a second backward, and (raised by autograd, as for
+            any in-place operation) if another operator saved the logits. For any `inplace`: in backward for double
+            backward, in forward for forward-mode differentiation.
 
     Examples:
         >>> logits = model(x)                                                           # (2, 6, 100)
@@ -513,7 +519,7 @@ def cross_entropy(
     if overwritten:
         check_overwritable(logits)
     out = fused_cross_entropy(problem, inplace)
-    if overwritten:  # a DTensor counts its versions apart from what is in it
+    if overwritten:  # a DTensor and its local tensor have separate version counters
         torch.autograd.graph.increment_version(logits)
     return _make_output(out, problem.target, problem.target.shape, spec)
 
@@ -540,38 +546,40 @@ def plan(
     shards: int | None = None,
     sequence_parallel: bool = False,
 ) -> ChunkPlan:
-    """What `fused_linear_cross_entropy` will do for a shape, and the bytes it will take.
+    """Return the schedule and the memory of a call of `fused_linear_cross_entropy`, without running it.
 
     Args:
         num_tokens: N, the tokens of `input` over all leading dimensions.
         hidden_size: H.
         vocab_size: V.
-        dtype: of `input` and `linear_weight`, after autocast.
-        device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
-            kind: its memory is no bound, and kernels that need a certain kind are not counted on.
-        device_kind: the kind of GPU to plan for, whatever this machine has: a name of
-            `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"``, spaces, hyphens and case ignored, or a compute
-            capability such as ``"sm_90"``. With it the plan is the same on every machine.
-        device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
-            call takes at most 1/24 of them.
+        dtype: dtype of `input` and `linear_weight`, after autocast.
+        device: device of the tensors, on this machine. If the machine has no GPU, ``"cuda"`` is a GPU of unknown kind:
+            its memory sets no limit, and kernels that need a certain kind of GPU are not used.
+        device_kind: the kind of GPU to plan for, independent of this machine: a name of
+            `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"`` (spaces, hyphens and case are ignored), or a
+            compute capability such as ``"sm_90"``. With `device_kind` the plan is the same on every machine.
+        device_memory: bytes of the device; replaces the memory of this machine's device or of the kind. Without a
+            budget a call uses at most 1/24 of the memory.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
-        input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
-        adapter_ranks: the rank r of each of `adapters`; gradients of both of its tensors are assumed to be asked for.
+        input_grad, weight_grad, bias_grad: True if the gradient is required (``weight_grad=False`` for a frozen head).
+        adapter_ranks: the rank r of each of `adapters`. The plan includes the gradients of both tensors of each
+            adapter.
         options: as in `fused_linear_cross_entropy`.
-        shards: processes over which the head is divided by classes, as with a `process_group` of that many. The plan is
-            that of the process that has most classes, ceil(V / shards). None: the head is not divided.
-        sequence_parallel: with `shards`, as in `fused_linear_cross_entropy`; `num_tokens` are those of all processes.
-            The gathered input, and what its gradient takes before it is given back in shares, come on top of the
-            workspace.
+        shards: number of processes over which the classes of the head are divided, as with a `process_group` of that
+            size. The plan is the plan of the process with the most classes, ceil(V / shards). None: the head is not
+            divided.
+        sequence_parallel: with `shards`, as in `fused_linear_cross_entropy`. `num_tokens` counts the tokens of all
+            processes. The workspace does not include the gathered input and the memory of its gradient before the
+            gradient is scattered.
 
     Returns:
-        A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
-        gradients, from the beginning of forward to the end of backward. ``str(plan)`` names the device that it is for.
-        With `shards`, ``.collectives`` are the numbers of collectives and their bytes.
+        A `ChunkPlan`. ``.workspace_bytes`` is the peak of memory above the inputs and the returned gradients, from the
+        beginning of forward to the end of backward. ``str(plan)`` names the device. With `shards`, ``.collectives`` has
+        the number and the bytes of the collectives.
 
     Raises:
-        ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
-            or an argument has an impossible value.
+        ValueError: no plan fits into ``options.max_workspace_bytes`` (the message names the smallest budget that
+            works), or an argument has an impossible value.
         TypeError: an argument has the wrong type.
 
     Examples:
@@ -591,10 +599,10 @@ def plan(
     check_options(options)
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
+    except (RuntimeError, TypeError):  # the name is unknown to PyTorch, or `device` is not a name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    of_adapters, split = (True,) * len(ranks), split_from_arguments(shards, sequence_parallel, num_tokens)
-    c = Case(
+    adapter_needs, split = (True,) * len(ranks), split_from_arguments(shards, sequence_parallel, num_tokens)
+    case = Case(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size if split is None else shard_bounds(vocab_size, split.num_processes, 0)[1],
@@ -602,8 +610,8 @@ def plan(
         device.type,
         *resolve_device(device, device_kind, device_memory),
         LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
-        Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
+        Needs((input_grad, *adapter_needs), (weight_grad, *adapter_needs), bias_grad),
         options or _DEFAULT_OPTIONS,
         split,
     )
-    return plan_for_case(c).made_for(kind_text(device, device_kind))
+    return plan_for_case(case).made_for(kind_text(device, device_kind))

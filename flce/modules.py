@@ -1,4 +1,4 @@
-"""The losses as modules: of hidden states, one that owns the head and one without state; and of logits."""
+"""The public losses as modules: `flce.functional` with fixed options, with or without a head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 InitT = TypeVar("InitT", bound=Callable[..., None])
 
-# Arguments of the functions that `forward` takes. A module fixes all others.
+# `forward` has these arguments of the functions. A module fixes all others.
 _FORWARD_ARGUMENTS = {
     "input",
     "linear_weight",
@@ -42,7 +42,7 @@ def _fixed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
-    """Show the function's arguments in place of the last one, ``**loss``, in `help`."""
+    """Return a decorator that replaces ``**loss`` by the arguments of `function` in the signature that `help` shows."""
 
     def decorate(init: InitT) -> InitT:
         *own, _ = inspect.signature(init).parameters.values()
@@ -55,7 +55,7 @@ def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
 
 
 class _Loss(nn.Module):
-    """What the losses have in common: arguments of a function, checked once, and class weights as a buffer."""
+    """Base class of the losses: fixed arguments of a function, checked once, and class weights as a buffer."""
 
     weight: Tensor | None
     shift: int
@@ -80,7 +80,6 @@ class _Loss(nn.Module):
             setattr(self, name, value)
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments of the function that are fixed here."""
         spec = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
         return {**spec, "weight": self.weight, **{name: getattr(self, name) for name in self._others}}
 
@@ -90,16 +89,15 @@ class _Loss(nn.Module):
 
 
 class FusedLinearCrossEntropyLoss(_Loss):
-    """`flce.fused_linear_cross_entropy` with its scalar arguments fixed; the head stays where it is.
+    """Loss module: `flce.fused_linear_cross_entropy` with fixed scalar arguments. The module does not own the head.
 
-    Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in
-    `torch.nn.CrossEntropyLoss`.
+    Args: the arguments of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in `torch.nn.CrossEntropyLoss`.
 
-    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); further tensors as those of
+    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); other tensors as in
     `flce.fused_linear_cross_entropy`.
 
     Raises:
-        TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
+        TypeError, ValueError: in the constructor, for a scalar out of its range; in a call, as the function.
     """
 
     options: ChunkOptions | None
@@ -132,13 +130,13 @@ class FusedLinearCrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
-    """A language-model head and its loss in one, as `torch.nn.LinearCrossEntropyLoss`, whose state it can load.
+    """Language-model head and its loss in one module. It can load the state of `torch.nn.LinearCrossEntropyLoss`.
 
     Args:
         in_features: H.
         num_classes: V.
-        bias: whether the head has one.
-        device, dtype: of the head.
+        bias: True if the head has a bias.
+        device, dtype: device and dtype of the head.
         loss: the keyword arguments of `FusedLinearCrossEntropyLoss`.
 
     Attributes:
@@ -147,8 +145,8 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
     Shape: ``forward(input, target)`` with (..., H) and (...).
 
     Raises:
-        TypeError, ValueError: when constructed, for a size that is no int > 0, a `bias` that is not a bool or a scalar
-            out of its range; when called, as the function.
+        TypeError, ValueError: in the constructor, for a size that is not an int > 0, a `bias` that is not a bool or a
+            scalar out of its range; in a call, as the function.
     """
 
     @_signature_of(fused_linear_cross_entropy)
@@ -193,16 +191,15 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
 
 
 class LinearLogprobs(nn.Module):
-    """`flce.linear_logprobs` with its options fixed; the head stays where it is.
+    """Module: `flce.linear_logprobs` with fixed options. The module does not own the head.
 
-    Args: `outputs`, `top_k`, `softcap`, `logit_scale`, `ignore_index`, `shift` and `options` as those of
-    `flce.linear_logprobs`.
+    Args: `outputs`, `top_k`, `softcap`, `logit_scale`, `ignore_index`, `shift` and `options` of `flce.linear_logprobs`.
 
-    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); further tensors and the
-    temperature as those of `flce.linear_logprobs`.
+    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); other tensors and the temperature
+    as in `flce.linear_logprobs`.
 
     Raises:
-        TypeError, ValueError: when constructed, for an option out of its range; when called, as the function.
+        TypeError, ValueError: in the constructor, for an option out of its range; in a call, as the function.
     """
 
     def __init__(
@@ -255,15 +252,15 @@ class LinearLogprobs(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`flce.cross_entropy` with its options fixed, as `torch.nn.CrossEntropyLoss`.
+    """Loss module: `flce.cross_entropy` with fixed options, as `torch.nn.CrossEntropyLoss`.
 
-    Args: as those of `flce.cross_entropy`. `weight` is a buffer.
+    Args: the arguments of `flce.cross_entropy`. `weight` is a buffer.
 
     Shape: ``forward(logits, target)`` with (..., V), classes last, and (...) or, for class probabilities, (..., V);
-    `token_weight` (...).
+    `token_weight` is (...).
 
     Raises:
-        TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
+        TypeError, ValueError: in the constructor, for a scalar out of its range; in a call, as the function.
     """
 
     inplace: bool
@@ -292,15 +289,15 @@ class CrossEntropyLoss(_Loss):
 
     @property
     def reduction(self) -> str:
-        """As given; another takes another module."""
+        """The `reduction` argument. It is read-only: construct another module to change it."""
         return self.spec.reduction
 
     @property
     def ignore_index(self) -> int:
-        """As given."""
+        """The `ignore_index` argument."""
         return self.spec.ignore_index
 
     @property
     def label_smoothing(self) -> float:
-        """As given."""
+        """The `label_smoothing` argument."""
         return self.spec.label_smoothing

@@ -1,1 +1,1 @@
-"""What all other parts of the package use, and which uses none of them."""
+"""Dataclasses, checks and helpers that all other folders use. `core` imports none of them."""

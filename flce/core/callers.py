@@ -1,4 +1,4 @@
-"""Which line of the user's has called, for warnings that name it."""
+"""The line of user code that called flce, for warnings that name it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
-_PACKAGE = os.path.dirname(__file__)  # its folder is that of flce
-# Between a user's line and flce; warnings name the user's.
+_PACKAGE = os.path.dirname(__file__)  # the parent folder of this one is the package
+# Libraries that may be between user code and flce; warnings name the line of user code.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "deepspeed")
 
 WarningKey = tuple[str, type[Warning], str, int]
 """Message, class, file and line."""
-# Python keeps a record too, by module. It is lost whenever anything in the process enters or leaves
-# `warnings.catch_warnings`, as libraries do in every step of a training.
+# Python records shown warnings by module, too. It discards the record whenever code enters or leaves
+# `warnings.catch_warnings`, as libraries do in every training step.
 _shown_warnings: set[WarningKey] = set()
 
 
 class Caller(NamedTuple):
-    """A line of the user's, and what led from there to flce."""
+    """Line of user code that called flce, and the library in between."""
 
     frame: Any
     via: str | None
-    """``file:line`` of the library that called flce; None: the user did."""
+    """``file:line`` of the library that called flce; None: user code called flce."""
     is_evaluating: bool
-    """Whether Transformers' ``Trainer`` was evaluating."""
+    """True if Transformers' ``Trainer`` was evaluating."""
 
     @property
     def line(self) -> str:
         return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
 
     def warn(self, message: str, category: type[Warning], shown: set[WarningKey] | None = None) -> None:
-        """Warn as if that line did: once, where Python's filters do not say otherwise.
+        """Warn as if this line did. The warning is shown once, unless Python's filters set something else.
 
         Args:
             message: the text.
-            category: its class.
-            shown: what has been shown already; None: in this process.
+            category: class of the warning.
+            shown: warnings that were already shown; None: the warnings of this process.
         """
         shown = _shown_warnings if shown is None else shown
         file, line = self.frame.f_code.co_filename, self.frame.f_lineno
@@ -51,7 +51,7 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """The innermost line outside of flce and the libraries below; the outermost if there is none."""
+    """Return the innermost line outside of flce and `_LIBRARIES`, or the outermost line if there is none."""
     modules = map(sys.modules.get, ("torch", *_LIBRARIES))
     package_folder, *libraries = (
         os.path.dirname(os.path.abspath(file)) + os.sep
@@ -68,7 +68,7 @@ def find_caller() -> Caller:
 
 
 def _action(message: str, category: type[Warning], file: str, line: int) -> str:
-    """What the filters of today say of a warning."""
+    """Return the action of the current warning filters for a warning."""
     module = file.removesuffix(".py")  # as `warnings.warn_explicit` calls it
     entries: Any = warnings.filters
     for action, text, kind, place, at in entries:
@@ -78,7 +78,8 @@ def _action(message: str, category: type[Warning], file: str, line: int) -> str:
 
 
 def _matches(pattern: Any, text: str) -> bool:
-    """For a pattern of a filter: None, a compiled one or, in filters that Python starts with, a string."""
+    """Return True if a pattern of a filter matches: None, a compiled pattern or (in Python's initial filters) a
+    string."""
     if pattern is None or isinstance(pattern, str):
         return pattern is None or pattern == text
     return pattern.match(text) is not None

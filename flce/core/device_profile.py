@@ -1,7 +1,7 @@
-"""A profile: a JSON file, named by ``FLCE_PROFILE``, that changes what flce knows of the GPUs of this machine.
+"""Profiles: a JSON file, named by ``FLCE_PROFILE``, that changes the records of the GPUs of this machine.
 
-The file has one object. Its ``name`` is the device's, as PyTorch or the table of known kinds has it. Every other member
-is a field of the record (`flce.core.device_record.DeviceRecord`).
+The file has one object. Its ``name`` is the name of the device, as in PyTorch or in the table of known kinds. Every
+other member is a field of `flce.core.device_record.DeviceRecord`. `flce.core.devices` applies the profile.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FIELDS = ("name", "arch", *_INTEGER_FIELDS, *_RATE_FIELDS, "own_products")
 
 @functools.cache
 def load_profile() -> tuple[str, Mapping[str, Any]] | None:
-    """The file and what it has, read at the first call; None: there is none.
+    """Return the path and the contents of the profile, read at the first call, or None if there is no profile.
 
     Raises:
-        ValueError: it cannot be read, or is no profile. The message names the file.
+        ValueError: the file cannot be read, or is not a profile. The message names the file.
     """
     path = os.environ.get("FLCE_PROFILE", "")
     if not path:
@@ -50,13 +50,13 @@ def load_profile() -> tuple[str, Mapping[str, Any]] | None:
 
 
 def apply_profile(device: DeviceRecord, name: str) -> DeviceRecord:
-    """The record as the profile changes it.
+    """Return the record with the changes of the profile.
 
     Args:
-        name: the device's, as PyTorch has it.
+        name: name of the device in PyTorch.
 
     Raises:
-        ValueError: as `profile`, or the profile is for another device.
+        ValueError: as `load_profile`, or the profile is for another device.
     """
     loaded = load_profile()
     if loaded is None:
@@ -68,7 +68,7 @@ def apply_profile(device: DeviceRecord, name: str) -> DeviceRecord:
 
 
 def _describe_expected(field: str, value: Any) -> str | None:
-    """What the field must have in the place of a wrong value."""
+    """Return a description of the values that the field may have, or None if the value is valid."""
     if field == "own_products":
         return None if isinstance(value, bool) else "true or false"
     if field not in (*_INTEGER_FIELDS, *_RATE_FIELDS):
@@ -80,5 +80,5 @@ def _describe_expected(field: str, value: Any) -> str | None:
     )
 
 
-def _profile_error(path: str, what: str) -> ValueError:
-    return ValueError(f"FLCE_PROFILE={path} {what}")
+def _profile_error(path: str, problem: str) -> ValueError:
+    return ValueError(f"FLCE_PROFILE={path} {problem}")

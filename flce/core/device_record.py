@@ -1,7 +1,7 @@
-"""What flce knows of a device: one record, of a known kind, or made of what PyTorch tells.
+"""`DeviceRecord`: rates and sizes of a device, from the table of known kinds or from PyTorch's device properties.
 
-The rates are those of the vendors' data sheets: without sparsity, sums in float32 (a GeForce multiplies at half of its
-speed then). What calls reach of them is estimated in `flce.planning.cost_model`.
+The rates are the rates of the vendors' data sheets: without sparsity, with sums in float32 (a GeForce then multiplies
+at half speed). `flce.planning.cost_model` estimates the part of these rates that calls reach.
 """
 
 from __future__ import annotations
@@ -11,55 +11,54 @@ from typing import Any, NamedTuple
 
 
 class DeviceRecord(NamedTuple):
-    """A kind of device."""
+    """Rates and sizes of one kind of device."""
 
     name: str
     arch: str
-    """What kernels are compiled for: "sm_90" (compute capability 9.0), "gfx942"; "": no GPU."""
+    """Architecture for which kernels are compiled: "sm_90" (compute capability 9.0), "gfx942"; "": no GPU."""
     multiprocessors: int
-    """Compute units on AMD."""
+    """Number of multiprocessors; on AMD, of compute units."""
     shared_memory: int
-    """Bytes that one program can have."""
+    """Bytes of shared memory that one program can use."""
     registers: int
     """Registers of a multiprocessor, 32 bits each."""
     cache: int
-    """Bytes that all multiprocessors share: L2."""
+    """Bytes of the L2 cache."""
     memory: int | None
-    """Bytes, as PyTorch counts them: a few percent less than what the name says. None: not known, or none of its own.
-    """
+    """Bytes as PyTorch reports them: a few percent less than in the name. None: unknown, or no separate memory."""
     bandwidth: float
-    """Bytes a second, of memory."""
+    """Bytes of memory per second."""
     half_flops: float
-    """Flops a second of products in bfloat16 and float16."""
+    """Flops per second of products in bfloat16 and float16."""
     wide_flops: float
-    """Flops a second of products in float32, without TF32."""
+    """Flops per second of products in float32, without TF32."""
     own_products: bool
-    """Whether flce's own products, whose logits stay in registers, are used: where they were measured."""
+    """True if flce's fused products are used. They are used on architectures where they were measured."""
     profile: str | None = None
-    """The file that has changed this record: `flce.core.device_profile`."""
+    """The profile file that changed this record: `flce.core.device_profile`."""
 
     @property
     def capability(self) -> int:
-        """The compute capability times ten, such as 86; 0: not a GPU of NVIDIA."""
+        """The compute capability times ten, such as 86; 0 if the device is not an NVIDIA GPU."""
         number = re.fullmatch(r"sm_(\d+)", self.arch)
         return int(number[1]) if number else 0
 
     @property
     def warp_size(self) -> int:
-        """Threads of a warp; a wavefront on AMD."""
+        """Threads of a warp; on AMD, of a wavefront."""
         return 64 if self.arch.startswith("gfx9") else 32
 
     @property
     def flops_per_byte(self) -> float:
-        """Flops in half precision in the time of one byte of memory."""
+        """Flops in half precision in the time of one byte of memory traffic."""
         return self.half_flops / self.bandwidth
 
 
-# Where flce's own products were measured, and found as fast as the vendor's.
+# Architecture on which flce's fused products were measured, and are as fast as the vendor's products.
 _OWN_PRODUCTS_ARCH = "sm_90"
-# Rates, L2 caches and multiprocessors are those of the sources. Memory is what PyTorch's out-of-memory messages and
-# deviceQuery say of such a device; of H100 and H200 `torch.cuda.get_device_properties` told it, and the cache. Shared
-# memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's white paper.
+# Rates, L2 caches and multiprocessors: the sources in the table. Memory: PyTorch's out-of-memory messages and
+# deviceQuery; for H100 and H200 memory and cache: `torch.cuda.get_device_properties`. Shared memory: CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability"; AMD's white paper.
 _TABLE = """
 kind       arch    multipr. shared, KiB  L2, MiB  memory, GiB  GB/s   bf16   float32, 1e12 flops a second; source
 RTX-3090   sm_86   82       99           6        23.6         936    71     35.6   NVIDIA GA102 architecture, V2.1
@@ -97,23 +96,23 @@ def _parse_record(line: str) -> DeviceRecord:
 
 KNOWN_KINDS = {device.name: device for device in map(_parse_record, _TABLE.strip().splitlines()[1:])}
 
-# Rates of products were measured: two cores without instructions for half precision, benchmarks/results/cpu.json. To
-# Triton's interpreter it is one multiprocessor without a cache.
+# Rates of products were measured on two cores without instructions for half precision: benchmarks/results/cpu.json. For
+# Triton's interpreter the CPU is one multiprocessor without a cache.
 CPU = DeviceRecord("cpu", "", 1, 1 << 30, 65536, 0, None, 19e9, 150e9, 150e9, False)
-# Where nothing is known, as without a GPU: the one that all was measured on, without what only Hopper has.
+# For unknown devices, and for plans without a GPU: the GPU of the measurements, without the features of Hopper.
 UNKNOWN_DEVICE = KNOWN_KINDS["H200"]._replace(name="a GPU of unknown kind", memory=None, own_products=False)
-# Flops a byte of a device whose bandwidth is not known: cautious, as most of the known have fewer, and the more there
-# are, the dearer is each pass over memory.
+# Flops per byte of a device with unknown bandwidth. Most known devices have fewer: a high number is cautious, because
+# it raises the estimated cost of each pass over memory.
 DEFAULT_FLOPS_PER_BYTE = 300
 
 
 def normalize_name(name: str) -> str:
-    """A name as it is compared: spaces, hyphens, underscores and case make no difference."""
+    """Return a name without spaces, hyphens and underscores, in lower case, for comparison."""
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
 def record_of_kind(kind: str) -> DeviceRecord | None:
-    """The record of a kind by its name, or of a compute capability such as "sm_90", whose memory is not known."""
+    """Return the record of a kind by its name, or of a compute capability such as "sm_90", whose memory is unknown."""
     for name, device in KNOWN_KINDS.items():
         if normalize_name(name) == normalize_name(kind):
             return device
@@ -122,11 +121,11 @@ def record_of_kind(kind: str) -> DeviceRecord | None:
 
 
 def record_from_properties(properties: Any, hip: bool) -> DeviceRecord:
-    """The record of a device that is there.
+    """Return the record of a device of this machine.
 
     Args:
-        properties: `torch.cuda.get_device_properties` of it.
-        hip: it is an AMD GPU.
+        properties: result of `torch.cuda.get_device_properties`.
+        hip: True for an AMD GPU.
     """
     arch = properties.gcnArchName.partition(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
     base = _nearest_record(arch)
@@ -148,8 +147,11 @@ def record_from_properties(properties: Any, hip: bool) -> DeviceRecord:
 
 
 def _nearest_record(arch: str) -> DeviceRecord:
-    """The record that stands for an architecture: the last of the table with it, or else with the nearest, an older one
-    rather than a newer. Own products are for the architecture that they were measured on."""
+    """Return the record for an architecture: the last in the table with this architecture, or else the nearest.
+
+    An older architecture is preferred to a newer one. Fused products are used only on the architecture where they were
+    measured.
+    """
     if not arch.startswith("sm_"):
         return KNOWN_KINDS["MI300X"]._replace(arch=arch)
     number = int(arch.removeprefix("sm_"))

@@ -1,4 +1,4 @@
-"""The devices of this machine."""
+"""Devices of this machine: lookup by name, and their records."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flce.core.device_record import CPU, UNKNOWN_DEVICE, DeviceRecord, record_fr
 
 
 def list_devices() -> list[torch.device]:
-    """The accelerators that PyTorch sees, which are of one type, and the CPU."""
+    """Return the accelerators that PyTorch finds, which all have one type, and the CPU."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if current is not None else 0
     return [*(torch.device(current.type, i) for i in range(count) if current is not None), torch.device("cpu")]
 
 
 def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint: str = "") -> torch.device:
-    """The device of this name; without a number the current one. None: an accelerator if there is one, else the CPU.
+    """Return the device with this name. None: an accelerator if there is one, else the CPU.
 
     Args:
-        name: as PyTorch writes it.
-        types: only of one of these.
-        hint: what else can be given, for the error.
+        name: as in `torch.device`; without a number the current device of the type.
+        types: allowed device types; empty: all types.
+        hint: other values that the caller accepts, for the error.
 
     Raises:
         ValueError: there is no such device.
@@ -32,8 +32,8 @@ def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint
     available = [device for device in list_devices() if not types or device.type in types]
     try:
         requested = torch.device(available[0].type if name is None else name)
-    except RuntimeError:  # a name or a number that PyTorch does not know
-        requested = torch.device("meta")  # which is none of them
+    except RuntimeError:  # PyTorch rejects the name or the number
+        requested = torch.device("meta")  # never in `available`
     if requested.index is None and requested.type == available[0].type != "cpu":
         requested = torch.device(requested.type, torch.accelerator.current_device_index())
     for found in available:
@@ -45,17 +45,18 @@ def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint
 
 
 def device_name(device: torch.device) -> str:
-    """Devices of one name are equal."""
+    """Return the name of a device. Devices with the same name are equal."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def device_record(device: torch.device) -> DeviceRecord:
-    """What is known of a device of this machine, a GPU as the profile says.
+    """Return the record of a device of this machine. A profile may change the record of a GPU.
 
-    With a process group there is no profile: all ranks must plan alike, and each machine may have another file.
+    With a process group the profile is ignored: all ranks must compute the same plan, and each machine may have another
+    file.
 
     Raises:
-        ValueError: the profile is wrong, or of another device.
+        ValueError: the profile is invalid, or is for another device.
     """
     if device.type == "cpu":
         return CPU

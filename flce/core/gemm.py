@@ -1,5 +1,5 @@
-"""The matrix products, and how their operands and results differ in dtype. Nothing else multiplies matrices, but a
-backend whose products have the softmax in their epilogue (`Backend.product_statistics`)."""
+"""Matrix products for all dtypes of operands and results, except a backend's fused products. Schedules call
+`matmul`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tensor cores read rows of 16 bytes. A product whose contiguous extent is not a multiple of that is slower, even if all
-# strides are:
+# Tensor cores read rows of 16 bytes. A product is slower if its contiguous extent is not divisible by 16 bytes, even if
+# all strides are:
 #
 # | logits on an H200   | ms  |
 # |---------------------|-----|
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
-# cuBLAS divides the inner dimension of a product whose result has few blocks among programs, and leaves its end out
-# where a part, rounded down, is a multiple of 64: of 38 x 173064 x 512 the last 8, for 16 parts of 10816 (cuBLAS 13.0,
-# H100, halves). Inner dimensions that are multiples of 64 have no such end. MAX_DIVIDED_ENTRIES: of the result.
+# If a result has few blocks, cuBLAS divides the inner dimension among programs. It omits the end of the inner dimension
+# if the size of a part, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
+# parts of 10816 (cuBLAS 13.0, H100, half precision). Inner dimensions that are multiples of 64 are not affected.
+# MAX_DIVIDED_ENTRIES is the number of entries of the largest such result.
 INNER_MULTIPLE = 64
 MIN_DIVIDED_INNER = 1024
 MAX_DIVIDED_ENTRIES = 1 << 22
-# Bytes of a float32 piece of such a result. Plans of the least memory must have room for it.
+# Bytes of a float32 piece of such a result. Plans for the smallest budgets include this memory.
 DIVIDED_PIECE_BYTES = 2 << 20
 # Row stride of a buffer for logits, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
-# Bytes of a float32 piece of an operand that is cast on the way: a quarter of the larger of the other two matrices,
-# within these bounds. Large enough for a product at full speed on 2 and on 16 cores, small beside a chunk of logits.
+# An operand may be cast to float32 in pieces. The bytes of a piece are a quarter of the bytes of the larger of the
+# other two matrices, within these bounds. A piece is large enough for full speed on 2 and on 16 cores, and small
+# compared with a chunk of logits.
 #
 # | forward and backward of 4096 x 2048 x 32000 in bfloat16, 16 cores | times the float32 products |
 # |--------------------------------------------------------------------|----------------------------|
@@ -37,20 +39,20 @@ MIN_CAST_BYTES, MAX_CAST_BYTES = 8 << 20, 32 << 20
 
 
 def _cast_bytes(m: int, k: int, n: int) -> int:
-    """Bytes of a piece of the second operand of an m x k x n product that is cast to float32."""
+    """Return the bytes of a float32 piece of the second operand of an m x k x n product."""
     return min(MAX_CAST_BYTES, max(MIN_CAST_BYTES, m * max(k, n)))
 
 
 def padded_cols(cols: int) -> int:
-    """Row stride of a buffer for `cols` logits, in elements."""
+    """Return the row stride of a buffer for `cols` logits, in elements."""
     return -(-cols // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """``out = a @ b``, or ``out += a @ b``. a: (m, k), b: (k, n), out: (m, n), any strides and float dtypes.
+    """Compute ``out = a @ b``, or ``out += a @ b``. a: (m, k), b: (k, n), out: (m, n), any strides and float dtypes.
 
-    Sums are made in float32 at least. On CUDA half-precision operands go to the tensor cores and are rounded,
-    if at all, once, into `out`; elsewhere they are cast to float32 piece by piece.
+    Sums are float32 or wider. On CUDA, tensor cores multiply half-precision operands, and the result is rounded at most
+    once, into `out`. On other devices the operands are cast to float32 in pieces.
     """
     half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
     if not half and a.dtype == b.dtype == out.dtype:
@@ -64,14 +66,16 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
 
 
 def can_output_dtype(dtype: torch.dtype) -> bool:
-    """Whether products of half-precision operands on CUDA can have results of this dtype: float32, unless PyTorch
-    refuses them, as it does when told to accumulate in float16, and on ROCm before 2.10."""
+    """Return True if CUDA products of half-precision operands can have results of this dtype, which must be float32.
+
+    PyTorch refuses float32 results if it accumulates in float16, and on ROCm before 2.10.
+    """
     refused = torch.version.hip is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.10"
     return dtype == torch.float32 and not refused and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    # Two halves to a float32 result take an argument that only CUDA knows.
+    # A float32 result of half-precision operands needs the argument `out_dtype`, which only CUDA supports.
     dtype: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, out=out, **dtype)
@@ -80,12 +84,12 @@ def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """A product of halves, with the unaligned end of a large vocabulary taken off its contiguous extents.
+    """Compute a product of half-precision operands, with a separate product for the unaligned end of the vocabulary.
 
-    One of m, n and k is the vocabulary, and strides are aligned: W has rows of H, logits have padded rows. The
-    end is less than ALIGNMENT classes, whose product costs next to nothing. Where k is a hidden size or the rank of
-    an adapter instead, the operands are left whole: logits must not have a float32 copy. The end of an inner dimension
-    that may be divided (`_can_lose_inner_end`) is taken off whatever it is.
+    One of m, n and k is the vocabulary. Strides are aligned: W has rows of H elements, logits have padded rows. The end
+    is shorter than ALIGNMENT classes; its product costs almost no time. If k is a hidden size or the rank of an
+    adapter, the operands are not split, because a split needs a float32 copy of logits. If the inner dimension may be
+    divided (`_can_lose_inner_end`), its end is always a separate product.
     """
     (m, k), n = a.shape, b.shape[1]
     m_end, n_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n))
@@ -107,12 +111,12 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
 
 
 def _can_lose_inner_end(m: int, n: int, k: int) -> bool:
-    """Whether the vendor may divide the inner dimension, and leave its end out."""
+    """Return True if the vendor's product may divide the inner dimension and omit its end."""
     return k % INNER_MULTIPLE != 0 and k >= MIN_DIVIDED_INNER and m * n <= MAX_DIVIDED_ENTRIES
 
 
 def _aligned_inner_size(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -> int:
-    """Where the inner dimension of a product of halves on CUDA ends: what follows is a product of its own."""
+    """Return the size of the inner dimension of the main product. The rest is a separate product."""
     (m, k), n = a.shape, b.shape[1]
     if _can_lose_inner_end(m, n, k):
         return k // INNER_MULTIPLE * INNER_MULTIPLE
@@ -123,7 +127,7 @@ def _aligned_inner_size(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """`matmul` with the sums in float32, rounded to `out` at the end: piece by piece, but for large results on CUDA."""
+    """Compute `matmul` with float32 sums, rounded to `out` at the end; in pieces, except for large results on CUDA."""
     (m, k), n = a.shape, b.shape[1]
     rows, multiply = _float32_piece_rows(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
     for start in range(0, m, rows):
@@ -131,11 +135,11 @@ def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> N
         result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
         multiply(a[start : start + rows], b, result, accumulate)
         part.copy_(result)
-        del result  # before the next piece makes its own
+        del result  # free the memory before the next piece is allocated
 
 
 def _float32_piece_rows(m: int, k: int, n: int, is_cuda: bool) -> int:
-    """Rows of a float32 piece of a result."""
+    """Return the number of rows of a float32 piece of a result."""
     if is_cuda and not _can_lose_inner_end(m, n, k):
         return max(1, m)
     most = (DIVIDED_PIECE_BYTES if is_cuda else MIN_CAST_BYTES) // (4 * max(1, n))
@@ -143,19 +147,19 @@ def _float32_piece_rows(m: int, k: int, n: int, is_cuda: bool) -> int:
 
 
 def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """`matmul` with `b`, the operand that may be as large as the head, cast to `out`'s dtype in pieces."""
+    """Compute `matmul` with `b`, which may be as large as the head, cast to the dtype of `out` in pieces."""
     a = a.to(out.dtype)
     k, n = b.shape
     if k * n * out.dtype.itemsize <= MIN_CAST_BYTES:
         _vendor_matmul(a, b.to(out.dtype), out, accumulate)
         return
     most = _cast_bytes(len(a), k, n)
-    if n > k:  # pieces of columns: each makes its own columns of the result
+    if n > k:  # pieces of columns: each computes some columns of the result
         step = max(1, most // (k * out.dtype.itemsize))
         for start in range(0, n, step):
             columns = slice(start, start + step)
             _vendor_matmul(a, b[:, columns].to(out.dtype), out[:, columns], accumulate)
-    else:  # pieces of the inner dimension: each adds to the whole result
+    else:  # pieces of the inner dimension: each adds to all of the result
         step = max(1, most // (n * out.dtype.itemsize))
         for start in range(0, k, step):
             inner = slice(start, start + step)
@@ -163,7 +167,7 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
 
 
 def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_type: str) -> int:
-    """What `matmul` takes for a moment on such a device."""
+    """Return the bytes of temporary memory that `matmul` allocates on such a device."""
     (m, k), n = a.shape, b.shape[1]
     if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0

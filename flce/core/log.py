@@ -1,4 +1,4 @@
-"""What flce does, told by the logger ``flce``. ``FLCE_LOG=debug`` in the environment sends it to stderr."""
+"""The logger ``flce``. ``FLCE_LOG=debug`` in the environment sends its messages to stderr."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import warnings
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 logger = logging.getLogger("flce")
-logger.addHandler(logging.NullHandler())  # what a library's logger does by itself is left to the application
+logger.addHandler(logging.NullHandler())  # the application configures handlers, not the library
 
 
 def configure_from_environment() -> None:
-    """Do what ``FLCE_LOG`` asks for, once, when flce is imported. Nothing that it holds stops the import."""
+    """Configure the logger as ``FLCE_LOG`` sets it, when flce is imported. A wrong value only warns."""
     level = os.environ.get("FLCE_LOG", "")
     if not level:
         return
@@ -28,9 +28,9 @@ def configure_from_environment() -> None:
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level.upper())
-    logger.propagate = False  # the application's own handlers would tell everything again
+    logger.propagate = False  # otherwise handlers of the application would print each message again
 
 
 def is_debug_enabled() -> bool:
-    """Whether new shapes are logged."""
+    """Return True if new shapes are logged."""
     return logger.isEnabledFor(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""Arguments that are numbers or dtypes: Python numbers of what PyTorch's own functions take for one."""
+"""Checks of arguments that are numbers, bools or dtypes. Numbers of NumPy and 0-d tensors become Python numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def check_int(name: str, value: Any, expected: str = "an int") -> int:
-    """An int, or an integer of NumPy or of a 0-d tensor, as an int.
+    """Return an int, an integer of NumPy or an integer 0-d tensor as an int.
 
     Raises:
-        TypeError: anything else. A bool is none, as for PyTorch.
+        TypeError: any other value. A bool is not an int, as in PyTorch.
     """
     if type(value) is int:
         return value if not torch.compiler.is_compiling() else specialize(value)
@@ -23,34 +23,34 @@ def check_int(name: str, value: Any, expected: str = "an int") -> int:
 
 
 def specialize(value: Any) -> Any:
-    """The number itself where `torch.compile` has made a symbol of it: a graph is for one value of each option."""
+    """Return the number for a symbol of `torch.compile`, any other value unchanged: a graph has constant options."""
     if type(value) not in (int, float, torch.SymInt) or not torch.compiler.is_compiling():
         return value
     return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
 
 
 def check_float(name: str, value: Any, *, may_be_bool: bool = False) -> float:
-    """An int or float, or one of NumPy or of a 0-d tensor, as a float.
+    """Return an int or a float, of Python, NumPy or a 0-d tensor, as a float.
 
     Raises:
-        TypeError: anything else, and a tensor that requires grad: there would be none for it.
+        TypeError: any other value, and a tensor that requires grad, because it would get no gradient.
     """
     number = _python_number(value)
     is_bool = isinstance(number, bool)
-    # The symbols are those of a graph that is being traced.
+    # While a graph is traced, numbers may be symbols.
     if not isinstance(number, (int, float, torch.SymInt, torch.SymFloat)) or (is_bool and not may_be_bool):
         raise TypeError(f"{name} must be a number, got {_describe(value)}")
     return float(number)
 
 
 def check_bool(name: str, value: Any) -> None:
-    """TypeError for anything but a bool."""
+    """Raise TypeError if the value is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {_describe(value)}")
 
 
 def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:
-    """TypeError for anything but a dtype. Of a string that names one it says which."""
+    """Raise TypeError if the value is not a dtype. If it is the name of a dtype, the message contains the dtype."""
     if isinstance(value, torch.dtype):
         return
     named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
@@ -59,12 +59,12 @@ def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:
 
 
 def _python_number(value: Any) -> Any:
-    """The number of a NumPy scalar, which nothing here imports, or of a 0-d tensor; anything else as it is."""
+    """Return the number of a NumPy scalar (without importing NumPy) or of a 0-d tensor; other values unchanged."""
     if isinstance(value, (int, float)) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
         return value
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
-            "flce asks for the value of a number that is no Python number, which a graph has none of"
+            "flce reads the value of a number that is not a Python number, which is not possible in a graph"
         )
     return value if getattr(value, "requires_grad", False) else value.item()
 

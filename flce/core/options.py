@@ -1,4 +1,4 @@
-"""The options of a call: memory, precision, dropped rows."""
+"""`ChunkOptions`: options of a call for memory, precision and ignored rows."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ SkipIgnored: TypeAlias = bool | Literal["auto"]
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """How `fused_linear_cross_entropy` may use memory and precision. The defaults are exact and fast.
+    """Options of `fused_linear_cross_entropy` for memory and precision. The defaults are exact and fast.
 
     Args:
-        chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
-            block of classes).
-        max_workspace_bytes: upper bound of the memory that a call takes above its inputs and the gradients that it
-            returns: a number of bytes, or text such as ``"256MiB"``, which is stored as that number. An error names
-            the least possible where this is less. A backward with ``retain_graph=True`` may take more:
-            `ChunkPlan.retained_workspace_bytes`.
+        chunk_rows: tokens of a chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per block of
+            classes).
+        max_workspace_bytes: upper limit of the memory that a call allocates beyond its inputs and the gradients that it
+            returns: a number of bytes, or a text such as ``"256MiB"``, which is stored as a number. If the limit is too
+            small, an error names the smallest possible limit. A backward with ``retain_graph=True`` may allocate more:
+            see `ChunkPlan.retained_workspace_bytes`.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
-        logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs).
-            ``torch.bfloat16`` or ``torch.float16``, with inputs of that dtype, rounds them where that saves time:
-            the gradients are then as far from exact ones as those of the stock operators, about four times as far
-            as by default. It changes nothing on a CPU, where logits stay in registers, and where they are made
+        logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs). With
+            inputs in half precision, their dtype (``torch.bfloat16`` or ``torch.float16``) rounds logits where this
+            saves time. Then the gradients have the same error as the gradients of PyTorch's operators, about four times
+            the default error. It has no effect on a CPU, if logits stay in registers, or if logits are computed
             twice (``reduction="none"``, ``strategy="vocab"``).
-        accum_dtype: dtype in which gradients are summed over chunks: ``torch.float32`` or, for bfloat16
-            inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
-        skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.
-            Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
-            device. That costs about a millisecond and pays from a tenth of the rows on. A schedule that can count
-            the rows on the device has the first product to do meanwhile. "auto": True on a CPU, False elsewhere:
-            nothing waits that was not asked to. If a hidden state of an ignored token is NaN or infinite, its column
-            of the gradient of the weight is NaN, as with PyTorch's operators, which multiply it by 0. With True the
-            token contributes nothing.
+        accum_dtype: dtype of the sums of gradients over chunks: ``torch.float32`` or, for bfloat16 inputs,
+            ``torch.bfloat16``. bfloat16 halves this buffer and loses digits with every chunk.
+        skip_ignored: True: rows whose target is `ignore_index` are removed before the matrix products. Faster if 10% or
+            more of the tokens are ignored. The host must know the number of these rows: on a CPU this is free; on a GPU
+            the host waits about 1 ms for the device. A schedule that can count the rows on the device computes its
+            first product meanwhile. "auto": True on a CPU, False on other devices. If a hidden state of an ignored
+            token is NaN or infinite: with False its column of the gradient of the weight is NaN, as with PyTorch's
+            operators, which multiply it by 0; with True the token contributes nothing.
 
     Raises:
         TypeError: an option has the wrong type.

@@ -1,9 +1,9 @@
-"""The private names of other libraries that flce uses: one table, from which the code takes them.
+"""Private names of other libraries that flce uses: one table, `NAMES`, from which the other modules read them.
 
-``private.len_torch_dispatch_stack`` is looked up when it is first asked for, never at import, and kept as an attribute
-of this module. Where another version of a library does not have it, the fallback is kept in its place, and a warning
-says what is lost. Only names that PyTorch documents, or that are fields of an object at hand, are used without this
-table; `DOCUMENTED` lists them.
+``private.len_torch_dispatch_stack`` is looked up at its first use, never at import, and stored as an attribute of this
+module. If a version of a library does not have the name, the fallback is stored instead, and a warning states the
+consequence. Without this table flce uses only names that PyTorch documents or that are fields of existing objects;
+`DOCUMENTED` lists them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateName:
-    """One use of private names.
+    """Use of one or more private names.
 
     Attributes:
         paths: the names. All of them are needed.
-        purpose: what they are for, behind "for".
-        consequence: what happens without them, a sentence.
-        fallback: what the code gets then.
-        build: makes what the code gets of what the names stand for; None: that of the first name, as it is.
-        required_module: a module. Until something has imported it the code gets the fallback, and no warning.
+        purpose: the purpose, as the words after "for" in the warning.
+        consequence: a sentence on the effect if a name is missing.
+        fallback: value for the code if a name is missing.
+        build: function that returns the value for the code from the objects with these names; None: the first object is
+            the value.
+        required_module: a module. Until it is imported, the code gets the fallback without a warning.
     """
 
     paths: tuple[str, ...]
@@ -39,15 +40,15 @@ class PrivateName:
     required_module: str | None = None
 
 
-def _unavailable(what: str) -> Callable[..., Any]:
+def _unavailable(purpose: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"this version of PyTorch lacks a private name that flce needs for {what}")
+        raise RuntimeError(f"this version of PyTorch lacks a private name that flce needs for {purpose}")
 
     return refuse
 
 
 def _skip_frames(action: Any, strategy: Any, set_strategy: Any) -> Callable[[Any, bool], None]:
-    """``(code, deep)``: no graph begins in a frame of this code, nor, with `deep`, in what it calls."""
+    """Return a function ``(code, deep)``: no graph begins in a frame of this code, nor, with `deep`, in its callees."""
 
     def skip(code: Any, deep: bool) -> None:
         set_strategy(code, strategy(action.SKIP, action.SKIP if deep else action.DEFAULT))
@@ -91,7 +92,7 @@ def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
         handle = unit._handle
 
         @contextlib.contextmanager
-        def as_in_forward() -> Iterator[None]:  # FSDP1's own prefetch does that too
+        def as_in_forward() -> Iterator[None]:  # FSDP1's prefetch does the same
             before, handle._training_state = handle._training_state, states.FORWARD
             try:
                 yield
@@ -104,7 +105,7 @@ def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
         try:
             yield
         finally:
-            with as_in_forward(), torch.no_grad():  # with gradients it may leave views of what it frees
+            with as_in_forward(), torch.no_grad():  # with gradients, views of the freed weight may stay alive
                 reshard(unit, handle, True)
 
     return unsharded
@@ -116,7 +117,7 @@ _SLOWER = "Calls go through the custom operators, which takes longer."
 NAMES: dict[str, PrivateName] = {
     # -------------------------------------------------------------------------------------------------- the losses
     "len_torch_dispatch_stack": PrivateName(
-        ("torch._C._len_torch_dispatch_stack",), "seeing whether a mode watches a call", _SLOWER, lambda: 1
+        ("torch._C._len_torch_dispatch_stack",), "detecting whether a mode sees a call", _SLOWER, lambda: 1
     ),
     "dispatch_modes": PrivateName(
         ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",),
@@ -126,38 +127,38 @@ NAMES: dict[str, PrivateName] = {
     ),
     "peek_interpreter_stack": PrivateName(
         ("torch._C._functorch.peek_interpreter_stack",),
-        "seeing whether a transform of torch.func runs",
-        "It is taken for granted that one does: patched models run stock code. " + _SLOWER,
+        "detecting whether a transform of torch.func is active",
+        "flce assumes that one is active: patched models run stock code. " + _SLOWER,
         lambda: "unknown",
     ),
     "get_tracing_state": PrivateName(
         ("torch._C._get_tracing_state",),
-        "seeing whether torch.jit.trace runs",
-        "torch.jit.is_tracing() is asked, which takes longer.",
+        "detecting whether torch.jit.trace is active",
+        "flce calls torch.jit.is_tracing(), which takes longer.",
         _is_tracing,
     ),
     "is_graph_retained": PrivateName(
         ("torch._C._autograd._get_current_graph_task_keep_graph",),
-        "seeing whether a backward is one with retain_graph=True",
-        "It is taken for granted that each is: gradients are not scaled in place, which takes more memory.",
+        "detecting whether a backward has retain_graph=True",
+        "flce assumes that each backward has it: gradients are not scaled in place, which needs more memory.",
         lambda: True,
     ),
     "is_batchedtensor": PrivateName(
         ("torch._C._functorch.is_batchedtensor",),
         "a backward under torch.vmap",
-        "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
+        "Gradients are not scaled in place, which needs more memory. " + _SLOWER,
         lambda x: True,
     ),
     "is_gradtrackingtensor": PrivateName(
         ("torch._C._functorch.is_gradtrackingtensor",),
         "the error for torch.func.grad",
-        "PyTorch's error says less.",
+        "PyTorch raises a less specific error.",
         lambda x: False,
     ),
     "is_legacy_batchedtensor": PrivateName(
         ("torch._C._functorch.is_legacy_batchedtensor",),
         "torch.autograd.grad(is_grads_batched=True)",
-        "That raises an error of PyTorch.",
+        "This call raises an error of PyTorch.",
         lambda x: False,
     ),
     "remove_batch_dim": PrivateName(
@@ -174,15 +175,15 @@ NAMES: dict[str, PrivateName] = {
     ),
     "forward_ad": PrivateName(
         ("torch.autograd.forward_ad._current_level",),
-        "seeing whether forward-mode differentiation is on",
-        "It is taken for granted that it is: patched models run stock code.",
+        "detecting whether forward-mode differentiation is active",
+        "flce assumes that it is active: patched models run stock code.",
         SimpleNamespace(_current_level=0),
         build=lambda level: sys.modules["torch.autograd.forward_ad"],
     ),
     "disable_current_modes": PrivateName(
         ("torch.utils._python_dispatch._disable_current_modes",),
-        "planning that no mode sees",
-        "A mode such as a flop counter sees the tensors without memory that a call is planned with.",
+        "planning that is invisible to modes",
+        "A mode such as a flop counter sees the meta tensors of planning.",
         contextlib.nullcontext,
     ),
     "disable_torch_function": PrivateName(
@@ -199,8 +200,8 @@ NAMES: dict[str, PrivateName] = {
     ),
     "triton_driver": PrivateName(
         ("triton.compiler.CompiledKernel.__getitem__", "triton.runtime.driver"),
-        "launches of kernels that are made ready once",
-        "They are made anew in every call, 0.1 ms each.",
+        "prepared launches of kernels",
+        "Each launch is prepared again in every call, in 0.1 ms.",
         None,
         build=lambda launch, driver: driver,
     ),
@@ -213,8 +214,8 @@ NAMES: dict[str, PrivateName] = {
     ),
     "cuda_history_enabled": PrivateName(
         ("torch._C._cuda_isHistoryEnabled",),
-        "flce.profile_memory to see another record of CUDA memory",
-        "That record is ended.",
+        "detecting another record of CUDA memory in flce.profile_memory",
+        "flce.profile_memory ends that record.",
         lambda: False,
     ),
     "record_memory_history": PrivateName(
@@ -232,13 +233,13 @@ NAMES: dict[str, PrivateName] = {
     # ----------------------------------------------------------------------------------------------- patched models
     "make_wrapper_subclass": PrivateName(
         ("torch.Tensor._make_wrapper_subclass",),
-        "tensors that stand for logits",
+        "lazy logits",
         "flce.patch_model leaves models as they are.",
         None,
     ),
     "set_throw_on_mutable_data_ptr": PrivateName(
         ("torch._C._set_throw_on_mutable_data_ptr",),
-        "an error for code that asks for the address of logits that are not computed",
+        "an error for code that reads the address of lazy logits before they are computed",
         "Such code gets a null pointer.",
         lambda tensor: None,
     ),
@@ -251,13 +252,13 @@ NAMES: dict[str, PrivateName] = {
     "preserve_version": PrivateName(
         ("torch.autograd.grad_mode._unsafe_preserve_version_counter",),
         "logits that an autograd.Function saves before they are computed",
-        "Its backward says that they were modified by an inplace operation.",
+        "The backward of the Function raises an error about an inplace operation.",
         lambda tensor: contextlib.nullcontext(),
     ),
     "is_node_of": PrivateName(
         ("torch.autograd.Function._backward_cls",),
-        "telling which autograd.Function has made a tensor",
-        "Functions of the same name are taken for the same.",
+        "identifying the autograd.Function that computed a tensor",
+        "Functions with the same name are treated as the same.",
         lambda node, function: type(node).__name__ == f"{function.__name__}Backward",
         build=lambda kind: lambda node, function: isinstance(node, function._backward_cls),
     ),
@@ -270,7 +271,7 @@ NAMES: dict[str, PrivateName] = {
     "legacy_reduction": PrivateName(
         ("torch.nn._reduction.legacy_get_string",),
         "size_average and reduce of a loss",
-        "They are heeded, without PyTorch's warning.",
+        "flce applies them without PyTorch's warning.",
         _reduction,
     ),
     # ------------------------------------------------------------------------------- patched models, torch.compile
@@ -281,27 +282,27 @@ NAMES: dict[str, PrivateName] = {
             "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         ),
         "frames that torch.compile leaves to Python",
-        "Where a patched model is compiled logits may be plain objects rather than tensors, and there are more graphs.",
+        "In a compiled patched model logits may be plain objects instead of tensors, and there are more graphs.",
         lambda code, deep: None,
         build=_skip_frames,
     ),
     "current_translator": PrivateName(
         ("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",),
-        "ending a graph of torch.compile where a patched model ends",
-        "Logits of a patched model in a compiled function are plain objects rather than tensors.",
+        "ending a graph of torch.compile at the end of a patched model",
+        "Logits of a patched model in a compiled function are plain objects instead of tensors.",
         lambda: None,
     ),
     "is_exporting": PrivateName(
         ("torch.compiler._is_exporting_flag",),
         "torch.export of a patched model",
-        "torch.compiler.is_exporting() is asked, which before PyTorch 2.12 makes compiled models run stock code.",
+        "flce calls torch.compiler.is_exporting(). Before PyTorch 2.12 compiled models then run stock code.",
         _public_is_exporting,
         build=lambda flag: _is_exporting,
     ),
     "compiled_call": PrivateName(
         ("torch.nn.Module._compiled_call_impl",),
         "layers that are compiled one by one",
-        "They are compiled twice.",
+        "These layers are compiled twice.",
         lambda module: None,
         build=lambda method: attrgetter("_compiled_call_impl"),
     ),
@@ -316,7 +317,7 @@ NAMES: dict[str, PrivateName] = {
     "fsdp_state_of": PrivateName(
         (f"{_FSDP2}.FSDPModule._get_fsdp_state",),
         "FSDP2's units around a model",
-        "Where only a part of the model is patched, logits are refused once their weight is freed.",
+        "If only a part of the model is patched, logits that are read after their weight is freed raise an error.",
         lambda unit: None,
         required_module="torch.distributed.fsdp",
     ),
@@ -329,7 +330,7 @@ NAMES: dict[str, PrivateName] = {
     ),
     "fsdp1_unsharded": PrivateName(
         (f"{_FSDP1}._unshard", f"{_FSDP1}._reshard", "torch.distributed.fsdp._common_utils.HandleTrainingState"),
-        "the weight of a head that is an FSDP1 unit of its own",
+        "the weight of a head that is a separate FSDP1 unit",
         "Such a head runs stock code.",
         None,
         build=_fsdp1_unsharded,
@@ -337,22 +338,22 @@ NAMES: dict[str, PrivateName] = {
     ),
     "DDPSink": PrivateName(
         ("torch.nn.parallel.distributed._DDPSink",),
-        "what DDP(static_graph=True) puts behind the logits",
-        "Training under it computes the logits.",
+        "the autograd.Function that DDP(static_graph=True) applies to the logits",
+        "Training under this wrapper computes the logits.",
         None,
         required_module="torch.nn.parallel.distributed",
     ),
     "fabric_hook": PrivateName(
         ("lightning.fabric.wrappers._backward_hook",),
         "Lightning Fabric's hooks on the logits",
-        "Training under it computes the logits.",
+        "Training under this wrapper computes the logits.",
         None,
         required_module="lightning.fabric.wrappers",
     ),
     "standalone_fabric_hook": PrivateName(
         ("lightning_fabric.wrappers._backward_hook",),
-        "the hooks on the logits of Lightning Fabric, where it is a package by itself",
-        "Training under it computes the logits.",
+        "the hooks on the logits of Lightning Fabric as a separate package",
+        "Training under this wrapper computes the logits.",
         None,
         required_module="lightning_fabric.wrappers",
     ),
@@ -366,14 +367,14 @@ NAMES: dict[str, PrivateName] = {
     "current_graph_task_id": PrivateName(
         ("torch._C._current_graph_task_id",),
         "several losses of one output under DeepSpeed ZeRO-3",
-        "Two forwards before one backward, with two losses of each, raise an error there.",
+        "Two forwards before one backward, with two losses for each, raise an error there.",
         lambda: -1,
     ),
     # ----------------------------------------------------------------------------------------------------- benchmarks
     "cuda_sleep": PrivateName(
         ("torch.cuda._sleep",),
-        "benchmarks of the repository, to time kernels without the host",
-        "Times of small calls are the host's.",
+        "benchmarks of the repository, which time kernels without the host",
+        "Times of small calls include the host's time.",
         lambda cycles: None,
     ),
 }
@@ -386,32 +387,32 @@ DOCUMENTED: dict[str, str] = {
     "torch.utils._pytree.tree_leaves": "used with that mode; only `flce plan` uses it",
     "_base": "the notes of PyTorch on views",
     "_version": "the notes of PyTorch on autograd",
-    "_raw_saved_result": "the notes of PyTorch on autograd; looked for, and may be missing",
-    "_cdata": "of storages: what PyTorch's own way to compare them takes",
+    "_raw_saved_result": "the notes of PyTorch on autograd; may be missing",
+    "_cdata": "of storages: PyTorch compares storages by this field",
     "_modules": "of a module: a field that all libraries use",
     "_parameters": "of a module: a field that all libraries use",
     "_forward_pre_hooks": "of a module: a field that all libraries use",
     "_state_ctx": "of FSDP2's state; may be missing",
-    "ds_id": "of DeepSpeed's parameters: what Transformers and PEFT look for too",
+    "ds_id": "of DeepSpeed's parameters: Transformers and PEFT read it, too",
     "ds_status": "the same",
-    "pre_bwd_fn": "of a module under DeepSpeed ZeRO-3, its function behind the outputs; may be missing",
-    "post_bwd_fn": "the same, behind the inputs",
-    "_is_replica": "of what nn.DataParallel copies; may be missing",
-    "_old_forward": "of what Accelerate has changed; may be missing",
-    "_grouped_mm": "an operator that not all versions have; may be missing",
+    "pre_bwd_fn": "of a module under DeepSpeed ZeRO-3: function applied to the outputs; may be missing",
+    "post_bwd_fn": "of a module under DeepSpeed ZeRO-3: function applied to the inputs; may be missing",
+    "_is_replica": "of modules that nn.DataParallel copied; may be missing",
+    "_old_forward": "of modules that Accelerate changed; may be missing",
+    "_grouped_mm": "an operator of newer versions; may be missing",
     "_getframe": "Python's own",
     "_fields": "of named tuples, Python's own",
     "_make": "of named tuples, Python's own",
     "_asdict": "of named tuples, Python's own",
-    "_dynamo_marked_constant": "set, not read: what torch.compiler.assume_constant_result sets",
-    "_log_softmax_backward_data": "an operator of ATen: their schemas are kept for programs that were saved",
+    "_dynamo_marked_constant": "set, not read: torch.compiler.assume_constant_result sets it, too",
+    "_log_softmax_backward_data": "an operator of ATen, whose schemas stay stable for saved programs",
     "_softmax_backward_data": "the same",
     "_local_scalar_dense": "the same",
     "_scaled_dot_product_efficient_attention": "the same",
     "_scaled_dot_product_flash_attention": "the same",
     "_scaled_dot_product_flash_attention_backward": "the same",
 }
-"""Private names, or fields, that are used without a fallback, and why that is right."""
+"""Private names, or fields, that are used without a fallback, and the reason."""
 
 
 def __getattr__(name: str) -> Any:
@@ -429,26 +430,25 @@ def __getattr__(name: str) -> Any:
     else:
         found = [resolve_path(path) for path in entry.paths]
         value = found[0] if entry.build is None else entry.build(*found)
-    globals()[name] = value  # the next look-up finds it there
+    globals()[name] = value  # so that the next look-up does not call this function
     return value
 
 
 def incomplete_entries() -> list[tuple[PrivateName, list[str]]]:
-    """The entries of which a name is missing here, and those names. What nothing has imported is not looked at."""
+    """Return the entries with missing names, and these names. Entries whose module is not imported are left out."""
     return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing_paths(entry))]
 
 
 def _is_here(entry: PrivateName) -> bool:
     import torch
 
-    of_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths)  # a build for CPUs has none of them
+    needs_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths)  # missing in builds for CPUs
     return (entry.required_module is None or entry.required_module in sys.modules) and not (
-        of_cuda and torch.version.cuda is None
+        needs_cuda and torch.version.cuda is None
     )
 
 
 def missing_paths(entry: PrivateName) -> list[str]:
-    """Those of the names that are not there."""
     absent = []
     for path in entry.paths:
         try:
@@ -459,18 +459,18 @@ def missing_paths(entry: PrivateName) -> list[str]:
 
 
 def resolve_path(path: str) -> Any:
-    """What a dotted name stands for; AttributeError or ImportError where there is no such."""
+    """Return the object with a dotted name. Raise AttributeError or ImportError if there is none."""
     package, *parts = path.split(".")
     place, value = package, importlib.import_module(package)
     for part in parts:
         place = f"{place}.{part}"
-        # A module that nothing has imported yet is no attribute.
+        # A submodule becomes an attribute of its package only when it is imported.
         value = getattr(value, part) if hasattr(value, part) else importlib.import_module(place)
     return value
 
 
 def describe_missing(entry: PrivateName, absent: list[str]) -> str:
-    """What is missing, and what that means."""
+    """Return the warning: the missing names and the consequence."""
     package = absent[0].partition(".")[0]
     version = getattr(sys.modules.get(package), "__version__", "")
     return (

@@ -1,4 +1,4 @@
-"""What is computed: the frozen dataclasses that every layer below `functional` speaks."""
+"""A call as data: options (`LossSpec`), needed gradients (`Needs`), tensors (`LinearCrossEntropyProblem`), results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 
 STATS: tuple[str, ...] = get_args(Stat)
 
-# Names of results of `flce.linear_logprobs`.
+# Results of `flce.linear_logprobs`.
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
-# The most candidates, and the largest `top_k`.
+# Largest number of candidates, and largest `top_k`.
 MAX_ENTRIES = 256
 
 # See `LossSpec.typical_gradient`.
@@ -30,13 +30,13 @@ TYPICAL_LSE = 32.0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
+    """Return the dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The scalar arguments of the loss, checked once and made numbers of Python.
+    """Scalar arguments of the loss, checked and converted to Python numbers in the constructor.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -61,7 +61,7 @@ class LossSpec:
         for name, may_be_none in NUMERIC_FIELDS.items():
             value = getattr(self, name)
             if type(value) is not float and not (may_be_none and value is None):
-                # PyTorch has only the first, and takes a bool for it.
+                # PyTorch accepts a bool as `label_smoothing`. It does not have the other fields.
                 object.__setattr__(self, name, check_float(name, value, may_be_bool=name == "label_smoothing"))
         if type(self.ignore_index) is not int:
             object.__setattr__(self, "ignore_index", check_int("ignore_index", self.ignore_index))
@@ -87,50 +87,48 @@ class LossSpec:
 
     @property
     def scale(self) -> float:
-        """The factor of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
-        ``z = cap * tanh(scale * a)``."""
+        """Factor of the logits a, bias included: ``z = scale * a``, or, with softcap, ``z = cap * tanh(scale * a)``."""
         return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
 
     @property
     def cap(self) -> float:
-        """See `scale`; 1 without softcap."""
+        """Factor of the tanh with softcap, see `scale`; 1 without softcap."""
         return 1.0 if self.softcap is None else self.softcap / self.temperature
 
     def transform(self, logits: Tensor, row_factor: Tensor | None = None) -> Tensor:
-        """z of some logits a, (rows, K), bias included. `row_factor`: (rows,) one over the temperature of each row."""
+        """Return z for logits a, (rows, K), bias included. `row_factor`: (rows,) 1 / temperature of each row."""
         z = logits * self.scale if self.softcap is None else (logits * self.scale).tanh_() * self.cap
         return z if row_factor is None else z * row_factor[:, None]
 
     def jacobian(self, z: Tensor, row_factor: Tensor | None = None) -> Tensor | float:
-        """dz/da, of the same rows."""
-        each: Tensor | float = self.scale
+        """Return dz/da for the same rows."""
+        jacobian: Tensor | float = self.scale
         if self.softcap is not None:
             bound = self.cap if row_factor is None else self.cap * row_factor[:, None]
             tanh = z / bound
-            each = self.scale * self.cap * (1.0 - tanh) * (1.0 + tanh)
-        return each if row_factor is None else each * row_factor[:, None]
+            jacobian = self.scale * self.cap * (1.0 - tanh) * (1.0 + tanh)
+        return jacobian if row_factor is None else jacobian * row_factor[:, None]
 
     @property
     def typical_gradient(self) -> float:
-        """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
+        """A large but plausible gradient of a logit, for a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
 
 @dataclass(frozen=True)
 class LogprobSpec(LossSpec):
-    """The scalar arguments of `flce.linear_logprobs`: which results each token has, in the place of a loss.
+    """Scalar arguments of `flce.linear_logprobs`: the results of each token, instead of a loss.
 
-    Gradients are those of any results, for an upstream gradient of each token: a loss that is not reduced has them so,
-    too.
+    Gradients are computed for an upstream gradient of each token, as for a loss that is not reduced.
     """
 
     reduction: str = "none"
     candidates: int = 0
-    """Classes of each token whose log-probabilities are asked for."""
+    """Number of candidates of each token."""
     top_k: int = 0
-    """Most probable classes of each token that are asked for."""
+    """Number of most probable classes to return for each token."""
     row_temperature: bool = False
-    """Whether each token has a temperature of its own."""
+    """True if each token has a separate temperature."""
 
     allowed_stats: ClassVar[tuple[str, ...]] = OUTPUTS
     stats_argument: ClassVar[str] = "outputs"
@@ -146,7 +144,7 @@ class LogprobSpec(LossSpec):
 
 
 class SpecArguments(TypedDict, total=False):
-    """The fields of `LossSpec` as arguments of both losses, which their modules fix; for type checkers. And `shift`."""
+    """Fields of `LossSpec`, and `shift`, as arguments of both losses that modules fix; for type checkers."""
 
     ignore_index: int | None
     reduction: str
@@ -159,45 +157,45 @@ class SpecArguments(TypedDict, total=False):
 
 
 def loss_spec(*values: Any) -> LossSpec:
-    """``LossSpec(*values)``; with equal constants the same object, which is not checked again."""
-    # A compiler cannot see through a cache. A tensor may hold another number the next time.
+    """Return ``LossSpec(*values)``. Equal constants return the same object, which is not checked again."""
+    # `torch.compile` cannot trace a cache. A tensor cannot be a key, because its value may change.
     if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
         return LossSpec(*values)
     try:
         return _cached_spec(*values)
-    except TypeError:  # perhaps only because a stat is not hashable
+    except TypeError:  # the error of the checks, or a stat that is not hashable
         return LossSpec(*values)
 
 
 _CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})
-_cached_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type too: 1 may stand where True may not
+_cached_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # `typed`: some fields allow 1 but not True
 
 
-# Its numbers, and which of them may be None.
+# Numeric fields of `LossSpec`. True: the field may be None.
 NUMERIC_FIELDS = {
     name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)
 }
 
 
 class LinearTerm(NamedTuple):
-    """A share of the logits, ``input @ weight.T``: the head's own, or that of an adapter on it."""
+    """Linear term of the logits, ``input @ weight.T``: the head, or an adapter on the head."""
 
     input: Tensor  # (N, H_k)
     weight: Tensor  # (V, H_k)
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for; nothing is computed or allocated for the others."""
+    """Needed gradients, as bools. Other gradients are neither computed nor allocated."""
 
     inputs: tuple[bool, ...]
-    """One of each term."""
+    """One bool for each term."""
     weights: tuple[bool, ...]
-    """One of each term."""
+    """One bool for each term."""
     bias: bool
 
     @property
     def flat(self) -> tuple[bool, ...]:
-        """Inputs, weights, bias: the order in which gradients are listed."""
+        """Inputs, weights, bias: the order of lists of gradients."""
         return (*self.inputs, *self.weights, self.bias)
 
     @staticmethod
@@ -212,9 +210,9 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """One call, flattened to two dimensions: the logits are the sum of the terms, plus the bias.
+    """Tensors and options of one call, flattened to two dimensions. The logits are the sum of the terms, plus the bias.
 
-    N tokens, V vocabulary; H_k, the hidden size of a term, may be another for each.
+    N tokens, V classes; H_k, the hidden size of a term, may differ between terms.
     """
 
     terms: tuple[LinearTerm, ...]  # the head first
@@ -227,12 +225,12 @@ class LinearCrossEntropyProblem:
     needs: Needs
     shift: int = 0
     token_weight_grad: bool = False
-    row_factor: Tensor | None = None  # (N,) multiplies z: one over the temperature of each token
-    shard: Shard | None = None  # weights, bias and their gradients are of these classes; targets and V of all
+    row_factor: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
+    shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
 
-    # What follows from these.
+    # Derived fields.
     num_tokens: int = field(init=False)
-    local_vocab_size: int = field(init=False)  # the classes of the weights
+    local_vocab_size: int = field(init=False)  # number of classes of the weights
     vocab_size: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
@@ -251,11 +249,11 @@ class LinearCrossEntropyProblem:
 
 @dataclass(frozen=True)
 class CrossEntropyProblem:
-    """One call: logits of some tokens and all classes, or those of one process."""
+    """Tensors and options of one call with logits of all classes, or of the classes of one process."""
 
     logits: Tensor  # (..., cols)
     target: Tensor  # (...) int64; `shift` is already applied
-    class_weight: Tensor | None  # (V,) of all classes
+    class_weight: Tensor | None  # (V,), all classes
     token_weight: Tensor | None  # (...)
     num_items: Tensor | None  # ()
     spec: LossSpec
@@ -265,7 +263,7 @@ class CrossEntropyProblem:
 
     @property
     def start(self) -> int:
-        """The first of the classes."""
+        """The first class of the logits."""
         return self.shard.start if self.shard else 0
 
     @property
@@ -283,10 +281,10 @@ class CrossEntropyProblem:
 
 @dataclass(frozen=True)
 class LinearLogprobsOutput:
-    """What `flce.linear_logprobs` returns. Fields that were not asked for are None.
+    """Results of `flce.linear_logprobs`. Fields that were not requested are None.
 
     Floating results are float32 (float64 for float64 inputs). Gradients flow through `logprob`, `entropy`, `lse` and
-    `candidate_logprob`. At ignored positions floating results are 0, ids -1 and `correct` is False.
+    `candidate_logprob`. At ignored positions floating results are 0, ids are -1 and `correct` is False.
     """
 
     logprob: Tensor | None = None
@@ -308,20 +306,20 @@ class LinearLogprobsOutput:
     top_k_logprob: Tensor | None = None
     """(..., top_k) log-probabilities of the most probable classes, in descending order."""
     top_k_ids: Tensor | None = None
-    """(..., top_k) int64 indices of these."""
+    """(..., top_k) int64 indices of the most probable classes."""
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """What `fused_linear_cross_entropy` and `cross_entropy` return when `stats` are asked for.
+    """Results of `fused_linear_cross_entropy` and `cross_entropy` with `stats`.
 
-    Fields that were not asked for are ``None``. No gradient flows through any field but `loss`.
-    At ignored positions `lse`, `logprob` and `entropy` are 0, `argmax` is -1 and `correct` is False.
+    Fields that were not requested are ``None``. No gradient flows through any field except `loss`. At ignored positions
+    `lse`, `logprob` and `entropy` are 0, `argmax` is -1 and `correct` is False.
     """
 
     loss: Tensor
     """() or, for ``reduction="none"``, the shape of `target`; float32 (float64 for float64 inputs)."""
     z_loss: Tensor | None = None
-    """The part of `loss` that the z-loss makes up, reduced alike; None when ``z_loss=0``."""
+    """The z-loss, which is part of `loss` and reduced in the same way; None if ``z_loss=0``."""
     lse: Tensor | None = None
     """Log-sum-exp of each token's logits."""
     logprob: Tensor | None = None

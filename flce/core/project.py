@@ -1,15 +1,15 @@
-"""Where the project is, for messages: a wheel has no documents."""
+"""Address of the project, for messages: a wheel does not contain the documents."""
 
 from __future__ import annotations
 
-# A release puts the address in its place, here and in the files that describe the project.
+# A release replaces this address, here and in the files that describe the project.
 REPOSITORY_URL = "https://example.invalid/flce"
-# What the command line needs, by the names that pip knows.
+# Packages that the command line needs, by their names on PyPI.
 COMMAND_LINE_PACKAGES = "matplotlib numpy rich typer"
 
 
 def locate_page(page: str) -> str:
-    """Where a page of the documents is. ``page``: such as ``trainers.md``."""
-    if ".invalid" in REPOSITORY_URL:  # sources whose address nothing has filled in
+    """Return the address of a page of the documents. ``page``: such as ``trainers.md``."""
+    if ".invalid" in REPOSITORY_URL:  # not a release: the address is not set
         return f"docs/{page} in flce's repository"
     return f"{REPOSITORY_URL}/blob/main/docs/{page}"

@@ -1,7 +1,7 @@
-"""For type checkers only, nothing imports it at run time: the arguments of the public functions and modules.
+"""Types of the arguments of public functions and modules, for type checkers. No module imports this one at run time.
 
-What a loss returns depends on `stats` alone: () is a tensor, one name or more a `LinearCrossEntropyOutput`, and of a
-tuple of unknown length it is either.
+The result type of a loss depends on `stats` alone: a tensor for (), a `LinearCrossEntropyOutput` for one or more names,
+and either for a tuple of unknown length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LossArguments(SpecArguments, total=False):
 
 
 class SplitArguments(TypedDict, total=False):
-    """How classes, and tokens, are divided over processes."""
+    """Arguments that divide classes, and tokens, over processes."""
 
     process_group: dist.ProcessGroup | None
     vocab_size: int | None
@@ -60,7 +60,7 @@ class FixedLinearArguments(SpecArguments, SplitArguments, total=False):
 
 
 class FixedLogitsArguments(SpecArguments, total=False):
-    """Arguments of `flce.CrossEntropyLoss` behind `weight`."""
+    """Arguments of `flce.CrossEntropyLoss` after `weight`."""
 
     stats: tuple[str, ...]
     inplace: bool

@@ -1,4 +1,4 @@
-"""Bytes and sizes in words."""
+"""Conversion between numbers of bytes, or shapes, and text."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 MIB, GIB = 1 << 20, 1 << 30
 UNITS = {"kb": 1000, "kib": 1 << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
-MAX_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
+MAX_SIZE = 1 << 30  # of a dimension: the bytes of all tensors of a plan then fit into 64 bits
 
 
 def parse_bytes(text: str, name: str = "") -> int:
     """Return the bytes of "256MiB" or "1.5 GB".
 
     Raises:
-        ValueError: `text` is not a size. The message begins with `name`, that of an argument.
+        ValueError: `text` is not a size. The message begins with `name`, the name of an argument.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
@@ -23,10 +23,10 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
-    """A number for each of the names, in "4096,2048,32000" or with an x in place of each comma.
+    """Return one number for each of the names, from "4096,2048,32000" or "4096x2048x32000".
 
     Raises:
-        ValueError: these are no such numbers.
+        ValueError: `text` does not have the right number of positive numbers.
     """
     parts = text.replace("x", ",").split(",")
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
@@ -37,7 +37,7 @@ def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
 
 
 def size_text(size: float) -> str:
-    """As in "823 MiB", "7.84 GiB"; small ones as in "300 bytes"."""
+    """Return a size as text, such as "823 MiB" or "7.84 GiB"; small sizes as "300 bytes"."""
     if size < MIB / 100:
         return f"{size:,.0f} bytes" if size else "0"
     if size >= GIB:

@@ -1,1 +1,1 @@
-"""The operators behind the public functions: arguments are checked, a plan is asked for, autograd is served."""
+"""Operators behind the public functions: argument checks, custom operators and autograd."""

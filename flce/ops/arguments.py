@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments, and the form of their results."""
+"""Checks of the arguments of the public functions, before any work. Called by `functional`, `modules` and `ops`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ R = TypeVar("R")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int64, torch.int32)
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Tensors that need not be given, and tensors of class indices.
+# Tensors that may be None, and tensors of class indices.
 _OPTIONAL = {"linear_bias", "weight", "token_weight"}
 _INDEX_TENSORS = {"target", "candidates"}
-# Tensors that all processes of a divided head give alike.
+# Tensors that must be equal in all processes of a divided head.
 _REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
-# PyTorch's functions that have every kind of derivative.
+# PyTorch's functions that support every kind of derivative, for messages.
 _STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 _STOCK_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
 
@@ -47,17 +47,17 @@ class LinearArguments(NamedTuple):
     linear_weight: Tensor  # (V, d_1, ..., d_K, H)
     target: Tensor  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
     linear_bias: Tensor | None  # (V, d_1, ..., d_K)
-    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each; none for K > 0
+    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each; empty for K > 0
     weight: Tensor | None  # (V,)
     token_weight: Tensor | None  # (..., d_1, ..., d_K)
     num_items: Tensor | None  # ()
     shift: int
     is_composed: bool
-    """Whether PyTorch's operators compute the loss, with the logits in memory."""
+    """True if PyTorch's operators compute the loss, with the logits in memory."""
     shard: Shard | None
-    """Classes of the weights; None: all."""
+    """Shard of the weights; None: all classes."""
     vocab_size: int
-    """V, of all processes."""
+    """V, over all processes."""
 
 
 def check_linear_arguments(
@@ -74,13 +74,13 @@ def check_linear_arguments(
     spec: LossSpec,
     split_head: SplitHeadArguments = NOT_SPLIT,
 ) -> LinearArguments:
-    """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors. `spec` is checked already.
+    """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors.
 
-    Warm calls enter as few functions as possible: the messages of errors are written elsewhere.
+    Function calls cost host time: warm calls enter few functions, and error messages are built elsewhere.
 
     Args:
-        spec: a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
-        split_head: how the head is divided over processes.
+        spec: the checked scalar arguments; a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
+        split_head: the division of the head over processes.
     """
     operands = {"input": input, "linear_weight": linear_weight}
     if type(adapters) is not tuple or adapters:
@@ -100,13 +100,13 @@ def check_linear_arguments(
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
     if not is_composed and is_in_transform():
-        # Before the input is gathered, which would lose its tangent.
+        # Checked before the input is gathered, because the gathered input has no tangent.
         function, instead = (
             ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
         )
         refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
     shard, all_classes = None, len(linear_weight)
-    weights = all_classes
+    num_class_weights = all_classes
     if split_head != NOT_SPLIT:
         if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
@@ -120,9 +120,9 @@ def check_linear_arguments(
         input, linear_weight, linear_bias, adapters = given
         operands = {"input": input, "linear_weight": linear_weight, **_adapters_by_name(adapters)}
         all_classes = shard.vocab_size
-        # Class weights are those of the slice, or of all classes.
-        if weight is None or weight.shape != (weights,):
-            weights = all_classes
+        # Class weights cover the slice or all classes.
+        if weight is None or weight.shape != (num_class_weights,):
+            num_class_weights = all_classes
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -143,7 +143,7 @@ def check_linear_arguments(
     for name, tensor, shape in (
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (weights,)),
+        ("weight", weight, (num_class_weights,)),
         ("token_weight", token_weight, tokens),
     ):
         if tensor is not None and tensor.shape != shape:
@@ -178,7 +178,7 @@ def check_logprob_arguments(
     """Check the arguments of `flce.linear_logprobs`, which documents the errors.
 
     Returns:
-        The arguments of the head, the spec, the candidates (N, K), and one over the temperature of each token (N,).
+        The arguments of the head, the spec, the candidates (N, K), and 1 / temperature of each token (N,).
     """
     row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
     tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
@@ -191,7 +191,7 @@ def check_logprob_arguments(
         ignore_index=-100 if ignore_index is None or target is None else ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
-        temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # the spec makes it a number
+        temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # converted by the spec
         stats=outputs,  # type: ignore[arg-type]
         candidates=0 if candidates is None else candidates.shape[-1],
         top_k=top_k,
@@ -202,7 +202,7 @@ def check_logprob_arguments(
             raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
         if shift:
             raise ValueError(f"shift={shift} needs a target, got target=None")
-        # Any class: no result depends on it. No position is ignored.
+        # No result depends on the class. No position is ignored.
         target = torch.zeros(tokens, dtype=torch.int64, device=input.device)
     if row_temperature is not None:
         if row_temperature.requires_grad:
@@ -253,10 +253,11 @@ def check_logits_arguments(
     vocab_size: int | None,
     spec: LossSpec,
 ) -> CrossEntropyProblem:
-    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is checked already.
+    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is already checked.
 
     Returns:
-        The problem, of a DTensor that of this process; for class probabilities with the tensors as they were given.
+        The problem. For a DTensor it has the local tensor; for class probabilities it has the tensors of the call
+        unchanged.
     """
     tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
     check_tensors(tensors, dtensors=True)
@@ -268,7 +269,9 @@ def check_logits_arguments(
         raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
     if vocabulary_parallel.is_dtensor(logits):
         if process_group is not None or vocab_size is not None:
-            raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
+            raise ValueError(
+                "process_group and vocab_size need plain logits, got a DTensor: omit them, or give logits.to_local()"
+            )
         logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
     target, weight, token_weight, num_items = (
         vocabulary_parallel.local_tensor(value, name)
@@ -317,15 +320,15 @@ def check_logits_arguments(
 
 
 def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIONAL, dtensors: bool = False) -> None:
-    """Check that tensors are dense, on the device of the first one, and of a dtype that fits their names.
+    """Check that tensors are dense, on the device of the first tensor, and of a dtype that fits their names.
 
     Args:
-        tensors: by the names of messages.
+        tensors: by argument name.
         optional: names of tensors that may be None.
-        dtensors: whether a `DTensor` is allowed.
+        dtensors: True if a `DTensor` is allowed.
 
     Raises:
-        TypeError, ValueError: with the name.
+        TypeError, ValueError: the message names the argument.
     """
     first: Any = None
     for name, value in tensors.items():
@@ -346,7 +349,7 @@ def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIO
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """Return the value; TypeError if it is not a dense tensor."""
+    """Return the value; raise TypeError if it is not a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     if value.is_nested:
@@ -363,7 +366,7 @@ def _check_subclass(name: str, value: Tensor, dtensors: bool) -> None:
     if vocabulary_parallel.is_dtensor(value) and not dtensors:
         if name == "linear_weight":
             raise ValueError(
-                "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with "
+                "linear_weight is a DTensor, input is a plain tensor. If each process has different tokens, as with "
                 "FSDP, give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
                 "linear_weight.to_local(), process_group=... and vocab_size=..."
             )
@@ -377,7 +380,7 @@ def _check_subclass(name: str, value: Tensor, dtensors: bool) -> None:
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether the values of a head's weight are not its elements: of bitsandbytes, torchao, and of narrow dtypes."""
+    """Return True if the elements of a head's weight are not its values: bitsandbytes, torchao, narrow dtypes."""
     own_dequantize = type(weight).dequantize is not Tensor.dequantize
     return weight.dtype not in FLOATING or own_dequantize or getattr(weight, "quant_state", None) is not None
 
@@ -420,7 +423,7 @@ def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoRetur
 
 
 def refuse_gradient(weight: Tensor) -> None:
-    """ValueError where a gradient in the class weights is asked for. PyTorch has none either."""
+    """Raise ValueError if class weights require a gradient. PyTorch does not compute one either."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("weight gets no gradient, got a tensor that requires grad: give weight.detach()")
 
@@ -449,7 +452,6 @@ def _refuse_composed_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn
 
 
 def _adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of all adapters by the names of messages."""
     if not isinstance(adapters, (tuple, list)):
         raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
     for k, pair in enumerate(adapters):
@@ -478,7 +480,7 @@ def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, li
 
 
 def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
-    """Raise ValueError. `related`: the tensors that `shape` follows from, hidden states or logits first."""
+    """Raise ValueError. `related`: the tensors that determine `shape`, hidden states or logits first."""
     first, *others = related.values()
     hint = ""
     if name == "target":
@@ -492,14 +494,14 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
 
-# The fields of `LossSpec` that `ops.composed` computes. It refuses an option that is not here.
+# The fields of `LossSpec` that `ops.composed` computes. Other fields raise an error there.
 COMPOSED_FIELDS = {
     "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "stats"
 }  # fmt: skip
 
 
 def _check_composed(spec: LossSpec, probabilities: bool) -> None:
-    """ValueError for what PyTorch's operators do not compute here, or is defined for class indices only."""
+    """Raise ValueError for options that `ops.composed` does not compute, or that need class indices."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in COMPOSED_FIELDS and value != field.default:
@@ -513,31 +515,31 @@ def _check_composed(spec: LossSpec, probabilities: bool) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to on such devices; None where it is off, or where there is none, as for meta tensors."""
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    """Return the dtype of autocast on such devices; None if autocast is off or unsupported, as on meta."""
+    # `is_autocast_enabled` raises for devices without autocast. The compiler cannot trace `is_autocast_available`, and
+    # it only compiles for devices with autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
 
 
 def autocast_operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """What autocast makes of an operand of a matrix product: it leaves float64 alone."""
+    """Return the dtype to which autocast casts an operand of a matrix product. float64 stays float64."""
     autocast = autocast_dtype(device_type)
     return dtype if autocast is None or dtype == torch.float64 else autocast
 
 
 def autocast_result_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """The dtype of what autocast makes in float32, losses and softmax among it: it leaves float64 alone."""
+    """Return the dtype of float32 results under autocast, such as losses and softmax. float64 stays float64."""
     autocast = autocast_dtype(device_type)
     return dtype if autocast is None or dtype == torch.float64 else torch.float32
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
     return tensor.to(autocast_operand_dtype(tensor.dtype, tensor.device.type))
 
 
 def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
-    """In the dtype in which it is added to the logits, not rounded to a narrower one by autocast on the way."""
+    """Return the bias in the dtype of the logits. Autocast does not round it to a narrower dtype before."""
     accum = accumulation_dtype(input.dtype)
     narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
     if not narrow and linear_bias.dtype not in (input.dtype, accum):
@@ -549,12 +551,12 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
 
 
 def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], refuse_vmap: bool = False) -> None:
-    """RuntimeError for a tensor of a transform of torch.func that the operators have no rule for.
+    """Raise RuntimeError if a tensor is in a transform of torch.func that the operators do not support.
 
     Args:
         function: the public function.
-        instead: functions of PyTorch that have such rules.
-        refuse_vmap: whether `torch.func.vmap` is refused too.
+        instead: functions of PyTorch that support the transforms.
+        refuse_vmap: True if `torch.func.vmap` raises an error, too.
     """
     if not is_in_transform():
         return
@@ -580,7 +582,7 @@ def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | No
 
 
 def refuse_double_backward(function: str, instead: str) -> None:
-    """RuntimeError within a backward that is to be differentiated itself."""
+    """Raise RuntimeError in a backward that is differentiated itself."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{function} cannot be differentiated twice (create_graph=True): its gradients are not part of the graph. "
@@ -593,8 +595,7 @@ def refuse_double_backward(function: str, instead: str) -> None:
 
 
 def check_shift(shift: int, target: Tensor | None = None) -> int:
-    """Return `shift` as an int; TypeError or ValueError if it is not an int >= 0, or not 0 and the target has no
-    dimension."""
+    """Return `shift` as an int. Raise an error if it is not an int >= 0, or > 0 for a target without dimension."""
     shift = check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
@@ -604,16 +605,16 @@ def check_shift(shift: int, target: Tensor | None = None) -> int:
 
 
 def check_options(options: ChunkOptions | None) -> None:
-    """TypeError for options of another type."""
+    """Raise TypeError if the options have another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
 def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions, for shift > 0.
+    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions. `shift` is > 0.
 
     Raises:
-        ValueError: the sequence is shorter than that.
+        ValueError: the sequence is shorter than `shift`.
     """
     if shift > target.shape[-1]:
         raise ValueError(
@@ -624,7 +625,7 @@ def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 
 def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> Tensor:
-    """Return a 0-d tensor on the device of `input`, without a wait for the device."""
+    """Return `num_items` as a 0-d tensor on the device of `input`, without waiting for the device."""
     if spec.reduction != "sum":
         raise ValueError(f"num_items needs reduction='sum', got reduction={spec.reduction!r}")
     if isinstance(num_items, Tensor):
@@ -642,7 +643,7 @@ def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> 
 
 
 def dispatches_torch_function(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function that asks ``__torch_function__`` of its first argument, `logits`, as those of PyTorch do."""
+    """Return the function with dispatch to ``__torch_function__`` of its first argument, `logits`."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,8 @@
-"""The same losses composed from PyTorch's own operators, with the logits, and more of their size, in memory.
+"""Losses that PyTorch's operators compute, with the logits, and several tensors of their size, in memory.
 
-For what fusing gains nothing in: class-probability targets, which are as large as the logits themselves, and
-K-dimensional heads, whose softmax runs over a strided dimension. Logits are float32 at least: half precision is cast
-before the product, which takes a copy of the head. Differentiable any number of times.
+Used where fusing saves nothing: for class-probability targets, which are as large as the logits, and for K-dimensional
+heads, whose softmax runs over a strided dimension. Logits are at least float32: half precision is cast before the
+product, which copies the head. Differentiable any number of times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flce.ops.arguments import LinearArguments
 
 
 def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
-    """See `flce.fused_linear_cross_entropy`."""
+    """Compute `flce.fused_linear_cross_entropy`."""
     input, linear_weight, target = args.input, args.linear_weight, args.target
     vocab_size, *inner = linear_weight.shape[:-1]
     leading = tuple(input.shape[:-1])
@@ -49,7 +49,7 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
 
 
 def cross_entropy(p: CrossEntropyProblem) -> Tensor | LinearCrossEntropyOutput:
-    """See `flce.cross_entropy`; for class probabilities."""
+    """Compute `flce.cross_entropy` for class probabilities."""
     logits, y = (t.reshape(-1, p.vocab_size) for t in (p.logits, p.target))
     tokens = tuple(p.logits.shape[:-1])
     return _loss_of_rows(logits, y, p.class_weight, p.token_weight, p.num_items, p.spec, tokens)
@@ -90,7 +90,7 @@ def _loss_of_rows(
     lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
     zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
     if token_weight is not None:
-        # At ignored tokens the weights count no more than anything else does.
+        # A weight of an ignored token must have no effect, also if it is NaN.
         weights = torch.where(valid, token_weight.reshape(-1).to(ce.dtype), 0.0)
         ce = ce * weights
         zl = None if zl is None else zl * weights
@@ -117,7 +117,7 @@ def _loss_of_rows(
 
 
 def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:
-    """By name, those of each row that are asked for, and what they need."""
+    """Return the requested statistics of each row by name, and the intermediate results that they need."""
     stats = {}
     if lse is not None:
         stats["lse"] = torch.where(valid, lse, 0.0)
@@ -136,7 +136,7 @@ def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSp
 
 
 def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """A target out of range is an IndexError on the CPU, as in the fused path; elsewhere PyTorch asserts."""
+    """Raise IndexError on the CPU if a target is out of range. On other devices PyTorch asserts."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)

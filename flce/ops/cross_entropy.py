@@ -1,15 +1,15 @@
-"""The loss of logits that exist: its operators, and the gradient that is written over them.
+"""Loss of logits that the user has computed: its custom operators, and the gradient that overwrites the logits.
 
-Two ways to the gradient:
+There are two ways to compute the gradient:
 
-* Two custom operators, ``flce::cross_entropy`` and ``flce::cross_entropy_backward``. Forward makes statistics and saves
-  the logits as they are with each row's normalizer; backward makes the gradient of them in new memory, the upstream
-  gradient already in it. Nothing is changed in place, so `torch.compile` and autograd may do with them what they like.
-* `_InPlace`, for logits that may be overwritten, in eager mode: forward reads a row, and writes its gradient to the
-  same memory while the row is in the cache; backward multiplies that by the upstream gradient, unless it is 1.
+* Two custom operators, ``flce::cross_entropy`` and ``flce::cross_entropy_backward``. Forward computes statistics and
+saves the logits and the normalizer of each row. Backward computes the gradient in new memory, multiplied by the
+upstream gradient. No tensor is changed in place, so `torch.compile` and autograd may reorder the operators.
+* `_InPlace`, for logits that may be overwritten, in eager mode. Forward reads a row, and writes its gradient to the
+same memory while the row is in the cache. Backward multiplies the gradient by the upstream gradient, unless it is 1.
 
-Both take rows where they are (`row_layout`), and between the passes finish statistics across the shards of a vocabulary
-(`vocabulary_parallel`).
+Both read rows without a copy where they can (`row_layout`). If the vocabulary is divided, both merge statistics over
+the shards between the passes (`vocabulary_parallel`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SCHEMA = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
     "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
 )
-# The results of `vectors.pack_outputs` in the shape of the target, of which the first is the loss; what backward needs
-# of
-# `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
+# The results of `vectors.pack_outputs` in the shape of the target, loss first; the result of `Backend.loss_scales` for
+# backward, (3,), or (0,) if there are no scales; and the gradient of `token_weight`, (...) or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
-    """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
+    """Compute loss and statistics of a problem. Differentiable in ``loss``, once; if the logits stay, any number of
+    times.
 
     Raises:
         RuntimeError: the logits cannot be overwritten.
@@ -52,8 +52,8 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
     logits = problem.logits
     if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
         check_overwritable(logits)
-        # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
-        # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
+        # With `rebase` autograd treats the logits as a result of this in-place operation, so that a later use of them
+        # raises an error. This is impossible for a view, and for logits that retain their gradient.
         rebase = logits._base is None and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem.token_weight, problem, rebase)
         *rows, _, _ = outputs[1:] if rebase else outputs
@@ -63,21 +63,21 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
 
 
 def check_overwritable(logits: Tensor) -> None:
-    """RuntimeError for logits whose memory the gradient must not, or cannot, be written to.
+    """Raise RuntimeError if the gradient must not, or cannot, be written to the memory of the logits.
 
-    What was saved for another backward is found here if the operator that made the logits saved them, as tanh does;
-    in the other cases autograd finds it in that backward, by the version of the tensor.
+    This function detects logits that were saved by the operator that computed them, such as tanh. If another operator
+    saved the logits, autograd raises an error in that operator's backward, because the version of the tensor differs.
     """
     instead = "Use inplace=False, or give a copy."
     base = logits._base
-    for tensor, what in ((logits, "are a leaf"), (base, "are a view of a leaf")):
+    for tensor, reason in ((logits, "are a leaf"), (base, "are a view of a leaf")):
         if tensor is not None and tensor.is_leaf and tensor.requires_grad:
             raise RuntimeError(
-                f"inplace=True would overwrite logits that {what} that requires grad: its value would be lost. "
+                f"inplace=True would overwrite logits that {reason} that requires grad: its value would be lost. "
                 f"{instead}"
             )
     for tensor in (logits, base):
-        # Not `_saved_result`, which would unpack it, from where a hook has put it too.
+        # Not `_saved_result`, which unpacks the saved tensor and calls hooks.
         if tensor is not None and hasattr(tensor.grad_fn, "_raw_saved_result"):
             raise RuntimeError(
                 f"inplace=True would overwrite logits that {type(tensor.grad_fn).__name__} still needs: it saved its "
@@ -100,7 +100,6 @@ def check_overwritable(logits: Tensor) -> None:
 
 
 def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
-    """Loss and statistics."""
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=False).for_loss
     logits, order = as_rows(p.logits)
@@ -111,29 +110,30 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
 
 
 def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The same, with the gradient of the loss, or of every row's loss, times the gradient scale that is returned
-    (None: 1) over
-    the logits."""
+    """Return losses and statistics, and the gradient scale (None: 1). Overwrite the logits with the scaled gradient.
+
+    The gradient is the gradient of the reduced loss, or of the loss of each row if losses are not reduced.
+    """
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=True, has_gradient_scale=p.dtype == torch.float16)
     logits, order = as_rows(p.logits)
     inputs = _row_inputs(p, order, scales.for_gradient())
-    # The gradient in the weights of tokens is made of losses without them.
-    of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
+    # The gradient of `token_weight` is computed from unweighted losses.
+    loss_inputs = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
     if not p.shard:
         vectors.check_targets(p)
         upstream = inputs.token_weight if p.token_weight_grad else None
-        backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
+        backend.loss_and_gradient(logits, logits, TileCall(loss_inputs, p.spec, _tile(p), out, upstream=upstream))
     else:
-        _compute_statistics(p, backend, logits, TileCall(of_loss, p.spec, _tile(p, keep_logits=True), out))
+        _compute_statistics(p, backend, logits, TileCall(loss_inputs, p.spec, _tile(p, keep_logits=True), out))
         if logits.shape[-1]:
             backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
     return _reduce_outputs(p, backend, order, out, scales.for_loss), scales.gradient_scale
 
 
 def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
-    """Like the logits. `normalizer` and `scales` as forward left them; `upstream` like the loss."""
+    """Return the gradient of the logits in new memory. `upstream` has the shape of the loss."""
     logits, order = as_rows(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
@@ -158,13 +158,13 @@ def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor
         write_empty_state(state)
     target, cols = call.inputs.target, logits.shape[-1]
     results = vocabulary_parallel.merge_results(state, cols, target, p.class_weight, p.spec, p.shard)
-    # Not before: the other processes would wait for one that has raised an error.
+    # Checked after the collective: otherwise the other processes would wait for a process that raised an error.
     vectors.check_targets(p)
     write_results(results, call, Targets.from_call(call))
 
 
 def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> Tile:
-    # What lies behind the last class of a row is none of ours: no room.
+    # Memory after the last class of a row belongs to the user: kernels must not access it.
     cols = p.logits.shape[-1]
     return Tile(p.start, cols, p.vocab_size, accessible_cols=cols, is_shard=bool(p.shard), keep_logits=keep_logits)
 
@@ -185,11 +185,11 @@ def _reduce_outputs(
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Over the logits
+# The gradient overwrites the logits
 
 
 class _InPlace(torch.autograd.Function):
-    """Not a custom operator: those that change an argument can have no derivative."""
+    """Autograd function, because a custom operator that mutates an argument cannot have a derivative."""
 
     @staticmethod
     def forward(
@@ -197,7 +197,7 @@ class _InPlace(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         mark_frames()
         out, gradient_scale = _compute_losses_and_gradient(problem)
-        # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
+        # Autograd does not see the writes of kernels. With a new version it detects in backward that logits changed.
         if rebase:
             ctx.mark_dirty(logits)
         else:
@@ -216,8 +216,8 @@ class _InPlace(torch.autograd.Function):
             grad_logits, *grads = grads  # type: ignore[assignment]
             if grad_logits is not None:
                 raise RuntimeError(
-                    "logits were used after flce.cross_entropy(inplace=True) had written their gradient over them. Use "
-                    "them before, or inplace=False."
+                    "logits were used after flce.cross_entropy(inplace=True) had overwritten them with their gradient. "
+                    "Use them before the call, or give inplace=False."
                 )
         grad_loss = grads[0]
         if grad_loss is None:
@@ -225,21 +225,21 @@ class _InPlace(torch.autograd.Function):
         refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
         if ctx.has_run:
             raise RuntimeError(
-                "backward through the same flce.cross_entropy(inplace=True) a second time: its gradient, which is "
-                "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
+                "backward through the same flce.cross_entropy(inplace=True) a second time: the first backward returned "
+                "the memory of the logits as the gradient. Use inplace=False for retain_graph=True."
             )
         ctx.has_run = True
         grad, gradient_scale, target, weight_grad = ctx.saved_tensors
         weight_grad = grad_loss * weight_grad if ctx.has_weight_grad else None
         factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
-        if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
-            of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
-            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), weight_grad, None, None
-        if row_order(grad) is None:  # of a hook on saved tensors
+        if is_batched(factor):  # several upstream gradients share one gradient in memory
+            row_factors = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
+            return (grad.to(factor.dtype) * row_factors).to(grad.dtype), weight_grad, None, None
+        if row_order(grad) is None:  # a hook on saved tensors may return other strides
             grad = grad.contiguous()
         rows, order = as_rows(grad)
         factor = order.flatten(factor) if factor.dim() else factor
-        # An ignored row is 0, whatever arrives for it.
+        # An ignored row stays 0, also for an infinite or NaN upstream gradient.
         get_backend(grad.device).scale_rows_(rows, factor, order.flatten(target), ctx.ignore_index)
         return grad, weight_grad, None, None
 
@@ -249,7 +249,7 @@ class _InPlace(torch.autograd.Function):
 
 
 class _Arguments(NamedTuple):
-    """The arguments of an operator, in the order of `_SCHEMA`; or, by the same names, their gradients."""
+    """Arguments of an operator, in the order of `_SCHEMA`, or their gradients under the same names."""
 
     logits: Any = None
     target: Any = None

@@ -1,4 +1,4 @@
-"""The whole of a weight of which each process has a shard, for a call outside of the module that gathers it."""
+"""`flce.gathered`: the full tensor of a sharded weight, for a call outside of the module that gathers the weight."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from flce.ops.vocabulary_parallel import is_dtensor
 
 
 def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All of a sharded weight, whose gradient is averaged over the processes into the shards.
+    """Return the full tensor of a sharded weight. Its gradient is averaged over the processes into the shards.
 
-    For a head that FSDP2 has sharded, with tokens of its own in each process: ``fused_linear_cross_entropy(x,
-    flce.gathered(head.weight), y)``. In backward the gradients of all processes are reduce-scattered, in float32
-    (float64 for float64), and divided by their number, as FSDP does. Every backward reduces: gradients of several
-    passes add up in the shards. On a mesh of two dimensions, replicated and sharded (HSDP), both are averaged
-    over. (``weight.full_tensor()`` is not this: in its backward each process keeps its slice of its own gradient, and
-    nothing is summed over processes.)
+    For a head that FSDP2 has sharded, where each process has different tokens: ``fused_linear_cross_entropy(x,
+    flce.gathered(head.weight), y)``. Backward reduce-scatters the gradients of all processes, in float32 (float64 for
+    float64), and divides them by the number of processes, as FSDP does. Every backward reduces: gradients of several
+    passes add up in the shards. On a mesh of two dimensions, replicated and sharded (HSDP), the average is over both.
+    (The backward of ``weight.full_tensor()`` is different: each process keeps its slice of its local gradient, and no
+    gradient is summed over processes.)
 
-    Forward takes memory for the whole weight in `dtype`, backward for its gradient and a float32 copy of that.
+    Forward allocates the full weight in `dtype`. Backward allocates the gradient of the full weight and a float32 copy
+    of it.
 
     Args:
-        weight: (V, H), a DTensor; a plain tensor is returned as it is, or cast.
-        dtype: in which the weight is gathered, as with FSDP's `MixedPrecisionPolicy.param_dtype`; None: its own.
-            bfloat16 of float32 shards halves the bytes.
+        weight: (V, H), a DTensor. A plain tensor is returned unchanged, or cast.
+        dtype: dtype in which the weight is gathered, as with FSDP's `MixedPrecisionPolicy.param_dtype`; None: the dtype
+            of `weight`. bfloat16 halves the bytes of float32 shards.
 
     Returns:
         (V, H), a plain tensor.
 
     Raises:
-        TypeError: `weight` is no tensor, or `dtype` no floating dtype.
+        TypeError: `weight` is not a tensor, or `dtype` is not a floating dtype.
     """
     check_tensor("weight", weight)
     if dtype is not None:
@@ -52,7 +53,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, weight: Any, dtype: torch.dtype) -> Tensor:
         ctx.mesh, ctx.placements, ctx.dtype = weight.device_mesh, weight.placements, weight.dtype
         full: Tensor = weight.detach().to(dtype).full_tensor()
-        # Replicated, it is the parameter itself.
+        # For a replicated weight the full tensor is the parameter itself: return a view instead.
         return full.view_as(full)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""A call of the linear operators as data: how it is planned, and the arguments that an operator of PyTorch gets for it.
+"""Calls of the linear operators as data: the choice of a plan, and the conversion to arguments of custom operators.
 
-An operator's schema takes tensors, scalars and lists of them only: `LinearCall.to_arguments` takes a call apart,
-`OperatorArguments.to_call` puts it together again on the other side.
+The schema of an operator allows only tensors, scalars and lists of them. `LinearCall.to_arguments` splits a call into
+such arguments, `OperatorArguments.to_call` rebuilds the call in the operator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCHEMA = (
 
 
 class OperatorArguments(NamedTuple):
-    """The arguments of an operator, in the order of `SCHEMA`; or, by the same names, their gradients."""
+    """Arguments of an operator, in the order of `SCHEMA`, or their gradients under the same names."""
 
     inputs: Any = None
     weights: Any = None
@@ -51,13 +51,13 @@ class OperatorArguments(NamedTuple):
     settings: Any = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All in one list, as autograd saves them."""
+        """Return all tensors in one tuple, in the order in which autograd saves them."""
         inputs, weights, *others, _ = self
         return (*inputs, *weights, *others)
 
     @staticmethod
     def from_tensors(tensors: Sequence[Any], settings: str) -> OperatorArguments:
-        """Those with these `tensors`."""
+        """Return the arguments with these `tensors`, as ordered by `tensors()`."""
         terms = (len(tensors) - len(OperatorArguments._fields) + 3) // 2
         return OperatorArguments._make(
             [list(tensors[:terms]), list(tensors[terms : 2 * terms]), *tensors[2 * terms :], settings]
@@ -67,14 +67,15 @@ class OperatorArguments(NamedTuple):
     def place_gradients(
         needs: tuple[bool, ...], gradients: Iterable[Tensor] = (), token_weight: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """Gradients in the places of the arguments. `needs`: `Needs.flat`; `gradients`: those that are needed, or
-        none."""
-        each, terms = iter(gradients), len(needs) // 2
-        *of_terms, bias = [next(each, None) if needed else None for needed in needs]
-        return tuple(OperatorArguments(of_terms[:terms], of_terms[terms:], linear_bias=bias, token_weight=token_weight))
+        """Return the needed gradients, in the order of `needs` (`Needs.flat`), at the positions of the arguments."""
+        remaining, terms = iter(gradients), len(needs) // 2
+        *term_grads, bias = [next(remaining, None) if needed else None for needed in needs]
+        return tuple(
+            OperatorArguments(term_grads[:terms], term_grads[terms:], linear_bias=bias, token_weight=token_weight)
+        )
 
     def to_call(self, spec: type[LossSpec] = LossSpec) -> LinearCall:
-        """The call, whose scalar arguments are of this class."""
+        """Return the call. `spec` is the class of its scalar arguments."""
         loss, options, constants = from_json(self.settings, (spec, ChunkOptions, _CallConstants))
         problem = LinearCrossEntropyProblem(
             terms=tuple(map(LinearTerm, self.inputs, self.weights)),
@@ -93,27 +94,27 @@ _VECTORS = "target", "linear_bias", "class_weight", "token_weight", "num_items",
 
 @dataclass(frozen=True)
 class _CallConstants:
-    """Those of a call beside `LossSpec` and `ChunkOptions`."""
+    """Constants of a call that are not in `LossSpec` or `ChunkOptions`."""
 
     needs: tuple[bool, ...]
     shift: int
     token_weight_grad: bool
     is_traced: bool
     shard: tuple[Any, ...]
-    """Fields of `Shard`, or none."""
+    """Fields of `Shard`; empty if the head is not divided."""
 
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A problem and how it is solved."""
+    """Problem with its options, and the device for which it is planned."""
 
     problem: LinearCrossEntropyProblem
     options: ChunkOptions
     is_traced: bool = False
-    """Whether it is part of a graph, which is good for other numbers of tokens too."""
+    """True if the call is part of a graph, which may run with other numbers of tokens."""
     candidates: Tensor | None = None
     gpu: DescribedDevice | None = None
-    """What it is planned for, in the place of the device of its tensors."""
+    """GPU to plan for, instead of the device of the tensors."""
 
     def to_arguments(self) -> OperatorArguments:
         p, s = self.problem, self.problem.shard
@@ -122,7 +123,7 @@ class LinearCall:
         return OperatorArguments.from_tensors(self.tensors(), to_json(p.spec, self.options, constants))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As `OperatorArguments.tensors`."""
+        """Return the tensors as `OperatorArguments.tensors` does."""
         p = self.problem
         optional = p.linear_bias, p.class_weight, p.token_weight, p.num_items, p.row_factor, self.candidates
         return (*[x for x, _ in p.terms], *[w for _, w in p.terms], p.target, *optional)
@@ -131,10 +132,10 @@ class LinearCall:
     def case(self) -> Case:
         p, options, gpu = self.problem, self.options, self.gpu
         most_classes, split = (p.shard.max_local_vocab_size, p.shard.split) if p.shard else (p.local_vocab_size, None)
-        # Kernels beside products with an epilogue go along rows.
+        # Fused products read their operands along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
-            # See `has_forward_gradients`. Gradients in float16 are to be rounded when the upstream gradient is known.
+            # See `has_forward_gradients`. Gradients in float16 must be rounded after the upstream gradient is known.
             options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
         return Case(
             p.num_tokens,
@@ -153,10 +154,10 @@ class LinearCall:
 
     @property
     def has_forward_gradients(self) -> bool:
-        """Whether gradients are among the results of forward.
+        """True if forward computes the gradients.
 
-        A graph must know that without a plan, for any number of tokens. So with ``strategy="auto"`` forward makes them
-        in any case there, also by a schedule that would leave them to backward.
+        A graph needs this value without a plan, for any number of tokens. Therefore, with ``strategy="auto"``, forward
+        in a graph always computes the gradients, also with a schedule that otherwise defers them.
         """
         c = self.case
         if not c.needs.any or c.spec.reduction == "none" or c.options.strategy != "auto":
@@ -164,16 +165,15 @@ class LinearCall:
         if self.is_traced:
             return True
         try:
-            # Sizes may be symbols of another tracer than `torch.compile`. Its graph is for these sizes alone.
+            # Sizes may be symbols of a tracer other than `torch.compile`. The graph of such a tracer has fixed sizes.
             sizes = int(c.num_tokens), tuple(map(int, c.hidden_sizes)), int(c.vocab_size)
             number, hidden, vocab = sizes
             return not plan_for_case(replace(c, num_tokens=number, hidden_sizes=hidden, vocab_size=vocab)).deferred
-        except ValueError:  # no plan keeps the budget, as a call says
+        except ValueError:  # no plan fits into the budget: the call itself raises the error
             return True
 
     def fake_gradients(self, forward: bool = False) -> list[Tensor]:
-        """What the gradients look like that are needed, in the order of `Needs.flat`: as forward, or as backward makes
-        them."""
+        """Return empty tensors for the needed gradients of forward or backward, in the order of `Needs.flat`."""
         p = self.problem
         dtypes, accum = self.case.dtypes(deferred=not forward), accumulation_dtype(p.dtype)
         grads = (
@@ -184,24 +184,23 @@ class LinearCall:
         return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
 
     def flops(self) -> tuple[int, int]:
-        """Flops of the products for the logits, and of those for the gradients that are needed."""
+        """Return the flops of the products for the logits, and of the products for the needed gradients."""
         needs = self.problem.needs
-        of_terms = [2 * term.input.shape[0] * term.weight.numel() for term in self.problem.terms]
-        wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
-        return sum(of_terms), sum(count for count, needed in wanted if needed)
+        term_flops = [2 * term.input.shape[0] * term.weight.numel() for term in self.problem.terms]
+        gradient_flops = zip(term_flops * 2, needs.inputs + needs.weights, strict=True)
+        return sum(term_flops), sum(count for count, needed in gradient_flops if needed)
 
 
 def plan_for_problem(call: LinearCall) -> ChunkPlan:
-    """The plan of a call."""
     plan, size = plan_for_case(call.case), call.problem.local_vocab_size
     return plan if size == plan.case.vocab_size else plan_for_shard(plan, size)
 
 
 def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
-    """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
+    """Call `run` with the plan of a call. If an allocation fails, call it with a smaller plan.
 
-    Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own, nor where
-    other processes go on with the plan.
+    An allocation error is raised without a second attempt if there is a budget (the user has set the limit), while a
+    graph is captured (its memory is separate), and if a head is divided (the other processes continue with the plan).
     """
     limited = plan.case.options.max_workspace_bytes is not None or plan.case.split is not None
     while True:
@@ -212,10 +211,10 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
             smaller = None if limited or capturing else _find_smaller_plan(plan)
             if smaller is None:
                 raise
-        # Here, where the frames of the attempt are gone, and their tensors with them.
+        # Outside of the except clause the frames of the failed attempt, and their tensors, are freed.
         find_caller().warn(
-            f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its plan, and goes on with "
-            f"{smaller.workspace_bytes / 2**20:.0f} MiB. To save the attempt, give options=flce.ChunkOptions("
+            f"flce could not allocate the {plan.workspace_bytes / 2**20:.0f} MiB of its plan and continues with "
+            f"{smaller.workspace_bytes / 2**20:.0f} MiB. To avoid the failed attempt, give options=flce.ChunkOptions("
             f"max_workspace_bytes={smaller.workspace_bytes}).",
             RuntimeWarning,
         )
@@ -224,7 +223,7 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
 
 @functools.lru_cache(maxsize=64)
 def _find_smaller_plan(plan: ChunkPlan) -> ChunkPlan | None:
-    """A plan of a quarter of the workspace, or a half or more, with outputs that look the same; None: there is none."""
+    """Return a plan with 1/4, 1/2 or 3/4 of the workspace and the same output shapes, or None if there is none."""
     for quarters in (1, 2, 3):
         options = replace(
             plan.case.options,

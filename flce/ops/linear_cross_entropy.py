@@ -1,10 +1,10 @@
-"""Custom operators and their derivatives.
+"""Custom operators of `flce.fused_linear_cross_entropy`, and their derivatives.
 
-Four operators, so that `torch.compile` records a call as one node and autograd knows what to do with it:
+There are four operators. `torch.compile` records each call as one node, and autograd has a rule for it:
 
 * ``flce::linear_cross_entropy``: loss, statistics and, unless the plan defers them, gradients;
 * ``flce::linear_cross_entropy_backward``: the gradients of a plan that defers them;
-* ``flce::scale_`` and ``flce::scale_cast``: a gradient made in forward times the upstream gradient.
+* ``flce::scale_`` and ``flce::scale_cast``: a gradient that forward has computed, times the upstream gradient.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
 from flce.torch_ops.registration import register_operator
 from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
-# The results of `vectors.pack_outputs`, of which the first is the loss; its gradients times a gradient scale, as
-# `Needs.flat` lists
-# them, which no user sees; that gradient scale, () or, for 1, (0,); and the gradient in the weights of tokens, (N,),
-# or (0,).
+# The results of `vectors.pack_outputs`, loss first; the gradients times a gradient scale, in the order of `Needs.flat`
+# (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
 _RESULTS = ", ".join(
     ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor grad_unit", "Tensor weight_grad"]
 )
 
 
 def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
-    """Solve a problem. Differentiable once, in ``loss``."""
+    """Compute the loss and the statistics of a problem. Differentiable once, in ``loss``."""
     call = LinearCall(problem, options, torch.compiler.is_compiling())
     if not call.is_traced:
         tensors = call.tensors()
@@ -86,12 +84,11 @@ def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
 
 
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
-    """What ``flce::linear_cross_entropy`` returns for tensors without values where they stand for those of a GPU, and
-    the plan there.
+    """Return fake results of ``flce::linear_cross_entropy`` as on a GPU, and the plan for this GPU.
 
     Args:
-        args: of the operator.
-        gpu: what stands in place of their device.
+        args: arguments of the operator, tensors without values.
+        gpu: the GPU, which replaces the device of the tensors.
     """
     call = replace(OperatorArguments(*args).to_call(), gpu=gpu)
     return _fake_outputs(call), plan_for_case(call.case)
@@ -122,10 +119,10 @@ def _save_for_backward(
     weight_grad: Tensor | None,
     normalizer: Tensor,
 ) -> None:
-    """For backward: the gradient in the weights of tokens; the others, or the normalizer and the call's tensors."""
+    """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the call's tensors."""
     p = call.problem
     ctx.needs, ctx.has_weight_grad, ctx.dtype, ctx.deferred = p.needs.flat, p.token_weight_grad, p.dtype, not grads
-    # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
+    # Otherwise autograd allocates a zero gradient for every output, also for an output as large as the head.
     ctx.set_materialize_grads(False)
     if grads:
         ctx.save_for_backward(weight_grad, *grads, gradient_scale)
@@ -136,7 +133,7 @@ def _save_for_backward(
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """The gradients in the places of the arguments, None where there is none."""
+    """Return the gradients at the positions of the arguments, None for arguments without a gradient."""
     if grad_loss is None:
         return OperatorArguments.place_gradients(ctx.needs)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
@@ -145,7 +142,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     can_bypass = _can_bypass_dispatcher((grad_loss, *saved))
     if not can_bypass:
         flops.update_active_counters()
-    # In place only where nothing needs what was saved again: another backward, or another upstream gradient of a batch.
+    # In place only if the saved gradients are not read again, by another backward or for another element of a batch.
     if not any(ctx.needs):
         pass
     elif not can_bypass and is_batched(grad_loss):
@@ -162,11 +159,11 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 def _compute_gradients(
     ctx: Any, saved: Sequence[Tensor], upstream: Tensor, can_bypass: bool, in_place: bool
 ) -> Sequence[Tensor]:
-    """The gradients that are needed, in the order of `Needs.flat`.
+    """Return the needed gradients, in the order of `Needs.flat`.
 
     Args:
-        can_bypass: no operator is called: `_can_bypass_dispatcher`.
-        in_place: they may be made in the memory of what was saved.
+        can_bypass: True if no operator is called: `_can_bypass_dispatcher`.
+        in_place: True if the memory of saved gradients may be overwritten.
     """
     if ctx.deferred:
         normalizer, *tensors = saved
@@ -175,17 +172,17 @@ def _compute_gradients(
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
-        # Matrices are cast. The vector of the bias is copied too: then no result of an operator is changed for an
-        # upstream gradient of 1, and whoever has called the operator still has what forward returned.
+        # Matrices are cast. The bias gradient is copied too: a caller of the operator still has the results of forward,
+        # and an upstream gradient of 1 must not change them.
         factor, in_place = upstream / gradient_scale, False
-    assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
+    assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
     steps: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
     result, scaled_in_place = [], []
-    # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
+    # Allocations come first: if one fails, no gradient is overwritten yet, and backward can be called again.
     for grad in grads:
-        # The bias, a vector, came in the dtype in which it is summed.
+        # The bias gradient, a vector, stays in the dtype of its sum.
         dtype = grad.dtype if grad.dim() == 1 else ctx.dtype
-        # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
+        # In place only for real tensors: in a traced graph the tensor may be an output of the graph.
         if in_place and type(grad) is Tensor and grad.dtype == dtype:
             scaled_in_place.append(grad)
             result.append(grad)
@@ -200,7 +197,7 @@ def _compute_gradients(
 
 
 def _can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a call need not be an operator: no compiler, tracer, mode or transform is there to see one."""
+    """Return True if no compiler, tracer, mode or transform is active, so that the call need not be an operator."""
     if (
         torch.compiler.is_compiling()
         or private.get_tracing_state() is not None
@@ -219,20 +216,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
-    """``flce::linear_cross_entropy`` where nothing watches the call. An operator takes more time in Python than a
-    small call does.
+    """Autograd function with the results of ``flce::linear_cross_entropy``, for calls that can bypass the dispatcher.
 
-    The class has the name that its node is to have in a graph of autograd.
+    A custom operator costs more Python time than a small call. The class has the name that its autograd node shows.
     """
 
     @staticmethod
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """`tensors` are those of the call, for autograd."""
+        """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
         mark_frames()
         rows, grads, gradient_scale, weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _save_for_backward(ctx, call, grads, gradient_scale, weight_grad, rows.normalizer)
-        # Every tensor that a node returns takes time of the host. This one is for statistics.
+        # Every tensor that a node returns costs host time. The normalizer is needed for statistics only.
         return (*rows[:2], rows.normalizer if call.problem.spec.stats else None, *rows[3:])
 
     @staticmethod

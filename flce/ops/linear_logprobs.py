@@ -1,7 +1,7 @@
 """Custom operators of `flce.linear_logprobs`, and their derivatives.
 
-* ``flce::linear_logprobs``: the results of each token. Its plan is that of a call without gradients, whatever is asked
-  for later, so the bits of the results depend on nothing else.
+* ``flce::linear_logprobs``: the results of each token. Its plan is the plan of a call without gradients, so the bits of
+the results do not depend on the gradients that are computed later.
 * ``flce::linear_logprobs_backward``: the gradients, for any upstream gradients of the results.
 """
 
@@ -30,8 +30,7 @@ from flce.torch_ops.vmap import map_over_batch, register_vmap_loop
 
 
 class LogprobResults(NamedTuple):
-    """What the operator returns, in its order; of shape (0,) what was not asked for. The first four are
-    differentiable."""
+    """Results of the operator, in its order. Shape (0,): not requested. The first four are differentiable."""
 
     logprob: Tensor  # (N,)
     entropy: Tensor  # (N,)
@@ -51,10 +50,11 @@ _DIFFERENTIABLE = 4
 def linear_logprobs(
     problem: LinearCrossEntropyProblem, candidates: Tensor | None, options: ChunkOptions
 ) -> dict[str, Tensor | None]:
-    """The results of all tokens by name, None for what was not asked for. Differentiable once, as often as one likes.
+    """Return the results of all tokens by name, None if not requested. Differentiable once, for any number of
+    backwards.
 
     Args:
-        candidates: (N, K) int64. Results of K = 0 are differentiable, too: their gradients are 0.
+        candidates: (N, K) int64. With K = 0 the result is differentiable, too: its gradients are 0.
     """
     spec = per_token.logprob_spec(problem)
     if not torch.compiler.is_compiling():
@@ -79,13 +79,13 @@ def _in_order(
 
 
 def _requested_results(spec: LogprobSpec) -> LogprobResults:
-    """Return a bool for each result: whether the caller asked for it."""
+    """Return a bool for each result: True if the caller requested it."""
     top = spec.top_k > 0
     return _in_order(RowOutputs.requested_fields(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
 
 
 def _without_gradients(call: LinearCall) -> LinearCall:
-    """The call that forward solves, and is planned for."""
+    """Return the call that forward runs and plans: the same call without gradients."""
     p = call.problem
     return replace(call, problem=replace(p, needs=Needs.from_flat([False] * len(p.needs.flat))))
 
@@ -95,17 +95,19 @@ def _parse_call(*args: Any) -> LinearCall:
 
 
 def _plan_untraced(call: LinearCall) -> ChunkPlan:
-    """In a graph the same as outside: results have the same bits."""
+    """Return the plan of the same call outside of a graph, so that the results have the same bits."""
     return plan_for_problem(replace(call, is_traced=False))
 
 
 def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
-    """The plan of forward and, if gradients are needed, of backward. Where either cannot keep the budget, the error is
-    raised before the work, and names a budget that is enough for both."""
+    """Return the plan of forward and, if gradients are needed, of backward.
+
+    If a plan does not fit into the budget, the error precedes all work, and names a budget that fits both plans.
+    """
     plans, refused = [], []
-    for each in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
+    for planned_call in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
         try:
-            plans.append(_plan_untraced(each))
+            plans.append(_plan_untraced(planned_call))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -176,33 +178,33 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     return OperatorArguments.place_gradients(ctx.needs, map_over_batch(gradients, *given))
 
 
-def _arguments_of_backward(
+def _backward_arguments(
     normalizer: Tensor,
     entropy: Tensor,
     candidate_logprob: Tensor | None,
-    of_logprob: Tensor | None,
-    of_entropy: Tensor | None,
-    of_lse: Tensor | None,
-    of_candidates: Tensor | None,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_candidates: Tensor | None,
     *args: Any,
 ) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
     call = _parse_call(*args)
     requested = _requested_results(per_token.logprob_spec(call.problem))
     if not requested.candidate_logprob:
-        candidate_logprob = of_candidates = None
-    kept = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
-    return call, kept, per_token.UpstreamGradients(of_logprob, of_entropy, of_lse, of_candidates)
+        candidate_logprob = grad_candidates = None
+    saved = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
+    return call, saved, per_token.UpstreamGradients(grad_logprob, grad_entropy, grad_lse, grad_candidates)
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    call, kept, upstream = _arguments_of_backward(*args)
+    call, saved, upstream = _backward_arguments(*args)
     return run_plan(
-        lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), _plan_untraced(call)
+        lambda plan: per_token.backward(call.problem, plan, call.candidates, saved, upstream), _plan_untraced(call)
     )
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
-    return _arguments_of_backward(*args)[0].fake_gradients()
+    return _backward_arguments(*args)[0].fake_gradients()
 
 
 register_operator(
@@ -221,5 +223,5 @@ register_operator(
     _backward_fake,
 )
 flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
-flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_arguments_of_backward(*args)[0].flops()))
+flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))
 register_vmap_loop("linear_logprobs_backward")

@@ -1,4 +1,4 @@
-"""Rows of logits where a user has them: which strides a kernel can go by without a copy."""
+"""Memory layout of rows of logits: the strides that kernels address without a copy. Used by `ops.cross_entropy`."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Strides between rows that a backend can address: one, or an outer and an inner one.
+# A backend can address one stride between rows, or an outer and an inner stride.
 MAX_LEVELS = 2
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The order in which the rows of (..., V) are taken: that of memory, since a loss has none of its own.
+    """Order in which the rows of (..., V) are processed: the order in memory, because a loss does not depend on the
+    order.
 
-    So a transposed batch is as good as the batch, and only what is left out between rows (``logits[:, :-1]``) makes
-    a second level. Vectors of a value per row are brought into the same order: `flatten`, and `unflatten` back.
+    Therefore a transposed batch needs no copy, and only gaps between rows (``logits[:, :-1]``) add a second level.
+    `flatten` brings vectors with one value per row into the same order; `unflatten` is its inverse.
     """
 
     shape: tuple[int, ...]  # of the leading dimensions
-    order: tuple[int, ...]  # these, the largest stride first
+    order: tuple[int, ...]  # indices of the leading dimensions, the largest stride first
     levels: tuple[int, ...]  # sizes: (N,) or (outer, inner)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """(..., V) as (N, V) or (outer, inner, V), a view."""
+        """Return (..., V) as a view of shape (N, V) or (outer, inner, V)."""
         shape = (*self.levels, x.shape[-1])
-        # A tensor without elements: any view will do.
+        # `view` may fail for an empty tensor, whose strides are arbitrary.
         return x.reshape(shape) if x.numel() == 0 else x.permute(*self.order, -1).view(shape)
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """The inverse of `to_rows`, for memory without gaps: a view."""
+        """Return the inverse of `to_rows` as a view. `rows` must have no gaps in memory."""
         sizes = [self.shape[d] for d in self.order]
         return rows.view(*sizes, rows.shape[-1]).permute(*self._inverse, -1)
 
     def flatten(self, x: Tensor) -> Tensor:
-        """(k..., ...) to (k..., N), contiguous."""
+        """Return (k..., ...) as (k..., N), contiguous."""
         num_leading = x.dim() - len(self.order)
         x = x.permute([*range(num_leading), *(num_leading + d for d in self.order)])
         return x.reshape([*x.shape[:num_leading], math.prod(self.levels)]).contiguous()
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """(k..., N) to (k..., ...), contiguous."""
+        """Return (k..., N) as (k..., ...), contiguous."""
         num_leading = x.dim() - 1
         x = x.view([*x.shape[:-1], *(self.shape[d] for d in self.order)])
         return x.permute([*range(num_leading), *(num_leading + d for d in self._inverse)]).contiguous()
@@ -54,7 +55,7 @@ class RowOrder:
 
 
 def row_order(x: Tensor) -> RowOrder | None:
-    """The order of the rows of (..., V); None where a backend cannot use these strides and needs a contiguous copy."""
+    """Return the order of the rows of (..., V), or None if a backend needs a contiguous copy."""
     shape = tuple(x.shape[:-1])
     strides = x.stride()
     order = tuple(sorted(range(len(shape)), key=lambda d: (bool(shape[d] != 1), -strides[d])))
@@ -67,7 +68,7 @@ def row_order(x: Tensor) -> RowOrder | None:
 
 
 def _levels(x: Tensor, order: Sequence[int]) -> list[tuple[int, int]]:
-    """Size and stride of the leading dimensions, those that follow each other without a gap as one."""
+    """Return sizes and strides of the leading dimensions; dimensions without a gap between them are merged."""
     levels: list[tuple[int, int]] = []
     for d in order:
         size, stride = x.shape[d], x.stride(d)
@@ -81,7 +82,7 @@ def _levels(x: Tensor, order: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, RowOrder]:
-    """(..., V) as (N, V) or (outer, inner, V), of a copy where there is no other way."""
+    """Return (..., V) as (N, V) or (outer, inner, V), and the order of the rows. Copies only if it must."""
     order = row_order(x)
     if order is None:
         x = x.contiguous()
@@ -91,7 +92,7 @@ def as_rows(x: Tensor) -> tuple[Tensor, RowOrder]:
 
 
 def may_overlap(x: Tensor) -> bool:
-    """Whether two elements of (..., V) may be one in memory, as those of an expanded tensor are."""
+    """Return True if two elements of (..., V) may share memory, as in an expanded tensor."""
     if x.numel() == 0:
         return False
     extent = 1
@@ -103,6 +104,6 @@ def may_overlap(x: Tensor) -> bool:
 
 
 def empty_like_rows(x: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-    """New memory without gaps in the order of the rows of `x`: as (..., V), and as the rows of it."""
+    """Allocate memory without gaps in the row order of `x`. Return it as (..., V) and as its rows."""
     rows = torch.empty((*order.levels, x.shape[-1]), dtype=x.dtype, device=x.device)
     return order.from_rows(rows), rows

@@ -1,7 +1,7 @@
-"""`softmax` and `log_softmax`: arguments, custom operators and derivatives. The work is a backend's.
+"""`flce.softmax` and `flce.log_softmax`: arguments, custom operators and derivatives. A backend runs the kernels.
 
-``flce::softmax`` and ``flce::softmax_backward``. The gradient of the latter, for double backward, is made of PyTorch's
-operators: it need not be fast.
+The operators are ``flce::softmax`` and ``flce::softmax_backward``. PyTorch's operators compute the derivative of
+``flce::softmax_backward`` for double backward, which need not be fast.
 """
 
 from __future__ import annotations
@@ -20,28 +20,31 @@ from flce.torch_ops.vmap import register_vmap_loop
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """``exp(x) / exp(x).sum()`` along `dim`, as `torch.nn.functional.softmax`.
+    """Compute ``exp(x) / exp(x).sum()`` along `dim`, as `torch.nn.functional.softmax`.
 
-    Computed in float32 (float64 if input or result are) and rounded once. Rows lie along `dim`, which may be any:
-    nothing is copied where the dimensions before and those behind it lie in memory at one stride each, as they do in
-    a dense tensor in any order of its dimensions, in slices of one and in expanded ones; otherwise `input` is. A row
-    that is all -inf, or has a NaN or +inf in it, is NaN. Differentiable, also twice; the result is what is kept for
-    it. The same bits from run to run, and for any number of rows; the order of a sum may depend on where a row begins
-    in memory, modulo 16 bytes, if rows do not all begin alike (an odd number of columns, for example).
+    Computed in float32 (float64 if input or result are float64) and rounded once. `dim` may be any dimension. The input
+    is read without a copy if the dimensions before `dim`, and the dimensions after `dim`, can each be addressed with
+    one stride. This holds for dense tensors with any order of dimensions, for slices of them, and for expanded tensors;
+    any other input is copied. If all elements of a row are -inf, or a row has a NaN or +inf, the row of the result is
+    NaN. Differentiable twice; the result is saved for backward. Two runs return the same bits, for any number of rows.
+    If the rows begin at different addresses modulo 16 bytes (an odd number of columns, for example), the order of a sum
+    may depend on this address.
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64. May be empty, or have no dimensions.
-        dim: the dimension along which the results sum to 1; negative ones count from the end.
-        dtype: of the result; None: that of `input`, or float32 where autocast is on (as PyTorch: not on a CPU, not for
-            float64). Wider than `input`, nothing is rounded on the way; narrower, only the result is.
+        dim: the dimension along which the results sum to 1; negative values count from the end.
+        dtype: dtype of the result. None: the dtype of `input`, or float32 under autocast (as in PyTorch: not on a CPU,
+            not for float64). If `dtype` is wider than `input`, no value is rounded; if it is narrower, only the result
+            is rounded.
 
     Returns:
-        A tensor of the shape of `input`, dense, its dimensions in the same order in memory.
+        A dense tensor with the shape of `input` and the same order of dimensions in memory.
 
     Raises:
-        TypeError: `input` is no tensor or has another dtype, `dim` is not an int, or `dtype` none of the four.
+        TypeError: `input` is not a tensor or has another dtype, `dim` is not an int, or `dtype` is not one of the four
+            dtypes.
         IndexError: `dim` is out of range.
-        RuntimeError: `input` carries a forward-mode tangent.
+        RuntimeError: `input` has a forward-mode tangent.
 
     Examples:
         >>> attention = flce.softmax(torch.randn(2, 8, 5, 5), dim=-1)
@@ -50,23 +53,24 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
 
 
 def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    """``x - log(exp(x).sum())`` along `dim`, as `torch.nn.functional.log_softmax`.
+    """Compute ``x - log(exp(x).sum())`` along `dim`, as `torch.nn.functional.log_softmax`.
 
-    Computed as ``(x - max(x)) - log(sum(exp(x - max(x))))``: an offset that a row shares costs no digits. Everything
-    else is as for `softmax`.
+    Computed as ``(x - max(x)) - log(sum(exp(x - max(x))))``: an offset that all elements of a row share costs no
+    digits. Dtypes, copies, derivatives and bits are as for `softmax`.
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64.
         dim: the dimension of the sum.
-        dtype: of the result.
+        dtype: dtype of the result, as for `softmax`.
 
     Returns:
-        A tensor of the shape of `input`, dense, its dimensions in the same order in memory.
+        A dense tensor with the shape of `input` and the same order of dimensions in memory.
 
     Raises:
-        TypeError: `input` is no tensor or has another dtype, `dim` is not an int, or `dtype` none of the four.
+        TypeError: `input` is not a tensor or has another dtype, `dim` is not an int, or `dtype` is not one of the four
+            dtypes.
         IndexError: `dim` is out of range.
-        RuntimeError: `input` carries a forward-mode tangent.
+        RuntimeError: `input` has a forward-mode tangent.
     """
     return _softmax("log_softmax", input, dim, dtype, log=True)
 
@@ -80,12 +84,12 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
         check_dtype("dtype", dtype, "None or a torch.dtype")
         if dtype not in FLOATING:
             raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
-    dims = max(1, input.dim())  # of no dimensions: as if there were one
+    dims = max(1, input.dim())  # a 0-d tensor counts as one dimension, as in PyTorch
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
     refuse_transforms(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
-        # As PyTorch has it, autocast on a CPU does not make softmax float32.
+        # As in PyTorch, autocast on a CPU does not change softmax to float32.
         kind = input.device.type
         dtype = input.dtype if kind == "cpu" else autocast_result_dtype(input.dtype, kind)
     x = input if input.dim() else input[None]
@@ -118,7 +122,7 @@ def _setup_second_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 
 
 def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of sum_k v_k dx_k, in the upstream gradient g and in y."""
+    """Return the gradients of sum_k v_k dx_k, with respect to the upstream gradient g and to y."""
     saved = ctx.saved_tensors
     accum = accumulation_dtype(saved[1].dtype if v.dtype != torch.float64 else v.dtype)
     g, y, v = (t.to(accum) for t in (*saved, v))
@@ -128,12 +132,12 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
 
     if ctx.log:
         p = y.exp()
-        of_grad = v - total(v * p)
-        of_y = -v * p * total(g)
+        grad_g = v - total(v * p)
+        grad_y = -v * p * total(g)
     else:
-        of_grad = y * (v - total(v * y))
-        of_y = v * (g - total(g * y)) - g * total(v * y)
-    return of_grad.to(saved[0].dtype), of_y.to(saved[1].dtype), None, None, None
+        grad_g = y * (v - total(v * y))
+        grad_y = v * (g - total(g * y)) - g * total(v * y)
+    return grad_g.to(saved[0].dtype), grad_y.to(saved[1].dtype), None, None, None
 
 
 register_operator(

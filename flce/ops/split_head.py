@@ -1,4 +1,4 @@
-"""A head that is divided over a group of processes: what is checked, gathered and filled up before a call."""
+"""Divided heads: checks, gathers and padding before a call. Called by `ops.arguments`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from flce.ops.vocabulary_parallel import (
 )
 from flce.torch_ops.registration import register_operator
 
-# Rows and columns of the entries of slices that are compared.
+# Rows and columns of the sample of a slice that is compared.
 _SAMPLES = 16
 
 
 class SplitHeadArguments(NamedTuple):
-    """Arguments of a call that say how a head is divided; documented by `flce.fused_linear_cross_entropy`."""
+    """Arguments that divide a head; documented by `flce.fused_linear_cross_entropy`."""
 
     process_group: dist.ProcessGroup | None = None
     vocab_size: int | None = None
     sequence_parallel: bool = False
 
     def tokens(self, input: Tensor) -> tuple[int, ...]:
-        """The shape of all tokens."""
+        """Return the shape of all tokens."""
         *batch, length = input.shape[:-1] or (1,)
         if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
             return tuple(input.shape[:-1])
@@ -58,14 +58,14 @@ def prepare_split_head(
     split_head: SplitHeadArguments,
     replicated: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
-    """Return the first four arguments as this process computes with them, and its classes.
+    """Return the first four arguments for the computation in this process, and its shard.
 
     Args:
-        weight: of the classes.
-        replicated: arguments that have to be the same in all processes.
+        weight: class weights.
+        replicated: arguments that must be equal in all processes.
 
     Raises:
-        TypeError: the group is none, or `sequence_parallel` no bool.
+        TypeError: the group is not a process group, or `sequence_parallel` is not a bool.
         ValueError: there is no group, this process is not in it or should have other classes, or, on a CPU or with
             ``FLCE_DEBUG=1``, processes were given different arguments or equal slices.
     """
@@ -79,14 +79,14 @@ def prepare_split_head(
     if can_read_values(input.device) and not torch.compiler.is_compiling():
         tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
         sliced = (linear_bias, *(b for _, b in adapters))
-        of_slice = [None if t is None else t.shape[:1] == linear_weight.shape[:1] for t in sliced]
+        has_local_classes = [None if t is None else t.shape[:1] == linear_weight.shape[:1] for t in sliced]
         arguments = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
             **_class_arguments(len(linear_weight), weight, split_head),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
-            "whether there is a linear_bias of the slice": of_slice[0],
-            "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + of_slice[1:],
+            "whether there is a linear_bias of the slice": has_local_classes[0],
+            "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + has_local_classes[1:],
             "which tensors need a gradient": [
                 torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors
             ],
@@ -98,31 +98,31 @@ def prepare_split_head(
         input = _gather_full_sequence("an input", input, shard)
         adapters = [(_gather_full_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
     if shard.is_empty:
-        # One class of a process that has none. What comes of it is not counted.
+        # A call needs at least one class. A process without classes computes one class of zeros and discards it.
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
     return (input, linear_weight, linear_bias, adapters), shard
 
 
-def _class_arguments(mine: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
-    """Return V, whether this process has its slice of all classes, and of which classes it has weights."""
+def _class_arguments(cols: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
+    """Return V, and for each tensor with classes if its classes match this process."""
     group: Any = split_head.process_group
-    total = total_vocab_size(mine, split_head.vocab_size, group)
+    total = total_vocab_size(cols, split_head.vocab_size, group)
     start, stop = shard_bounds(total, group.size(), group.rank())
-    # Where one process has all classes, their weights are its slice's too.
+    # If one process has all classes, weights of all classes and of the slice have the same length.
     one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
     length = None if weight is None else tuple(weight.shape)
-    whose = "all" if length == (total,) or one_has_all else "the slice's" if length == (mine,) else "neither"
+    classes = "all" if length == (total,) or one_has_all else "the slice's" if length == (cols,) else "neither"
     return {
         "V": total,
-        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start == mine,
-        "whether there is a weight, and of which classes": None if length is None else whose,
+        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start == cols,
+        "whether there is a weight, and of which classes": None if length is None else classes,
     }
 
 
 def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tensor) -> None:
-    """ValueError, in all processes, if their arguments differ or their slices do not. One collective."""
+    """Raise ValueError, in all processes, if their arguments differ or their slices are equal. One collective."""
     numbers = [*map(_hash_value, arguments.values()), _fingerprint_of_slice(linear_weight)]
     fingerprints = all_gather(torch.tensor(numbers, device=linear_weight.device), group)
     is_equal = (fingerprints == fingerprints[0]).all(0).tolist()[:-1]
@@ -140,8 +140,7 @@ def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tenso
 
 
 def _fingerprint_of_slice(linear_weight: Tensor) -> int:
-    """Return a number made from a few entries of the slice; 0 if its rows are equal (zeros, padding) or not numbers:
-    such slices may be equal."""
+    """Return a hash of some entries of the slice; 0, for no comparison, if its rows are equal or have a NaN."""
     rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
     entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
     is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
@@ -149,7 +148,7 @@ def _fingerprint_of_slice(linear_weight: Tensor) -> int:
 
 
 def _hash_value(value: Any) -> int:
-    """Equal for equal values, in every process."""
+    """Return a hash that is equal for equal values in all processes."""
     return int.from_bytes(hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:7], "big")
 
 
@@ -157,8 +156,7 @@ def _hash_value(value: Any) -> int:
 
 
 def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
-    """(..., S, H) of which `x` is this process's share, (..., S / processes, H). Its gradient is summed over the
-    processes and given back in shares."""
+    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward sums and scatters the gradient."""
     if x.dim() < 2:
         raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
     full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
@@ -175,7 +173,7 @@ def _scatter_sequence(x: Tensor, group: str) -> Tensor:
     count = processes.size()
     shares = x.unflatten(-2, (count, x.shape[-2] // count)).movedim(-3, 0).contiguous()
     out = x.new_empty(shares.shape[1:])
-    # The older name is deprecated where there is a newer one.
+    # PyTorch versions with the newer name deprecate the older name.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out.view(-1), shares.view(-1), group=processes)
     return out

@@ -1,8 +1,9 @@
-"""What vocabulary parallelism adds: which classes a process has, and the statistics of its rows put together.
+"""Vocabulary parallelism: the classes of each process, and merging of the statistics of rows over processes.
 
-Every process of a group has the logits of the same tokens for a slice of the classes. Each makes the statistics of
-its slice; one collective (a few numbers per token) gives them to all, and every process merges them alike. Gradients
-need nothing more.
+Every process of a group has the logits of the same tokens for a slice of the classes. Each process computes the
+statistics of its slice. One collective (a few numbers per token) sends the statistics to all processes, and every
+process merges them in the same way. Gradients need no other collective. `ops.arguments`, `ops.split_head` and
+`ops.cross_entropy` call this module.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from flce.engine.vectors import can_read_values
 
 
 def shard_from_group(
-    cols: int, vocab_size: int | None, process_group: Any, what: str = "logits", sequence_parallel: bool = False
+    cols: int, vocab_size: int | None, process_group: Any, holder: str = "logits", sequence_parallel: bool = False
 ) -> Shard:
-    """What a process of the group has with `cols` columns; `vocab_size` None: all have equally many.
+    """Return the shard of this process, which has `cols` classes. `vocab_size` None: all processes have as many.
 
-    `what`: that has them, in words.
+    Args:
+        holder: name of the tensor that has the classes, for messages.
 
     Raises:
-        TypeError: `process_group` is none, or `vocab_size` no int.
-        ValueError: this process is not in it, or should have another number of columns; `vocab_size` is not positive.
+        TypeError: `process_group` is not a process group, or `vocab_size` is not an int.
+        ValueError: this process is not in the group or should have another number of classes, or `vocab_size` is not
+            positive.
     """
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
@@ -40,27 +43,28 @@ def shard_from_group(
         start, stop = shard_bounds(total, size, rank)
         if stop - start != cols:
             raise ValueError(
-                f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={total} (as "
+                f"rank {rank} of {size} must have {holder} of {stop - start} classes of vocab_size={total} (as "
                 f"torch.chunk divides them), got {cols}"
             )
     return Shard(process_group.group_name, start, total, sequence_parallel)
 
 
 def check_group(process_group: Any) -> None:
-    """TypeError for what is no process group, ValueError for one that this process is not in."""
+    """Raise TypeError if the value is not a process group, ValueError if this process is not in the group."""
     is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-    # What `dist.new_group` returns in a process that is not in the group.
+    # `dist.new_group` returns a placeholder in processes that are not in the group.
     is_placeholder = dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER
     if not (is_group or is_placeholder):
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
     if is_placeholder or process_group.rank() < 0:
         raise ValueError(
-            "process_group must have this process in it, got a group of others: call in the group's processes alone"
+            "process_group must contain this process, got a group of other processes: call flce only in the processes "
+            "of the group"
         )
 
 
 def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool = False) -> None:
-    """ValueError that names the arguments that were given."""
+    """Raise ValueError that names the arguments that need a process group."""
     given = [f"vocab_size={vocab_size}"] if vocab_size is not None else []
     given += ["sequence_parallel=True"] if sequence_parallel else []
     raise ValueError(
@@ -70,12 +74,12 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
 
 
 def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own: str) -> None:
-    """ValueError, in all processes, if two of them have the same fingerprint of their slice; None is not compared.
+    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice.
 
     Args:
-        fingerprints: one for each rank.
-        name: of the argument.
-        own: the slice of a process, in code.
+        fingerprints: one for each rank; None is not compared.
+        name: name of the argument.
+        own: expression for the slice of a process, for the message.
     """
     for rank, fingerprint in enumerate(fingerprints):
         first = fingerprints.index(fingerprint)
@@ -87,11 +91,10 @@ def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own:
 
 
 def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> int:
-    """V of a group in which this process has `cols` columns; `vocab_size` None: all have equally many.
+    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many.
 
     Raises:
-        TypeError: `vocab_size` is no int.
-        ValueError: it is not positive.
+        TypeError, ValueError: `vocab_size` is not an int, or not positive.
     """
     if vocab_size is None:
         return cols * process_group.size()
@@ -106,11 +109,11 @@ def merge_results(
 ) -> RowResults:
     """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
 
-    Processes also tell how many classes they have. Where that is not what `shard` takes them to have, results are NaN
-    in all of them: nothing waits for the answer.
+    Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
+    results are NaN in all processes; the host does not wait for the comparison.
 
     Raises:
-        ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
+        ValueError: a number of classes differs, on a CPU or with ``FLCE_DEBUG=1``.
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
@@ -128,7 +131,7 @@ def merge_results(
 
 
 def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
-    """ValueError if two processes have the same log-sum-exps, unless the logits of each row are equal to each other.
+    """Raise ValueError if two processes have the same log-sum-exps, unless the logits within each row are equal.
 
     Args:
         offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
@@ -143,10 +146,10 @@ def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> No
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
-    """Local logits, process group and vocabulary size of a DTensor.
+    """Return local logits, process group and vocabulary size of a DTensor.
 
     Raises:
-        ValueError: it is divided in another way than by classes over one dimension of its mesh.
+        ValueError: the DTensor is not sharded by classes over exactly one dimension of its mesh, or replicated.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
@@ -169,7 +172,7 @@ def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
 
 
 def local_tensor(x: Any, name: str) -> Any:
-    """The values of a DTensor that is replicated; anything else itself."""
+    """Return the values of a replicated DTensor, or `x` itself if it is not a DTensor."""
     if not is_dtensor(x):
         return x
     if not all(placement.is_replicate() for placement in x.placements):
@@ -178,5 +181,5 @@ def local_tensor(x: Any, name: str) -> Any:
 
 
 def is_dtensor(x: object) -> bool:
-    # Without its import, which takes long. Where there is a DTensor, it has been made.
+    # Compared by name, because importing DTensor is slow. If `x` is a DTensor, the class is already imported.
     return isinstance(x, Tensor) and type(x).__name__ == "DTensor"

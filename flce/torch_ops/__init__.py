@@ -1,1 +1,1 @@
-"""How an operator is known to PyTorch: registration, `vmap`, formulas of flops, frames of `torch.compile`."""
+"""Registration of custom operators with PyTorch: rules for `vmap`, FLOP formulas, frames of `torch.compile`."""

@@ -1,10 +1,10 @@
-"""Formulas for `torch.utils.flop_counter.FlopCounterMode`, which sees of a custom operator nothing but its call.
+"""FLOP formulas of the operators for `torch.utils.flop_counter.FlopCounterMode`, which cannot count inside an operator.
 
-They count as those of PyTorch for attention do: the matrix products of the mathematics, whatever the sizes of tiles,
-and where a backward makes an intermediate result once more, the products for that too. So a call that makes gradients
-in forward, as most do, counts what `torch.nn.functional.linear` and its backward count. One that defers them to
-backward (``reduction="none"``, ``strategy="vocab"``) counts the logits twice. `ChunkPlan.flops` also has what a budget
-adds.
+The formulas follow PyTorch's formulas for attention. They count the matrix products of the mathematics, independent of
+the sizes of tiles. If a backward computes an intermediate result a second time, its products count twice. Most calls
+compute gradients in forward: their count equals the count of `torch.nn.functional.linear` and its backward. A call that
+defers gradients to backward (``reduction="none"``, ``strategy="vocab"``) counts the logits twice. `ChunkPlan.flops`
+also includes the products that a budget adds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _formulas: dict[Any, Formula] = {}
 
 
 def register_formula(name: str, formula: Formula) -> None:
-    """``formula(*arguments, out_val=result)`` is the number of flops of a call of ``flce::name``."""
+    """Register the FLOP count of ``flce::name``: ``formula(*arguments, out_val=result)``."""
     _formulas[getattr(torch.ops.flce, name)] = formula
     _register()
 
 
 def update_active_counters() -> None:
-    """Give the formulas to the flop counters that run, before an operator is called.
+    """Register the formulas in active FLOP counters, before an operator is called.
 
-    Importing PyTorch's counter imports Triton, which takes as long as all else together. So this package does not. A
-    counter that was imported later has been made by now, with a copy of all formulas.
+    Importing PyTorch's counter imports Triton, which takes as long as all other imports of flce together, so flce does
+    not import it. A counter that was imported after flce has copied PyTorch's formulas when it was constructed.
     """
     if not private.len_torch_dispatch_stack() or not _register():
         return
@@ -43,7 +43,7 @@ def update_active_counters() -> None:
 
 
 def _register() -> bool:
-    """Whether there is a counter: its module has been imported."""
+    """Register the formulas with PyTorch. Return True if the module of the counter is imported."""
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return False

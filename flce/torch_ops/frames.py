@@ -1,4 +1,4 @@
-"""Frames that ``torch.compile`` leaves to Python. Where a graph is being traced they are traced like any other."""
+"""Frames that ``torch.compile`` leaves to Python. While a graph is traced, these frames are traced like all others."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from flce.core import private
 
 FunctionT = TypeVar("FunctionT", bound=Any)
 
-# Frames that the compiler has not been told of yet, and whether what they call is left to Python too.
+# Frames that are not marked yet; True: the functions that they call are left to Python, too.
 _unmarked: list[tuple[CodeType, bool]] = []
 
 
 def skip_frame(function: FunctionT) -> FunctionT:
-    """The function's own frame is never the beginning of a graph. What it calls may be. See `mark_frames`."""
+    """Mark a function: no graph begins in its frame. A graph may begin in its callees. See `mark_frames`."""
     _unmarked.append((function.__code__, False))
     return function
 
 
 def skip_frame_and_callees(function: FunctionT) -> FunctionT:
-    """Neither the function's own frame nor what it calls is ever the beginning of a graph. See `mark_frames`."""
+    """Mark a function: no graph begins in its frame or in its callees. See `mark_frames`."""
     _unmarked.append((function.__code__, True))
     return function
 
 
 def mark_frames() -> None:
-    """Tell the compiler of the functions that were decorated: at the first use, not at the import, of this package.
+    """Pass the decorated functions to the compiler, at the first use of this package and not at its import.
 
-    What torch.compiler.disable does in the end, without the second that importing torch._dynamo takes.
+    `torch.compiler.disable` has the same effect, but imports torch._dynamo, which takes a second.
     """
     while _unmarked:
-        with contextlib.suppress(IndexError):  # another thread may take the last one
+        with contextlib.suppress(IndexError):  # another thread may have removed the last one
             private.skip_frames(*_unmarked.pop())
 
 
 def can_break_graph() -> bool:
-    """Within a trace: whether the compiler may end the graph here, rather than fail (``fullgraph=True``).
+    """Return True if the compiler may end the graph at this point of a trace (not with ``fullgraph=True``).
 
-    The compiler calls this while it traces, and takes the result for a constant.
+    The compiler calls this function while it traces, and treats the result as a constant.
     """
     translator = private.current_translator()
     if translator is None:
@@ -48,22 +48,22 @@ def can_break_graph() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is running; within a trace, whether this code is traced for one."""
+    """Return True if a transform of ``torch.func`` is active; in a trace, if the code is traced for a transform."""
     return private.peek_interpreter_stack() is not None
 
 
 def is_in_transform() -> bool:
-    """Whether this code runs in a transform of ``torch.func`` or in ``torch.autograd.forward_ad.dual_level()``."""
+    """Return True if a transform of ``torch.func`` or ``torch.autograd.forward_ad.dual_level()`` is active."""
     return bool(private.forward_ad._current_level >= 0) or private.peek_interpreter_stack() is not None
 
 
 def is_in_forward_ad() -> bool:
-    """Whether this code runs within ``torch.autograd.forward_ad.dual_level()``."""
+    """Return True if ``torch.autograd.forward_ad.dual_level()`` is active."""
     return bool(private.forward_ad._current_level >= 0)
 
 
 def is_exported() -> bool:
-    """Whether ``torch.export`` makes a program of this code: PyTorch 2.11 says so of any graph when asked in public."""
+    """Return True if ``torch.export`` traces. PyTorch 2.11's public function returns True in any graph."""
     return bool(private.is_exporting())
 
 

@@ -1,4 +1,4 @@
-"""Custom operators: how they are registered, and how dataclasses of constants are among their arguments."""
+"""Registration of custom operators, and conversion of dataclasses of constants to operator arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register_operator(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> None:
-    """Register ``flce::name``: what it does, what its results look like, and its derivative, if it has one."""
+    """Register ``flce::name``: its implementation, its fake implementation and, if there is one, its derivative."""
     torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
     torch.library.register_fake(f"flce::{name}", fake)
@@ -38,7 +38,7 @@ def register_operator(
 
 
 def to_json(*records: Any) -> str:
-    """Dataclasses of constants as one argument of an operator: JSON, of which `from_json` makes equal ones."""
+    """Return dataclasses of constants as one argument of an operator: JSON that `from_json` decodes."""
     return _encode([{f.name: specialize(getattr(record, f.name)) for f in fields(record)} for record in records])
 
 
@@ -46,13 +46,13 @@ def _encode(values: Any) -> str:
     return _encoder.encode(values)
 
 
-_encoder = json.JSONEncoder(default=str)  # which is for dtypes
+_encoder = json.JSONEncoder(default=str)  # `str` encodes dtypes
 _encode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
 @functools.lru_cache(maxsize=1024)
 def from_json(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `to_json` was given, of these classes."""
+    """Return the dataclasses that `to_json` encoded. `kinds`: their classes."""
     pairs = zip(kinds, json.loads(text), strict=True)
     return tuple(kind(**{name: _decode_value(value) for name, value in values.items()}) for kind, values in pairs)
 

@@ -1,4 +1,4 @@
-"""``FLCE_PROFILE``: a file that changes what is known of this machine's GPU, here of one that is made up."""
+"""``FLCE_PROFILE``: a file that changes the record of this machine's GPU. The GPU of these tests is simulated."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_plan_is_as_it_says_and_names_it(file: Path) -> None:
     assert not made.case.has_product
     assert made.workspace_bytes <= (23 << 30) / 24
     assert f"on {NAME} (triton backend, profile {file})" in str(made)
-    # A GPU that is elsewhere, and the CPU, are not this one.
+    # The profile does not apply to a GPU of another machine or to the CPU.
     assert planned(device_kind="H100") == of_h100
     assert "profile" not in str(planned(device="cpu"))
 
 
 def test_every_rate_of_a_profile_counts(file: Path) -> None:
-    """Hoppers are counted as an H200 only where nothing else is said."""
+    """A Hopper GPU gets the rates of an H200 unless the profile sets other rates."""
     seconds = planned(device_kind="H100").seconds
     file.write_text(json.dumps({"name": "H100", "half_flops": 100e12}))
     assert planned().seconds > 5 * seconds
@@ -73,7 +73,7 @@ def test_it_is_read_once(file: Path) -> None:
 
 
 def test_with_a_process_group_it_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks must plan alike. Also where the group comes after the first plan."""
+    """All ranks must compute the same plan, also if the group is created after the first plan."""
     file.write_text(json.dumps({"name": "H100", "own_products": False}))
     assert not planned().case.has_product
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -82,7 +82,7 @@ def test_with_a_process_group_it_is_not_used(file: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         (None, "cannot be read: No such file"),
         ("{", "is not JSON"),
@@ -101,9 +101,9 @@ def test_with_a_process_group_it_is_not_used(file: Path, monkeypatch: pytest.Mon
         ('{"name": "RTX-4090"}', f"is for 'RTX-4090', and this device is '{NAME}'"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_file(file: Path, text: str | bytes | None, said: str) -> None:
+def test_an_error_names_the_file(file: Path, text: str | bytes | None, message: str) -> None:
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match="FLCE_PROFILE") as error:
         planned()
-    assert str(error.value).startswith(f"FLCE_PROFILE={file} {said}")
+    assert str(error.value).startswith(f"FLCE_PROFILE={file} {message}")

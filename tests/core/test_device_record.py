@@ -1,4 +1,4 @@
-"""The record of a device: of known kinds, and of devices that only PyTorch knows."""
+"""Records of devices: of known kinds, and of devices with only PyTorch's properties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def properties(name: str, major: int, minor: int, multiprocessors: int, gib: flo
     return SimpleNamespace(name=name, major=major, minor=minor, **counts, **others)
 
 
-def told(*args: Any, hip: bool = False, **others: Any) -> DeviceRecord:
+def detect(*args: Any, hip: bool = False, **others: Any) -> DeviceRecord:
     return record_from_properties(properties(*args, **others), hip)
 
 
@@ -61,9 +61,9 @@ def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
     ],
 )
 def test_a_device_that_is_there_is_of_a_known_kind(name: str, kind: str, args: tuple[Any, ...]) -> None:
-    """With the memory that this one has."""
-    assert told(name, *args) == KNOWN_KINDS[kind]._replace(memory=int(args[-1] * 2**30))
-    assert told(name, *args)._replace(memory=None) == KNOWN_KINDS[kind]._replace(memory=None)
+    """The record of the kind gets the memory of this device."""
+    assert detect(name, *args) == KNOWN_KINDS[kind]._replace(memory=int(args[-1] * 2**30))
+    assert detect(name, *args)._replace(memory=None) == KNOWN_KINDS[kind]._replace(memory=None)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_device_that_is_there_is_of_a_known_kind(name: str, kind: str, args: t
     ],
 )
 def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
-    """It has what PyTorch tells, and the rates of its multiprocessors."""
-    found = told(name, *args, shared_memory_per_block_optin=101376, regs_per_multiprocessor=65536)
+    """The record has PyTorch's properties, and rates in proportion to the multiprocessors."""
+    found = detect(name, *args, shared_memory_per_block_optin=101376, regs_per_multiprocessor=65536)
     assert (found.name, found.arch) == (name, f"sm_{args[0]}{args[1]}")
     assert (found.multiprocessors, found.shared_memory, found.cache) == (args[2], 101376, 7 << 20)
     assert found.memory == int(args[3] * 2**30)
@@ -92,6 +92,6 @@ def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
 
 def test_a_gpu_of_amd() -> None:
     args = "AMD Instinct MI300X", 9, 4, 304, 191.9
-    assert told(*args, hip=True, gcnArchName="gfx942:sramecc+:xnack-") == KNOWN_KINDS["MI300X"]
-    other = told("AMD Radeon PRO W7900", 11, 0, 96, 44.9, hip=True, gcnArchName="gfx1100")
+    assert detect(*args, hip=True, gcnArchName="gfx942:sramecc+:xnack-") == KNOWN_KINDS["MI300X"]
+    other = detect("AMD Radeon PRO W7900", 11, 0, 96, 44.9, hip=True, gcnArchName="gfx1100")
     assert (other.arch, other.capability, other.warp_size, other.own_products) == ("gfx1100", 0, 32, False)

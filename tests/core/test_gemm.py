@@ -1,4 +1,4 @@
-"""The matrix products, beside those of float64: operands in pieces, sums, and the ends of unaligned extents."""
+"""Matrix products against float64: operands in pieces, sums, and the ends of unaligned extents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import flce
 from flce.core import gemm
 
-M, K, N = 19, 27, 37  # none is a multiple of `gemm.ALIGNMENT`
+M, K, N = 19, 27, 37  # not divisible by `gemm.ALIGNMENT`
 HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
 
@@ -34,7 +34,7 @@ def assert_product(a: Tensor, b: Tensor, before: Tensor, out: Tensor, accumulate
 def test_operands_that_are_cast_in_pieces(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces of columns, of the inner dimension, and of rows."""
+    """Operands are cast in pieces of columns, of the inner dimension, and of rows."""
     for bound in ("MIN_CAST_BYTES", "MAX_CAST_BYTES"):
         monkeypatch.setattr(gemm, bound, 5 * 4 * N)
     a, b, out = operands(*dtypes)
@@ -45,7 +45,7 @@ def test_operands_that_are_cast_in_pieces(
 
 
 def test_ends_of_unaligned_extents() -> None:
-    """What CUDA does, on a CPU: one of the extents is the vocabulary, and its end is a product of its own."""
+    """The CUDA path runs on a CPU. One extent is the vocabulary, and its end is a separate product."""
     for accumulate, unaligned in itertools.product((False, True), range(3)):
         m, k, n = (size if number == unaligned else 32 for number, size in enumerate((M, K, N)))
         a = torch.randn(k, m + 32 - m % 32)[:, :m].t() if unaligned == 0 else torch.randn(m, 32 * (1 + k // 32))[:, :k]
@@ -58,7 +58,7 @@ def test_ends_of_unaligned_extents() -> None:
 
 
 def divided(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """A product of halves in 16 parts, which leaves an end of the inner dimension out as cuBLAS does."""
+    """Compute a half-precision product in 16 parts that omits an end of the inner dimension, as cuBLAS does."""
     k = a.shape[1]
     if a.dtype.itemsize < 4 and k >= 1024:
         k = min(k, -(-(k // 16) // 64) * 64 * 16)
@@ -85,7 +85,7 @@ def test_no_end_of_a_divided_inner_dimension_is_lost(
 
 
 def test_a_divided_inner_dimension_takes_little_memory() -> None:
-    """A plan of 6 MiB fits, whatever the number of tokens is."""
+    """A plan of 6 MiB fits for any number of tokens."""
     a, b, out = (torch.empty(shape, dtype=HALF, device="meta") for shape in ((2048, 2000), (2000, 2048), (2048, 2048)))
     assert gemm.scratch_bytes(a, b, out, False, "cuda") == 2 << 20
     options = flce.ChunkOptions(max_workspace_bytes=6 << 20, strategy="vocab")
@@ -96,7 +96,7 @@ def test_a_divided_inner_dimension_takes_little_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [173064, 322568, 80648, 16 * 64 + 8, 1023 * 17])
 def test_products_of_all_of_a_long_inner_dimension(k: int, dtype: torch.dtype) -> None:
-    """Sums of ones are exact. cuBLAS 13.0 leaves the last 8 of 173064 out on an H100."""
+    """Sums of ones are exact. cuBLAS 13.0 omits the last 8 of 173064 terms on an H100."""
     for m, n, out_dtype in itertools.product((1, 38, 512, 4096), (512, 1024, 4096), (FLOAT, dtype)):
         a = torch.zeros(m, k + 64 - k % 64, device="cuda", dtype=dtype)[:, :k]
         b, out = torch.zeros(k, n, device="cuda", dtype=dtype), torch.empty(m, n, device="cuda", dtype=out_dtype)
@@ -107,7 +107,7 @@ def test_products_of_all_of_a_long_inner_dimension(k: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("refused", ["float16 sums", "ROCm"])
 def test_where_pytorch_has_no_float32_results_of_halves(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands are cast in pieces, and these are counted."""
+    """Operands are cast in pieces, and the scratch bytes include these pieces."""
     a, b, out = torch.empty(4, 8, dtype=HALF), torch.empty(8, 16, dtype=HALF), torch.empty(4, 16)
     assert gemm.can_output_dtype(FLOAT)
     assert gemm.scratch_bytes(a, b, out, False, "cuda") == 0

@@ -1,4 +1,4 @@
-"""The logger ``flce``: each new shape once, nothing by default; and which line warnings name."""
+"""The logger ``flce``: it logs each new shape once, and nothing by default. Warnings name the line of user code."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from flce.planning import new_shapes
 from flce.testing.problem import make_problem
 
 ROOT = Path(flce.__file__).resolve().parents[1]
-_sizes = itertools.count(1201)  # plans are told once a process: each test has shapes of its own
+_sizes = itertools.count(1201)  # plans are logged once in a process: each test needs other shapes
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """What the logger has told since the last call."""
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """Return the messages since the last call."""
 
     def new() -> list[str]:
         lines = [record.getMessage() for record in caplog.records if record.name == "flce"]
@@ -51,12 +51,12 @@ def call(tokens: int, classes: int, **kwargs: Any) -> Tensor:
     return loss
 
 
-def test_each_shape_once(told: Any, torch_backend: str) -> None:
-    """Shape, backend, plan, what is asked for, why logits are in memory, and which way the call goes."""
+def test_each_shape_once(logged: Any, torch_backend: str) -> None:
+    """A message has the shape, backend, plan, requested results, reason for logits in memory, and route of the call."""
     classes = next(_sizes)
     for _ in range(3):
         call(5, classes)
-    (line,) = told()
+    (line,) = logged()
     for part in (f"N=5, H=8, V={classes} in float32 on cpu (torch backend)", "strategy 'tokens'", "workspace"):
         assert part in line
     assert "reduction='mean', gradients of input;" in line
@@ -64,10 +64,10 @@ def test_each_shape_once(told: Any, torch_backend: str) -> None:
     assert line.endswith(new_shapes.DIRECT)
     for tokens in (6, 5, 6):
         call(tokens, classes)
-    (other,) = told()
+    (other,) = logged()
     assert f"N=6, H=8, V={classes}" in other
     call(5, classes, label_smoothing=0.1, reduction="none")
-    (other,) = told()
+    (other,) = logged()
     assert "reduction='none', label_smoothing=0.1, gradients" in other
 
 
@@ -76,23 +76,23 @@ class _Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_watched_call_goes_through_the_operators(told: Any, torch_backend: str) -> None:
+def test_a_watched_call_goes_through_the_operators(logged: Any, torch_backend: str) -> None:
     classes = next(_sizes)
     for _ in range(2):
         with _Nothing():
             call(5, classes)
-    (line,) = told()
+    (line,) = logged()
     assert line.endswith(new_shapes.DISPATCHED)
     call(5, classes)
-    assert [line.endswith(new_shapes.DIRECT) for line in told()] == [True]
+    assert [line.endswith(new_shapes.DIRECT) for line in logged()] == [True]
 
 
-def test_tracing_tells_nothing(told: Any, torch_backend: str) -> None:
-    """What a graph runs is told when it runs, once."""
+def test_tracing_logs_nothing(logged: Any, torch_backend: str) -> None:
+    """A call in a graph is logged when the graph runs, once."""
     classes, while_traced = next(_sizes), []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        while_traced.extend(told())
+        while_traced.extend(logged())
         return graph.forward
 
     def loss(x: Tensor, w: Tensor, y: Tensor) -> Any:
@@ -104,13 +104,13 @@ def test_tracing_tells_nothing(told: Any, torch_backend: str) -> None:
         compiled(x, w, torch.zeros(5, dtype=torch.long)).backward()
     torch.compiler.reset()
     assert not while_traced
-    (line,) = told()
+    (line,) = logged()
     assert line.endswith(new_shapes.IN_GRAPH)
 
 
 def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put together for a log that nobody reads."""
-    monkeypatch.setattr(new_shapes, "log_new_shape", lambda *args: pytest.fail("told"))
+    """Without a handler no message is formatted."""
+    monkeypatch.setattr(new_shapes, "log_new_shape", lambda *args: pytest.fail("logged"))
     call(5, next(_sizes))
     with _Nothing():
         call(5, next(_sizes))
@@ -131,8 +131,8 @@ def test_why_logits_are_in_memory() -> None:
     ):
         c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
         here = replace(c, has_product=True)
-        said = here.logits_in_memory_reason
-        assert said is None if why is None else str(said).startswith(why)
+        reason = here.logits_in_memory_reason
+        assert reason is None if why is None else str(reason).startswith(why)
         assert here.in_registers == (why is None)
         assert "no kernel" in str(c.logits_in_memory_reason)
 
@@ -163,9 +163,9 @@ def stderr(code: str, **env: str) -> list[str]:
 
 
 def test_the_environment() -> None:
-    """Once, also where the application has a handler of its own."""
-    (told,) = stderr("import logging; logging.basicConfig()" + CALLS, FLCE_LOG="debug")
-    assert told.startswith("flce DEBUG new shape: N=9, H=8, V=30")
+    """A message is printed once, also if the application has a handler."""
+    (logged,) = stderr("import logging; logging.basicConfig()" + CALLS, FLCE_LOG="debug")
+    assert logged.startswith("flce DEBUG new shape: N=9, H=8, V=30")
 
 
 LEVELS = [("debug", logging.DEBUG), ("DEBUG", logging.DEBUG), ("info", logging.INFO), ("", logging.NOTSET)]
@@ -181,7 +181,7 @@ def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.Mo
 
 
 def test_a_wrong_level() -> None:
-    """The import goes on. One warning, at the line that imports flce."""
+    """The import succeeds, with one warning at the line that imports flce."""
     warned, *rest = stderr(CALLS, FLCE_LOG="loud")
     assert warned.startswith("<string>:3: RuntimeWarning: FLCE_LOG must be one of debug, info")
     assert "'loud'" in warned
@@ -192,7 +192,7 @@ def test_a_wrong_level() -> None:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """From now on the default plan of a pass has no memory."""
+    """Make the allocations of the default plan of a pass fail."""
     original = getattr(passes, name)
 
     def run(problem: Any, plan: Any, *args: Any) -> Any:
@@ -204,10 +204,10 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("name, reduction", [("forward", "mean"), ("backward", "none")])
-def test_a_lack_of_memory_is_told_once_a_line(
+def test_a_lack_of_memory_warns_once_a_line(
     name: str, reduction: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line of the user's that called, or that called backward. Another line is told too."""
+    """The warning names the line of user code that called flce or backward. Another line warns again."""
     without_memory(monkeypatch, name)
     p = make_problem((400,), 16, 500, dtype=torch.float32, reduction=reduction)
 
@@ -221,23 +221,23 @@ def test_a_lack_of_memory_is_told_once_a_line(
         warnings.simplefilter("default")
         for _ in range(3):
             step().backward()
-            with warnings.catch_warnings():  # makes Python forget what it has told
+            with warnings.catch_warnings():  # resets Python's record of shown warnings
                 pass
         step().backward()
-    of_it = [w for w in caught if "flce could not have" in str(w.message)]
+    of_it = [w for w in caught if "flce could not allocate" in str(w.message)]
     assert {w.filename for w in of_it} == {__file__}
-    assert len(of_it) == (1 if name == "forward" else 2)  # forward is called from the one line in `step`
+    assert len(of_it) == (1 if name == "forward" else 2)  # `step` calls forward in one line
     assert len({w.lineno for w in of_it}) == len(of_it)
 
 
 def test_filters_have_the_last_word() -> None:
-    """Once a line where they say so, always or never where they do, and another record tells it again."""
+    """Filters select one warning for each line, all warnings or none. Another record of warnings shows them again."""
 
-    def count(action: Any, told: Any = None) -> int:
+    def count(action: Any, logged: Any = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter(action)
             for _ in range(3):
-                callers.find_caller().warn("of this test alone", UserWarning, told)
+                callers.find_caller().warn("of this test alone", UserWarning, logged)
                 with warnings.catch_warnings():
                     pass
         return len(caught)

@@ -1,5 +1,4 @@
-"""Private names of other libraries: all are in one table, none is needed to import flce, and a patched model trains as
-the stock one does without any one of them."""
+"""Private names are in one table. Importing flce needs none, and a patched model trains as stock without any one."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ PACKAGE = Path(flce.__file__).parent
 
 
 def test_nothing_else_is_private() -> None:
-    """An attribute or an import with an underscore is flce's own, or in the table, or documented."""
+    """Each attribute or import with an underscore is defined by flce, in the table, or documented."""
     trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    own = set(private.DOCUMENTED) | {"_flce"}  # what patch_model puts on a model
+    own = set(private.DOCUMENTED) | {"_flce"}  # attribute that patch_model sets on a model
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -63,7 +62,7 @@ def outcomes() -> dict[str, Any]:
         [sys.executable, "-m", "tests.without_private_names", *private.NAMES],
         capture_output=True,
         text=True,
-        # A process whose autograd has threads, as that with GPUs has, cannot be forked.
+        # On a machine with GPUs autograd starts threads, and a process with threads cannot be forked.
         env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
         check=False,
         timeout=240,
@@ -75,21 +74,21 @@ def outcomes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", private.NAMES)
 def test_without(name: str, outcomes: dict[str, Any]) -> None:
-    """Nothing was looked up by the import; losses and gradients are stock's; one warning says what is lost."""
+    """The import looks up no name; losses and gradients equal stock's; one warning has the consequence."""
     outcome, entry = outcomes[name], private.NAMES[name]
     assert "error" not in outcome, outcome["error"]
     assert outcome["early"] == []
     assert outcome["values"] == pytest.approx(outcome["stock"], rel=1e-5)
-    (said,) = outcome["said"]
-    assert entry.purpose in said
-    assert entry.consequence in said
-    assert entry.paths[0] in said
+    (warning,) = outcome["said"]
+    assert entry.purpose in warning
+    assert entry.consequence in warning
+    assert entry.paths[0] in warning
 
 
 REFUSED = [name for name, entry in private.NAMES.items() if entry.consequence.startswith("That raises RuntimeError")]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_other_way_says_so(name: str) -> None:
+def test_names_without_a_fallback_raise(name: str) -> None:
     with pytest.raises(RuntimeError, match="lacks a private name that flce needs for"):
         private.NAMES[name].fallback()

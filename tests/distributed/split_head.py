@@ -488,10 +488,10 @@ def wrong_arguments() -> None:
         )
     # What `dist.new_group` gives to processes that are not in it.
     others: Any = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(ValueError, match="must have this process in it"):
+    with pytest.raises(ValueError, match="must contain this process"):
         call(process_group=others)
     how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
-    with pytest.raises(ValueError, match="must have this process in it"):
+    with pytest.raises(ValueError, match="must contain this process"):
         flce.linear_logprobs(local.input, local.weight, None, **how)
     with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
         flce.linear_logprobs(local.input, local.weight, p.target, top_k=42, **local.how)

@@ -1,4 +1,4 @@
-"""Logits that are a sum of terms: adapters on the head, against the oracle and against the head they amount to."""
+"""Logits that are a sum of terms: adapters on the head, against the oracle and against the equivalent merged head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import BACKENDS, assert_near, check, parametrize_pairs
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
-NEEDS = ["".join(wanted) for wanted in itertools.product(*(("", name) for name in "xwbaB"))]
+NEEDS = ["".join(names) for names in itertools.product(*(("", name) for name in "xwbaB"))]
 
 
 @parametrize_pairs(grads=NEEDS, reduction=["mean", "none"], strategy=["tokens", "vocab"], backend=BACKENDS)
@@ -33,7 +33,7 @@ def test_every_choice_of_gradients(
 
 @STRATEGIES
 def test_gradients_of_some_adapters(strategy: str, backend: str, device: torch.device) -> None:
-    """The first is frozen, of the second only one factor is trained."""
+    """The first adapter is frozen; of the second adapter only one factor is trained."""
     p = make_problem((11,), 8, 30, adapter_ranks=(2, 3), device=device)
     everything = run_fused(p)
     (a1, b1), (a2, b2) = p.adapters
@@ -53,7 +53,7 @@ def test_gradients_of_some_adapters(strategy: str, backend: str, device: torch.d
 
 @REDUCTIONS
 def test_lora(reduction: str, backend: str, device: torch.device) -> None:
-    """``x W^T + scale * x A^T B^T`` is the head ``W + scale * B A``; A, B and x have their gradients through both."""
+    """``x W^T + scale * x A^T B^T`` equals the head ``W + scale * B A``; the gradients of A, B and x are equal, too."""
     p = make_problem((3, 7), 16, 50, bias=True, ignored=0.2, device=device, reduction=reduction)
     scale = 0.3
     down = torch.randn(4, 16, dtype=torch.float64, device=device)
@@ -73,7 +73,7 @@ def test_lora(reduction: str, backend: str, device: torch.device) -> None:
 
 
 def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None:
-    """The same adapter twice, and hidden states that are an adapter's input too: gradients add up."""
+    """If a tensor is in several terms (an adapter twice, an input of head and adapter), gradients add up."""
     p = make_problem((9,), 8, 30, adapter_ranks=(8,), device=device)
     ((_, other),) = p.adapters
     for adapters, weight in (([other, other], lambda w, o: w + 2 * o), ([other], lambda w, o: w + o)):
@@ -91,7 +91,7 @@ def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None
     strategy=["tokens", "vocab"], dtype=[torch.float64, torch.bfloat16], rank=[3, 8, 12], backend=BACKENDS
 )
 def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: str, device: torch.device) -> None:
-    """Columns of a larger tensor, and transposed: the same as contiguous copies."""
+    """Columns of a larger tensor and transposed tensors have the results of contiguous copies."""
     p = make_problem((11,), 8, 90, adapter_ranks=(rank,), dtype=dtype, device=device)
     ((a, b),) = p.adapters
     wide = torch.zeros(11, 64, dtype=dtype, device=device)
@@ -109,7 +109,7 @@ def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: st
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)
 @STRATEGIES
 def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
-    """As of tensors that were cast before; gradients arrive in the dtypes of the leaves."""
+    """Results equal the results of cast tensors; gradients have the dtypes of the leaves."""
     p = make_problem((11,), 8, 30, adapter_ranks=(3, 8), dtype=torch.float32, device=device)
     options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
     adapters = [
@@ -131,15 +131,15 @@ def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, devic
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert torch.equal(x.grad.bfloat16(), expected.grad_input)  # type: ignore[arg-type]
-    for pair, wanted in zip(adapters, expected.grad_adapters, strict=True):
-        for tensor, grad in zip(pair, wanted, strict=True):
+    for pair, expected_pair in zip(adapters, expected.grad_adapters, strict=True):
+        for tensor, grad in zip(pair, expected_pair, strict=True):
             assert tensor.grad is not None
             assert tensor.grad.dtype == adapter_dtype
             assert torch.equal(tensor.grad.bfloat16(), grad)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The product that adds a term to logits
+# Products that add a term to logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -149,9 +149,10 @@ def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, devic
 def test_adding_to_half_precision_rounds_no_more_than_stock(
     dtype: torch.dtype, k: int, cols: int, wide: bool, device: torch.device
 ) -> None:
-    """In a tile, whose rows have an aligned stride; `wide`: the operand's rows have one too, k columns of more.
+    """Adding a term to a tile in half precision rounds once, as stock does.
 
-    Once, that is, but on CUDA, whose library rounds some products before it adds them, as stock's addition does.
+    Rows of the tile have an aligned stride; `wide`: so have the rows of the operand, k columns of a wider tensor. On
+    CUDA the vendor's library rounds some products before the addition, as in stock's addition.
     """
     a = torch.randn(40, 64 if wide else k, device=device).to(dtype)[:, :k]
     b = torch.randn(cols, k, device=device).to(dtype)
@@ -171,7 +172,7 @@ def test_adding_to_logits_on_cuda_takes_no_copy_of_them(k: int, transposed: bool
     b = torch.randn(v, k, device="cuda", dtype=torch.bfloat16)
     b = b.t().contiguous().t() if transposed else b
     out = torch.zeros(n, 50304, device="cuda", dtype=torch.bfloat16)[:, :v]
-    matmul(a, b.t(), out=out, accumulate=True)  # the vendor's library takes its own workspace once
+    matmul(a, b.t(), out=out, accumulate=True)  # the vendor's library allocates its workspace once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Every documented error: its type, and a message that says what was given and what was expected."""
+"""Documented errors: the type of each, and a message with the given and the expected value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ones, Options = torch.ones, flce.ChunkOptions
 
 
 def good(**changes: Any) -> dict[str, Any]:
-    """The arguments of a call without a mistake, with ``changes``."""
+    """Return the arguments of a valid call, with ``changes``."""
     g = torch.Generator().manual_seed(0)
     arguments: dict[str, Any] = {
         "input": torch.randn(N, H, generator=g),
@@ -40,14 +40,14 @@ def at(position: int, value: int) -> Tensor:
 
 
 def adapted(a: Any, b: Any) -> dict[str, Any]:
-    """One adapter, of which numbers are ranks and tuples are shapes."""
+    """Return one adapter: numbers are ranks, tuples are shapes."""
     a = ones(N, a) if isinstance(a, int) else ones(a) if isinstance(a, tuple) else a
     b = ones(V, b) if isinstance(b, int) else ones(b) if isinstance(b, tuple) else b
     return {"adapters": [(a, b)]}
 
 
 class Packed(Tensor):
-    """A tensor whose values are not its elements, as torchao's quantised ones."""
+    """Tensor whose elements are not its values, as in torchao's quantised tensors."""
 
     def dequantize(self) -> Tensor:
         return self.as_subclass(Tensor) * 2
@@ -59,10 +59,10 @@ NESTED = [torch.nested.nested_tensor([ones(2, H), ones(3, H)], layout=kind) for 
 QUANTISED = "linear_weight must be float16, …a quantised head"
 ORDER = "hidden states come first, then linear_weight, then target"
 
-# The error, parts of its message, and what is changed in a good call.
+# The error, parts of its message, and the changes to a valid call.
 Case = tuple[type[Exception], str, dict[str, Any]]
 
-# Arguments of both losses, that are no tensors. Their modules check them, too.
+# Arguments of both losses that are not tensors. The modules check them, too.
 SCALARS: list[Case] = [
     *(
         (TypeError, f"{name} must be a number, got {type(value).__name__}", {name: value})
@@ -332,7 +332,7 @@ CASES: list[Case] = [
             (4, -1, {}),
             (1, -100, {"ignore_index": -1}),
             (3, 2**40, {}),
-            (5, 2**32 + 3, {}),  # whose low 32 bits are inside
+            (5, 2**32 + 3, {}),  # the low 32 bits are in range
             (2, 77, {"reduction": "none"}),
             (2, 77, {"shift": 1}),
             (2, 77, {"options": Options(strategy="vocab")}),
@@ -345,7 +345,7 @@ CASES: list[Case] = [
 
 
 def refuses(function: Callable[..., Any], error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
-    """The call raises this error, without and with gradients: nothing is checked too late."""
+    """Check that the call raises this error, without and with gradients, and before any work."""
     for with_gradients in (False, True):
         if with_gradients:
             for name in ("input", "linear_weight", "linear_bias", "logits"):
@@ -366,7 +366,7 @@ def test_bad_input(error: type[Exception], message: str, changes: dict[str, Any]
 def test_bad_input_of_all_losses(
     error: type[Exception], message: str, changes: dict[str, Any], torch_backend: str
 ) -> None:
-    """Also of the modules, when they are made or when they are called."""
+    """Modules raise the error, too, in the constructor or in the call."""
     arguments = good()
     target, logits = arguments["target"], torch.ones(N, V)
     of_call = {name: value for name, value in changes.items() if name == "num_items"}
@@ -473,7 +473,7 @@ def test_bad_input_of_plan(error: type[Exception], message: str, arguments: dict
 
 
 def test_an_error_leaves_nothing_behind(backend: str) -> None:
-    """A good call after a bad one, on the same tensors, is right."""
+    """A valid call after a bad call, on the same tensors, is correct."""
     arguments = good()
     expected = flce.fused_linear_cross_entropy(**arguments)
     assert expected.isfinite()
@@ -492,7 +492,7 @@ def test_a_budget_in_words() -> None:
 
 
 def test_a_class_weight_with_a_gradient_where_none_is_made(torch_backend: str) -> None:
-    """As PyTorch: with gradients off, and with class probabilities, it is as good as another."""
+    """As in PyTorch, such a weight is valid if gradients are off, and with class probabilities."""
     weight = torch.ones(V, requires_grad=True)
     with torch.no_grad():
         flce.fused_linear_cross_entropy(**good(weight=weight))
@@ -520,7 +520,7 @@ def logprobs_of(x: Tensor, weight: Tensor, target: Tensor) -> Any:
 
 @pytest.mark.parametrize("function", [loss_of, logprobs_of])
 def test_transforms(function: Callable[..., Any], torch_backend: str) -> None:
-    """Of the operator's tensors they are refused; around a call with others they change nothing."""
+    """Transforms of the operator's tensors raise an error; transforms of other tensors around a call have no effect."""
     x, weight, target = good().values()
     for transform, argnums, name in (
         (torch.func.grad, 0, "grad, vjp and jacrev"),
@@ -542,7 +542,7 @@ def test_transforms(function: Callable[..., Any], torch_backend: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "tokens", "vocab"])
 def test_bounds_beyond_64_bits(strategy: Any, backend: str) -> None:
-    """They are bounds like any other that is large enough, not an overflow in the dispatcher."""
+    """Bounds beyond 64 bits act as any sufficiently large bound, without an overflow in the dispatcher."""
     arguments = good(input=good()["input"].requires_grad_())
     expected = flce.fused_linear_cross_entropy(**arguments, options=flce.ChunkOptions(strategy=strategy))
     for bound in (2**63 - 1, 2**63, 2**200):

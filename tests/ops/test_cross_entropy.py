@@ -1,4 +1,4 @@
-"""``flce.cross_entropy``, of logits that exist: against the float64 oracle, and what it does to their memory."""
+"""``flce.cross_entropy`` against the float64 oracle, and its use of the memory of the logits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(
         loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
     if grad:
         assert memory.grad is not None
-        # What is not of the view has no gradient.
+        # Elements outside of the view have no gradient.
         assert memory.grad.count_nonzero() == view(memory.grad).count_nonzero()
     of_logits = None if memory.grad is None else view(memory.grad)
     of_weights = None if p.token_weight is None else p.token_weight.grad
@@ -121,7 +121,7 @@ def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
 def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few rows, whose borders are within those that are next to each other, or between them."""
+    """Slabs of a few rows, whose borders lie inside a group of adjacent rows or between two groups."""
     monkeypatch.setattr(eager, "CPU_SLAB_BYTES", rows * 37 * 8)
     p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
     upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
@@ -131,7 +131,7 @@ def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.Monk
 
 @parametrize_pairs(inplace=[False, True], backend=BACKENDS)
 def test_rows_in_another_order(inplace: bool, backend: str, device: torch.device) -> None:
-    """Of three dimensions, so that the way there is not the way back."""
+    """A permutation of three dimensions that differs from its inverse."""
     p = make((2, 3, 4), 11, ignored=0.2, token_weight=True, reduction="none", device=device)
     upstream = torch.linspace(0.5, 2.0, 24, dtype=torch.float64, device=device).view(2, 3, 4)
     memory = p.input.permute(2, 0, 1, 3).contiguous().requires_grad_()
@@ -182,7 +182,7 @@ def test_overlap() -> None:
 @pytest.mark.parametrize("vocab", [1, 3, 8, 65, 513])
 @INPLACE
 def test_vocabulary_sizes(vocab: int, inplace: bool, backend: str, device: torch.device) -> None:
-    """There is no room behind a row: what is there is huge, and stays."""
+    """Memory after a row is not part of the logits: it has huge values, and they stay unchanged."""
     p = make((2, 3), vocab, label_smoothing=0.05, z_loss=0.01, device=device)
     check(p, "in the middle", inplace=inplace, stats=STATS)
 
@@ -196,7 +196,7 @@ def test_a_vocabulary_of_several_blocks(inplace: bool, backend: str, device: tor
 
 @parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
-    """The arguments by PyTorch's names and places."""
+    """Arguments have PyTorch's names and positions."""
     p = make((9,), ignored=0.3, class_weight=True, ignore_index=5, device=device)
     a, b = (p.input.clone().requires_grad_() for _ in range(2))
     kwargs: dict[str, Any] = {"ignore_index": 5, "reduction": reduction, "label_smoothing": 0.3}
@@ -215,7 +215,7 @@ def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.dev
     backend=BACKENDS,
 )
 def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
-    """The loss is float32 whatever the logits; gradients are off by no more than their own rounding."""
+    """The loss is float32 for any dtype of logits; the error of gradients is at most the rounding to their dtype."""
     p = make((3, 4), 70, dtype, device, 0.2, reduction=reduction, softcap=5.0)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
     outcome = run(p, "without the last", inplace=inplace, grad_output=0.75)
@@ -229,7 +229,7 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
 
 @parametrize_pairs(inplace=[False, True], backend=BACKENDS)
 def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
-    """The gradient that is written before the upstream gradient is known is in range, whatever multiplies it."""
+    """The gradient is stored before the upstream gradient is known, and stays in range for any upstream gradient."""
     for large in ("weight", "token_weight", "logit_scale"):
         p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
         p.kwargs[large] = p.kwargs.get(large, 1.0) * 1024.0
@@ -240,7 +240,7 @@ def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.d
 
 @parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
-    """1/N and small probabilities would underflow in float16; the loss scale is there before anything is rounded."""
+    """1/N and small probabilities would underflow in float16; the loss scale is applied before rounding."""
     p = make((16,), 256, torch.float16, device, std=1.0, reduction=reduction)
     scale = 16384.0 if reduction == "mean" else 1024.0
     outcome = run(p, inplace=inplace, grad_output=scale)
@@ -248,7 +248,7 @@ def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str,
     assert outcome.grad_input is not None
     error = (outcome.grad_input.double() - expected).norm() / expected.norm()
     assert error < 5e-4
-    # One by one, too: a gradient that underflowed is off by all of itself.
+    # Elementwise, too: a gradient that underflowed has a relative error of 1.
     large = expected.abs() > 6e-3
     assert ((outcome.grad_input.double() - expected).abs() / expected.abs())[large].max() < 5e-3
 
@@ -270,7 +270,7 @@ def test_under_autocast(inplace: bool, torch_backend: str) -> None:
 @INPLACE
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_nothing_counts(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
-    """A mean of nothing is NaN, a sum 0; there is no gradient."""
+    """Without counted tokens a mean is NaN, a sum is 0, and gradients are 0."""
     for leading in ((6,), (0,)):
         outcome = check(make(leading, 11, ignored=1.0, reduction=reduction, device=device), inplace=inplace)
         assert bool(outcome.loss.isnan().any()) == (reduction == "mean")
@@ -281,7 +281,7 @@ def test_nothing_counts(reduction: str, inplace: bool, backend: str, device: tor
 @INPLACE
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_probabilities(softcap: float | None, inplace: bool, device: torch.device) -> None:
-    """Composed, in any number of dimensions, and not in place."""
+    """Class probabilities use the composed loss, in any number of dimensions, and not in place."""
     logits, q = torch.randn(2, 3, 11, device=device, dtype=torch.float64), torch.rand(2, 3, 11, device=device)
     weight = torch.rand(11, device=device)
     x = logits.clone().requires_grad_()
@@ -310,7 +310,7 @@ def good(**changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
-# Beside those of all losses, which `test_bad_input.py` has.
+# In addition to the errors of all losses in `test_bad_input.py`.
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("logits a list", {"logits": [[0.0]]}, TypeError, "logits.*list"),
     ("target a list", {"target": [0]}, TypeError, "target.*list"),
@@ -378,7 +378,7 @@ def test_a_target_out_of_range_on_cuda() -> None:
 
 
 def nonleaf(*shape: int, dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """A leaf, logits made from it, and targets."""
+    """Return a leaf, logits computed from it, and targets."""
     shape = shape or (9, 30)
     x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     return x, x * 2, torch.randint(shape[-1], shape[:-1], device=device)
@@ -391,7 +391,7 @@ def test_overwriting_a_leaf(backend: str, device: torch.device) -> None:
         with pytest.raises(RuntimeError, match=message):
             flce.cross_entropy(leaf, y % 20, inplace=True)
     assert torch.equal(x, before)
-    # Without a gradient there is nothing to overwrite it with.
+    # Without a gradient, the logits are not overwritten.
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             flce.cross_entropy(x, y, inplace=True)
@@ -410,7 +410,7 @@ NEEDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("operation", list(NEEDED))
 def test_overwriting_what_its_maker_needs(operation: str, backend: str, device: torch.device) -> None:
-    """Said at once, before anything is written."""
+    """The error is raised at once, before the first write."""
     x, _, y = nonleaf(device=device)
     logits = NEEDED[operation](x)
     before = logits.detach().clone()
@@ -422,7 +422,7 @@ def test_overwriting_what_its_maker_needs(operation: str, backend: str, device: 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_overwriting_what_another_needs(first: bool, backend: str, device: torch.device) -> None:
-    """Autograd's own check, which the kernels must not get round."""
+    """Autograd's version check must detect the writes of kernels."""
     _, logits, y = nonleaf(device=device)
     other = logits.square().mean()
     loss = loss_of(logits, y, inplace=True)
@@ -431,7 +431,7 @@ def test_overwriting_what_another_needs(first: bool, backend: str, device: torch
 
 
 def test_overwriting_what_nobody_needs(backend: str, device: torch.device) -> None:
-    """Uses of the logits that save something else are fine."""
+    """Operators that use the logits but save other tensors raise no error."""
     x, logits, y = nonleaf(device=device)
     other = F.cross_entropy(logits.float(), y) + logits.sum() / 7
     (loss_of(logits, y, inplace=True) + other).backward()
@@ -441,7 +441,7 @@ def test_overwriting_what_nobody_needs(backend: str, device: torch.device) -> No
 
 
 def test_parts_of_one_tensor(backend: str, device: torch.device) -> None:
-    """Autograd cannot tell them from the whole: an error, never a wrong number."""
+    """Autograd cannot distinguish parts from the full tensor: it raises an error and returns no wrong gradient."""
     _, logits, y = nonleaf(device=device)
     losses = [loss_of(logits[part], y[part], inplace=True) for part in (slice(0, 5), slice(5, 9))]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -454,7 +454,7 @@ def test_parts_of_one_tensor(backend: str, device: torch.device) -> None:
 
 
 def test_saved_tensor_hooks(backend: str, device: torch.device) -> None:
-    """The gradient may be put elsewhere until backward, and then come in other strides."""
+    """A hook may store the gradient elsewhere until backward, and return it with other strides."""
 
     def class_by_class(t: Tensor) -> Tensor:
         return t.movedim(-1, 0).contiguous().movedim(0, -1)
@@ -492,7 +492,7 @@ def test_overlapping_logits(backend: str, device: torch.device) -> None:
 
 
 def test_memory_is_that_of_the_logits(backend: str, device: torch.device) -> None:
-    """The gradient that the maker of the logits gets is where the logits were."""
+    """The operator that computed the logits gets a gradient in the memory of the logits."""
     for reduction in ("mean", "none"):
         _, logits, y = nonleaf(device=device)
         seen: list[Tensor] = []
@@ -515,7 +515,7 @@ def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
 
 @INPLACE
 def test_unused_losses(inplace: bool, backend: str, device: torch.device) -> None:
-    """A statistic only, or a loss that nobody differentiates."""
+    """Only a statistic is used, or the loss is not differentiated."""
     x, logits, y = nonleaf(device=device)
     out: Any = flce.cross_entropy(logits, y, stats=("lse",), inplace=inplace)
     assert not out.lse.requires_grad
@@ -528,7 +528,7 @@ def test_unused_losses(inplace: bool, backend: str, device: torch.device) -> Non
 
 
 class SourceOfLogits(torch.autograd.Function):
-    """Logits in memory that is there, and no gradient for it: as a head whose logits are nobody's leaf."""
+    """Autograd function that returns logits in existing memory, without a gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -545,8 +545,7 @@ class SourceOfLogits(torch.autograd.Function):
     layout=["without the last", "without the first, transposed"],
 )
 def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch_backend: str) -> None:
-    """In place, nothing of the size of the logits is allocated, in forward and backward, if two strides lead from row
-    to row."""
+    """In place, forward and backward allocate no memory of the size of the logits if rows have two strides."""
     rows, vocab = 768, 16384
     x, view = place_in_layout(torch.zeros(2, rows // 2, vocab, dtype=dtype), layout)
     x.requires_grad_()
@@ -582,7 +581,7 @@ def group(tmp_path: Path) -> Iterator[Any]:
 @parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
     p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
-    size: Any = torch.tensor(37)  # as any other number of the arguments
+    size: Any = torch.tensor(37)  # check_int and check_float accept 0-d tensors for all arguments
     outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=size)
     assert_outcome(outcome, run_oracle(p), p, tolerance=1e-10, grads="x", stats=STATS)
 
@@ -618,17 +617,20 @@ def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [512, 20001], ids=lambda n: f"{n} columns")  # softmaxes resident, and online
+@pytest.mark.parametrize("columns", [512, 20001], ids=lambda n: f"{n} columns")  # resident and online softmaxes
 def test_kernels_that_start_early(columns: int) -> None:
-    """What a kernel reads is what the one before wrote, also where its launch overlaps with that: the same bits as with
-    a wait after each. Softmaxes, losses and their targets, which are the argmax of others, follow directly on kernels
-    that let their successor begin before they are done. How many targets are ignored differs from call to call."""
+    """A kernel reads the values of the previous kernel, also if their launches overlap: the bits equal a run with a
+    wait after each kernel.
+
+    Softmaxes, losses and targets, which are the argmax of other logits, follow directly on kernels that let their
+    successor begin early. The number of ignored targets differs from call to call.
+    """
     num_rows = 2**23 // columns
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(num_rows, columns, device="cuda", generator=g)
     scores = torch.randn(6, num_rows, columns, device="cuda", generator=g)
     for number, of_call in enumerate(scores):
-        of_call[:: number + 2, 0] = 100.0  # the class that is ignored
+        of_call[:: number + 2, 0] = 100.0  # the ignored class
     some = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
 
     def calls(pause: Callable[[], None]) -> list[Tensor]:
@@ -659,7 +661,7 @@ def test_kernels_that_start_early(columns: int) -> None:
 
 @INPLACE
 def test_whatever_arrives_for_an_ignored_row(inplace: bool, backend: str) -> None:
-    """sqrt has an infinite derivative at the loss of an ignored row, 0."""
+    """sqrt has an infinite derivative at 0, the loss of an ignored row."""
     x = torch.randn(3, 5, requires_grad=True)
     losses = loss_of(x * 1, torch.tensor([1, -100, 3]), reduction="none", inplace=inplace)
     losses.sqrt().sum().backward()
@@ -673,7 +675,7 @@ def test_logits_used_after_they_were_overwritten(later: str, torch_backend: str)
     x, y = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
     logits = x * 2
     before = logits.sum()
-    loss = loss_of(logits, y, inplace=True) + before  # of this, nothing is needed again
+    loss = loss_of(logits, y, inplace=True) + before  # no operator saved this tensor
     more = logits.square().mean() if later == "sum" else loss_of(logits, y, inplace=later == "inplace")
     with pytest.raises(RuntimeError, match="used after"):
         (loss + more).backward()
@@ -683,7 +685,7 @@ def test_logits_used_after_they_were_overwritten(later: str, torch_backend: str)
 @INPLACE
 @pytest.mark.parametrize("cut", [0, 1])
 def test_beyond_32_bits(cut: int, inplace: bool) -> None:
-    """More than 2^31 logits; the last rows are those whose addresses would be wrong."""
+    """More than 2^31 logits; 32-bit addresses of the last rows would be wrong."""
     if torch.cuda.get_device_properties(0).total_memory < 16 * 2**30:
         pytest.skip("needs 16 GiB of GPU memory")
     logits = torch.zeros(3, 5667, 131072, dtype=torch.float16, device="cuda")
@@ -694,7 +696,7 @@ def test_beyond_32_bits(cut: int, inplace: bool) -> None:
     expected.sum().backward()
     view = SourceOfLogits.apply(logits.requires_grad_())[:, cut:]
     grads: list[Tensor] = []
-    view.register_hook(grads.append)  # what is written over becomes a new view to autograd, `view` itself
+    view.register_hook(grads.append)  # the overwritten tensor becomes a new view in autograd: `view` itself
     loss = loss_of(view, y[:, cut:], reduction="none", inplace=inplace)
     loss.sum().backward()
     (grad,) = grads

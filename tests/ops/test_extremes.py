@@ -1,4 +1,4 @@
-"""Extreme logits, by every way that they become a loss, against float64."""
+"""Extreme logits on every path to a loss, against float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CUDA = torch.cuda.is_available()
 
 @dataclass(frozen=True)
 class Route:
-    """A way through the operator."""
+    """One path through the operator."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Route:
     stats: tuple[str, ...] = STATS
 
 
-# By chunks and by blocks of classes, loss and gradient are made together, or one after the other.
+# Chunks and blocks of classes; loss and gradient are computed together or one after the other.
 EVERY = ({"reduction": "mean", "label_smoothing": 0.1}, {"reduction": "none"})
 CHUNKS, BLOCKS = flce.ChunkOptions(strategy="tokens", chunk_rows=5), flce.ChunkOptions(strategy="vocab")
 PRODUCTS: dict[str, Any] = {"vocab": 300, "stats": ("lse", "logprob")}
@@ -62,10 +62,10 @@ ROUTES = [
             ("torch", CHUNKS, torch.float32, EVERY),
             ("torch", BLOCKS, torch.float64, EVERY),
             ("triton", CHUNKS, torch.float64, EVERY),
-            ("triton", BLOCKS, torch.float32, EVERY[:1]),  # which makes them one after the other in any case
+            ("triton", BLOCKS, torch.float32, EVERY[:1]),  # computes loss and gradient one after the other in any case
         )
     ),
-    # Triton's interpreter multiplies float16 rightly, and is mended for bfloat16.
+    # Triton's interpreter multiplies float16 correctly; a patch corrects bfloat16.
     Route(
         "registers",
         torch.bfloat16 if CUDA else torch.float16,
@@ -92,7 +92,7 @@ def blocks_of_16(rows: int) -> Blocks:
 
 @pytest.fixture(params=ROUTES, ids=lambda route: f"{route.name}, {route.dtype}".replace("torch.", ""))
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Route]:
-    """Every call of the test takes it."""
+    """Send every call of the test over one path."""
     made: Route = request.param
     if not made.name.startswith("torch"):
         pytest.importorskip("triton")
@@ -111,7 +111,7 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def problem_of(route: Route, device: torch.device, row: Tensor) -> Problem:
-    """Logits that are those of the row, which is the bias, and as many that have another part beside it."""
+    """Return problems whose logits equal the row: once from the bias alone, and once from bias and product."""
     each = targets(route.vocab)
     p = make_problem((2 * len(each),), 64, route.vocab, dtype=route.dtype, device=device)
     p.input.round_()[len(each) :] = 0.0
@@ -132,7 +132,7 @@ def run(route: Route, p: Problem) -> CallResult:
     return run_fused(p, options=route.options, grads=route.grads, stats=route.stats)
 
 
-# Kernels are tested with all, tile by tile.
+# Kernel tests run all rows, tile by tile.
 NAMES = [n for n in extremes(50) if not n.endswith((" inf", " nan")) or n.startswith(("the middle", "a stretch"))]
 NAMES = [n for n in NAMES if "edges" not in n and not n.startswith(("the first", "the last"))]
 
@@ -148,10 +148,10 @@ def test_extreme_logits(name: str, route: Route, device: torch.device) -> None:
             expected = run_oracle(p)
             tolerance = route.tolerance
             assert_outcome(outcome, expected, p, tolerance=tolerance, grads=route.grads, stats=route.stats)
-            if route.name != "exponentials":  # whose exponents, of a base of 2, are rounded where they are large
+            if route.name != "exponentials":  # large exponents of base 2 are rounded
                 assert_near(outcome.loss, expected.loss, 1e-5, "loss")
             continue
-        # Of an ignored row, whatever it holds, there is nothing; PyTorch's gradient of it is NaN.
+        # The gradient of an ignored row is 0 for any values; PyTorch's gradient is NaN.
         stock, counts = run_stock(in_float64(p)), p.target != IGNORED
         assert stock.grad_input is not None
         assert_near(outcome.loss, stock.loss, route.tolerance, "loss")
@@ -168,8 +168,8 @@ def test_infinite_logits_under_a_softcap_are_finite(route: Route, device: torch.
 
 
 def test_confident_rows(route: Route, device: torch.device) -> None:
-    """Forward and backward have the same logits, to the bit: where p is 1 the gradient is 0. Where it is nearly 1, what
-    is left of it keeps its digits."""
+    """Forward and backward have the same logits, to the bit. If p is 1, the gradient is 0; if p is nearly 1, the small
+    gradient keeps its digits."""
     p = make_problem((40,), 64, route.vocab, dtype=route.dtype, device=device)
     rows = torch.arange(40, device=device)
     p.linear_weight.zero_()[rows, rows] = 2.0
@@ -179,9 +179,9 @@ def test_confident_rows(route: Route, device: torch.device) -> None:
         outcome, expected = run(route, p), run_oracle(p)
         assert outcome.grad_input is not None
         if size == 7.0:
-            # A rounding of lse, which is 14, is 1% of the loss.
+            # lse is 14: a rounding of it is 1% of the loss.
             assert relative_error(outcome.loss, expected.loss) < (3e-3 if route.name == "exponentials" else 3e-2)
-            # float16's numbers are 6e-8 apart here.
+            # The spacing of float16 numbers is 6e-8 here.
             limit = 3e-2 if route.dtype == torch.float16 else 3 * 2.0**-8
             assert relative_error(outcome.grad_input, expected.grad_input) < limit
         else:
@@ -191,7 +191,7 @@ def test_confident_rows(route: Route, device: torch.device) -> None:
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 def test_inputs_that_are_not_numbers(value: float, route: Route, device: torch.device) -> None:
-    """They stay in their row, and are what PyTorch makes of them. Of an ignored row nothing is seen."""
+    """NaN and infinity affect only their row, with PyTorch's results. In an ignored row they have no effect."""
     plain = problem_of(route, device, extremes(route.vocab)["equal"])
     plain.linear_weight.abs_()
     plain.input[1], plain.input[3] = value, math.nan
@@ -212,8 +212,8 @@ def test_inputs_that_are_not_numbers(value: float, route: Route, device: torch.d
 def test_a_target_that_is_no_class(
     wrong: int, route: Route, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the host does not look at targets, as on CUDA: its row is NaN, nothing is read out of bounds, and the other
-    rows are right."""
+    """If the host does not read targets, as on CUDA, the row of a bad target is NaN, no memory is read out of bounds,
+    and other rows are correct."""
     monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
     plain = problem_of(route, device, extremes(route.vocab)["sure of the middle"])
     plain.target[1] = wrong or route.vocab
@@ -232,7 +232,7 @@ def test_a_target_that_is_no_class(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_cross_entropy_of_extreme_logits(inplace: bool, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """All of them at once."""
+    """All extreme rows in one call."""
     logits, y = (t.to(device) for t in every_extreme(50))
     p = Problem(logits.to(dtype), torch.empty(0, dtype=dtype), y, None, {"reduction": "none", "label_smoothing": 0.1})
     outcome = test_cross_entropy.run(p, inplace=inplace, stats=STATS)

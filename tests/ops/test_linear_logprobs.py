@@ -24,7 +24,7 @@ from tests.interpreted_bfloat16 import fix_interpreter
 
 WITH_GRADIENTS = ("logprob", "entropy", "lse", "candidate_logprob")
 FLOATING = (*WITH_GRADIENTS, "mean_logit", "log_sum_sq_prob")
-# Relative to the norm, against float64: of results, and of gradients.
+# Errors of results and of gradients against float64, relative to the norm.
 LIMITS = {
     torch.float64: (1e-13, 1e-13),
     torch.float32: (2e-6, 3e-6),
@@ -36,7 +36,7 @@ LIMITS = {
 def call_of(
     n: int = 12, hidden: int = 24, vocab: int = 101, k: int = 5, *, dtype: torch.dtype = torch.float32, **more: Any
 ) -> SimpleNamespace:
-    """Tensors and arguments of a call: ignored tokens, equal candidates, targets among them, and candidates -1."""
+    """Return tensors and arguments of a call: ignored tokens; candidates that are equal, the target, or -1."""
     g = torch.Generator().manual_seed(n + vocab)
     device = more.pop("device", "cpu")
 
@@ -67,7 +67,7 @@ def leaves(call: SimpleNamespace) -> list[Tensor]:
 
 
 def oracle(call: SimpleNamespace) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """All results in float64 from the logits, and the leaves that their gradients are of."""
+    """Return all results in float64, computed from the logits, and the leaves of their gradients."""
     made = [leaf.detach().double().requires_grad_() for leaf in leaves(call)]
     x, w, *others = made
     kwargs, pairs = call.kwargs, len(call.kwargs["adapters"])
@@ -111,7 +111,7 @@ def weighted(results: dict[str, Tensor], upstream: dict[str, Tensor]) -> Tensor:
 
 
 def check(call: SimpleNamespace, differentiated: tuple[str, ...] = WITH_GRADIENTS, **more: Any) -> None:
-    """Values and gradients, and a second backward."""
+    """Check values and gradients, and a second backward."""
     of_values, of_gradients = LIMITS[call.x.dtype]
     out = run(call, top_k=4, **more)
     expected, made = oracle(call)
@@ -129,10 +129,10 @@ def check(call: SimpleNamespace, differentiated: tuple[str, ...] = WITH_GRADIENT
         assert not getattr(out, name).requires_grad, name
 
     upstream = weights_of(out, differentiated)
-    wanted = torch.autograd.grad(weighted(expected, upstream), made)
+    expected_grads = torch.autograd.grad(weighted(expected, upstream), made)
     loss = weighted(vars(out), upstream)
     grads = torch.autograd.grad(loss, leaves(call), retain_graph=True)
-    for got, want, leaf in zip(grads, wanted, leaves(call), strict=True):
+    for got, want, leaf in zip(grads, expected_grads, leaves(call), strict=True):
         assert got.dtype == leaf.dtype
         assert relative_error(got, want) <= of_gradients
     again = torch.autograd.grad(loss, leaves(call))
@@ -151,7 +151,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    """Statistics and gradients in the epilogue of a product, in half precision, with its rounding."""
+    """Use statistics and gradients in the epilogue of a product, in half precision, with its rounding."""
     if not torch.cuda.is_available():
         fix_interpreter(monkeypatch)
     yield from plan_as_on_hopper(monkeypatch)
@@ -181,7 +181,7 @@ def test_products_with_an_epilogue(dtype: torch.dtype, feature: str, device: tor
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 @pytest.mark.parametrize("budget", [24 << 10, 48 << 10, 1 << 20])
 def test_budgets(budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
-    """Tiles of some tokens and some classes, and logits beside the tile of their gradient."""
+    """Tiles of some tokens and some classes, and a separate tile for the gradient of the logits."""
     monkeypatch.setattr("flce.backends.eager.CPU_SLAB_BYTES", 1024)
     call = call_of(33, 8, 203, ranks=(2,), linear_bias=True)
     check(call, options=options(max_workspace_bytes=budget, strategy=strategy))
@@ -204,7 +204,7 @@ def same(a: flce.LinearLogprobsOutput, b: flce.LinearLogprobsOutput) -> bool:
 @pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 72000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "product"])
 def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.FixtureRequest, device: torch.device) -> None:
-    """The same bits with and without gradients, whichever of them."""
+    """Calls with and without gradients return the same bits, for any gradients."""
     if kind == "product":
         request.getfixturevalue("on_hopper")
     else:
@@ -220,10 +220,10 @@ def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.Fixtur
 
 
 def test_bits_of_a_token(device: torch.device, on_hopper: None) -> None:
-    """Of a product with an epilogue they depend on nothing else: outputs, other tokens, how many and in which order."""
+    """With a fused product, the bits of a token do not depend on outputs or on the other tokens and their order."""
     call = call_of(20, 64, 600, dtype=torch.bfloat16, device=device)
     if device.type == "cpu":
-        # The interpreter multiplies by NumPy, whose sums may depend on a row's place among others. These are exact.
+        # The interpreter multiplies with NumPy, whose sums may depend on the position of a row. These sums are exact.
         call.x, call.w = ((4 * t.detach()).round().div(4).requires_grad_() for t in (call.x, call.w))
     expected = run(call).logprob
     assert torch.equal(run(call, outputs=("logprob",), candidates=None).logprob, expected)
@@ -237,25 +237,25 @@ def test_bits_of_a_token(device: torch.device, on_hopper: None) -> None:
 
 @pytest.mark.parametrize("kind", ["torch_backend", "triton_backend", "on_hopper"])
 def test_ties(kind: str, request: pytest.FixtureRequest, device: torch.device) -> None:
-    """Of equal logits the first is the argmax, within a block and in several."""
+    """The argmax is the first of equal logits, within a block and over several blocks."""
     request.getfixturevalue(kind)
     call = call_of(6, 64, 700, dtype=torch.bfloat16 if kind == "on_hopper" else torch.float32, device=device)
     with torch.no_grad():
-        call.w.mul_(2).round_()  # sums of integers have no order
+        call.w.mul_(2).round_()  # sums of integers do not depend on the order
         call.w[[5, 77, 400, 699]] = 4 * call.w[:1]
         call.x.copy_(call.x.mul_(0.1).round_() + 5 * call.w[:1])
     assert set(run(call).argmax[call.y != -100].tolist()) == {5}
 
 
 def test_many_candidates(backend: str, device: torch.device) -> None:
-    """More than one program takes, the same ones in several of them."""
+    """More candidates than one program processes, with equal candidates in several programs."""
     call = call_of(5, k=75, device=device)
     call.candidates[:, 40:] = call.candidates[:, :35]
     check(call)
 
 
 def test_logits_are_never_rounded(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
-    """With the dtypes of a GPU: tiles of float32 logits, also where gradients are of half precision."""
+    """With the dtypes of a GPU, tiles of logits are float32, also if gradients are half precision."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     check(call_of(37, dtype=torch.bfloat16, temperature="each"), options=options(max_workspace_bytes=60000))
     for half in (torch.bfloat16, torch.float16):
@@ -264,7 +264,7 @@ def test_logits_are_never_rounded(monkeypatch: pytest.MonkeyPatch, torch_backend
 
 
 def test_shapes() -> None:
-    """Leading dimensions, a shift, candidates of all tokens, and what was not asked for."""
+    """Leading dimensions, a shift, candidates for all tokens, and results that were not requested."""
     x, w = torch.randn(2, 5, 8), torch.randn(30, 8)
     y, k = torch.randint(30, (2, 5)), torch.tensor([3, 4, -1])
     out: Any = flce.linear_logprobs(x, w, y, candidates=k, outputs=("logprob",), shift=1, top_k=30)
@@ -282,7 +282,7 @@ def test_shapes() -> None:
 
 
 def test_one_token() -> None:
-    """Hidden states of one dimension: results have none, but for the classes."""
+    """For 1-d hidden states results are 0-d, except for the dimension of classes."""
     x, w = torch.randn(8, requires_grad=True), torch.randn(30, 8)
     out: Any = flce.linear_logprobs(x, w, torch.tensor(3), candidates=torch.tensor([3, 4]), top_k=2)
     logprob = (x @ w.T).log_softmax(-1)
@@ -293,7 +293,7 @@ def test_one_token() -> None:
 
 
 def test_no_target(backend: str) -> None:
-    """Nothing is ignored, whatever `ignore_index` is."""
+    """No token is ignored, for any `ignore_index`."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
     out: Any = flce.linear_logprobs(x, w, outputs=("entropy", "argmax"), ignore_index=0)
     logprob = (x @ w.T).log_softmax(-1)
@@ -334,7 +334,7 @@ def test_all_ignored_and_one_class(backend: str) -> None:
 
 
 def test_logits_of_minus_infinity(backend: str) -> None:
-    """Classes that a bias excludes have no part in entropies, and no gradient."""
+    """Classes that a bias excludes do not contribute to entropies, and get no gradient."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(30, 8)
     bias = torch.zeros(30)
     bias[10:20] = -torch.inf
@@ -351,8 +351,8 @@ def test_logits_of_minus_infinity(backend: str) -> None:
 
 @pytest.mark.parametrize("budget", [None, 6400])
 def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None) -> None:
-    """Where there are fewer than k others, ids are those of classes, each once; in one block and in several, of fewer
-    than k."""
+    """If fewer than k logits are finite, ids are valid and different classes; in one block, and in several blocks of
+    fewer than k classes."""
     x, w, bias = torch.randn(4, 8), torch.randn(300, 8), torch.full((300,), -torch.inf)
     bias[10:13] = 0
     out: Any = flce.linear_logprobs(
@@ -366,7 +366,7 @@ def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None)
 
 
 def test_half_precision_under_a_loss_scale(backend: str) -> None:
-    """float16 gradients of a mean over many tokens, times 2^16: neither 0 nor infinite."""
+    """float16 gradients of a mean over many tokens, times 2^16, are neither 0 nor infinite."""
     call = call_of(40, dtype=torch.float16)
     expected, made = oracle(call)
     for scale, n in ((2.0**16, 4096), (1.0, 1)):
@@ -377,8 +377,8 @@ def test_half_precision_under_a_loss_scale(backend: str) -> None:
 
 @pytest.mark.parametrize("feature", ["plain", "both"])
 def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Those of logits are smaller than any number of float16; the first two columns of inputs and weights, which change
-    no logit, make their own large."""
+    """Gradients of logits are below the smallest float16 number. The first two columns of inputs and weights change no
+    logit, but increase the gradients of inputs and weights."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     call = call_of(40, dtype=torch.float16, **FEATURES[feature])
     for x, w in [(call.x, call.w), *call.kwargs["adapters"]]:
@@ -393,7 +393,7 @@ def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.Monk
 
 
 class _Constant(torch.autograd.Function):
-    """Whose gradient is 1, whatever is upstream: in a batch of gradients it has none."""
+    """Autograd function with a gradient of 1 for any upstream gradient, without a batch dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ class _Constant(torch.autograd.Function):
 
 
 def test_several_upstream_gradients_at_once() -> None:
-    """Both ways in which PyTorch batches them, of several results, of which some have no batch."""
+    """Both kinds of batches of PyTorch, for several results, some without a batch dimension."""
     call, upstream = call_of(4), torch.eye(4)
     out = run(call)
 
@@ -476,7 +476,7 @@ def test_bad_input(name: str) -> None:
 def test_a_call_in_a_graph_has_the_plan_of_any_other(
     dtype: torch.dtype, budget: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So results in a graph have the bits of those outside."""
+    """So results in a graph have the same bits as outside."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     problem = LinearCrossEntropyProblem(
         (LinearTerm(torch.empty(4096, 512, dtype=dtype), torch.empty(32000, 512, dtype=dtype)),),
@@ -493,7 +493,7 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
 
 
 def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Where the host does not look at them they make NaN where they are, and nothing is read out of bounds."""
+    """If the host does not read the values, bad values give NaN in their row, and no memory is read out of bounds."""
     monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
     call = call_of(4, 8, 30)
     call.y[:] = torch.tensor([1, 2, 30, 3])
@@ -504,7 +504,7 @@ def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> N
     assert out.logprob.isnan().tolist() == [False, True, True, False]
     assert out.candidate_logprob[0].isnan().tolist() == [True] + 4 * [False]
     assert out.candidate_logprob[3].isnan().tolist() == [False, True] + 3 * [False]
-    # A bad target or temperature is in the whole row; a bad candidate has no part in the gradients of the others.
+    # A bad target or temperature affects all results of its row; a bad candidate does not affect other candidates.
     for name in ("logprob", "candidate_logprob"):
         (grad,) = torch.autograd.grad(getattr(out, name).sum(), call.x, retain_graph=True)
         assert grad.isnan().all(-1).tolist() == grad.isnan().any(-1).tolist() == [False, True, True, False], name
@@ -516,7 +516,7 @@ def test_topk_kl(direction: str, tail: bool) -> None:
     student, teacher = (torch.randn(6, 20, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     ids = teacher.topk(5).indices
     p, q = (t.gather(-1, ids).clone() for t in (student, teacher))
-    q[2, 3:] = -torch.inf  # there are but three
+    q[2, 3:] = -torch.inf  # there are only three classes
     for row in range(6):
         k = 3 if row == 2 else 5
         lists = [torch.cat((t[:k].exp(), 1 - t[:k].exp().sum()[None])) for t in (p[row], q[row])]
@@ -538,7 +538,7 @@ def test_topk_kl(direction: str, tail: bool) -> None:
 
 def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
     logprob = torch.randn(40, 5).log_softmax(-1)
-    stored = torch.randn(40, 5).log_softmax(-1).bfloat16()  # the sum of probabilities is about 1
+    stored = torch.randn(40, 5).log_softmax(-1).bfloat16()  # the sum of the probabilities is about 1
     got = flce.topk_kl(logprob, stored)
     assert got.dtype == torch.float32
     assert torch.equal(got, flce.topk_kl(logprob, stored.float()))
@@ -556,7 +556,7 @@ def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"strategy": "vocab"}], ids=str)
 def test_the_least_budget_is_enough(how: dict[str, Any], torch_backend: str) -> None:
-    """For forward and backward. One byte less is not."""
+    """The smallest budget suffices for forward and backward; one byte less raises an error."""
     call = call_of(16, 16, 301, 3, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"the least is (\d+) bytes") as error:
         run(call, options=options(max_workspace_bytes=1, **how))
@@ -568,7 +568,7 @@ def test_the_least_budget_is_enough(how: dict[str, Any], torch_backend: str) -> 
 
 @pytest.mark.parametrize("needs", ["xw", "x", ""])
 def test_no_candidates_have_a_gradient(needs: str, torch_backend: str) -> None:
-    """Of 0, as the results of a gather of none."""
+    """The gradient is 0, as for a gather with an empty index."""
     call = call_of(3)
     for name, leaf in (("x", call.x), ("w", call.w)):
         leaf.requires_grad_(name in needs)

@@ -1,4 +1,4 @@
-"""The module forms."""
+"""The module forms of the losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flce import modules
 from flce.testing.problem import Problem, make_problem
 from tests.helpers import OTHER_VALUES, STATS
 
-# Each argument reaches the function, as a test below looks: these are for what comes back.
+# For the results. A test below checks that each argument reaches the function.
 LOSS_ARGUMENTS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "shift": 1, "ignore_index": 3},
@@ -26,7 +26,7 @@ LOSS_ARGUMENTS: list[dict[str, Any]] = [
 
 
 def check_module(module: nn.Module, arguments: tuple[Tensor | None, ...], more: dict[str, Any], expected: Any) -> None:
-    """It returns what the function does, and so do copies of it."""
+    """Check that a module, and copies of it, return the result of the function."""
     for each in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         got = each(*arguments, **more)
         assert type(got) is type(expected)
@@ -35,7 +35,7 @@ def check_module(module: nn.Module, arguments: tuple[Tensor | None, ...], more: 
 
 
 def arguments_of_calls(p: Problem, reduction: str) -> dict[str, Any]:
-    """Those that are given with each call."""
+    """Return the arguments that are given in each call."""
     return {"token_weight": p.kwargs["token_weight"], "num_items": torch.tensor(9) if reduction == "sum" else None}
 
 
@@ -54,7 +54,7 @@ def test_modules_with_a_head(kwargs: dict[str, Any], bias: bool, torch_backend: 
     check_module(stateless, (p.input, w, p.target, b), more, expected)
 
 
-# Another value than the default for each argument that a module fixes.
+# A value that differs from the default, for each argument that a module fixes.
 OTHER_ARGUMENTS: dict[str, Any] = {
     **OTHER_VALUES,
     "weight": torch.ones(30),
@@ -80,7 +80,7 @@ OTHER_ARGUMENTS: dict[str, Any] = {
 def test_every_argument_reaches_the_function(
     name: str, module: Any, made_with: tuple[int, ...], called_with: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, and those of `forward`: no argument that the function has is left at its default."""
+    """Each argument, including the arguments of `forward`, reaches the function: none keeps its default."""
     seen: dict[str, Any] = {}
     function = getattr(flce, name)
     arguments = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Exactness in the dtypes that models are trained in: against float64, and beside the stock path.
+"""Exactness in the dtypes of training: against float64, and compared with the stock path.
 
 Stock is ``F.linear`` in the dtype of the tensors followed by ``F.cross_entropy`` on float32 logits.
 """
@@ -27,7 +27,7 @@ low_precision = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
 
 
 def case(backend: str, dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Problem:
-    """Smaller under the interpreter. Standard deviation 4 of the logits, as a trained model's."""
+    """Return a case, smaller under the interpreter. Logits have standard deviation 4, as in a trained model."""
     small = backend == "triton" and device.type == "cpu"
     n, h, v = (48, 48, 384) if small else (256, 128, 1024)
     return make_problem((n,), h, v, dtype=dtype, device=device, std=4.0, **kwargs)
@@ -40,7 +40,7 @@ def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
 
 
 def errors(problem: Problem, outcome: Any, grad_output: Any = None) -> dict[str, float]:
-    """Relative errors against float64 on the same (rounded) inputs."""
+    """Return relative errors against float64 on the same (rounded) inputs."""
     expected = run_oracle(problem, grad_output=grad_output)
     names = ["loss", "grad_input", "grad_weight"] + ["grad_bias"] * (problem.linear_bias is not None)
     result = {name: relative_error(getattr(outcome, name), getattr(expected, name)) for name in names}
@@ -84,7 +84,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_no_further_from_the_truth_than_stock(
     dtype: torch.dtype, strategy: str, reduction: str, kwargs: dict[str, Any], backend: str, device: torch.device
 ) -> None:
-    """Stock rounds each term's logits before it adds them; here only the sum is rounded, after each term."""
+    """Stock rounds the logits of each term before the addition; flce rounds only the sum, after each term."""
     p = case(backend, dtype, device, reduction=reduction, **kwargs)
     upstream = None
     if reduction == "none":
@@ -94,13 +94,13 @@ def test_no_further_from_the_truth_than_stock(
 
 @parametrize_pairs(scale=[2.0**16, 1.0, 2.0**10], strategy=STRATEGIES, backend=BACKENDS)
 def test_fp16_under_a_loss_scale(scale: float, strategy: str, backend: str, device: torch.device) -> None:
-    """The gradients must not have been rounded to fp16 before the scale arrives."""
-    # Many tokens of a small weight each: without the scale most gradients are below fp16's normal numbers.
+    """Gradients must not be rounded to fp16 before the loss scale is applied."""
+    # Many tokens with small weights: without the scale most gradients are below fp16's normal numbers.
     p = case(backend, torch.float16, device, bias=True)
     p = p.with_(reduction="sum", num_items=20000)
     outcome = run_fused(p, options=options_for(strategy), grad_output=scale)
     ours = errors(p, outcome, scale)
-    # The same division in the stock path, after its loss.
+    # The stock path divides in the same way, after its loss.
     stock = errors(
         p,
         run_stock(
@@ -130,7 +130,7 @@ def test_logits_of_bf16_inputs_are_not_rounded(strategy: str, backend: str, devi
 
 
 @low_precision
-@pytest.mark.parametrize("reduction", ["mean", "none"])  # made in forward, and in backward
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # gradients computed in forward, and in backward
 def test_many_chunks_are_as_exact_as_one(
     reduction: str, dtype: torch.dtype, torch_backend: str, device: torch.device
 ) -> None:
@@ -162,7 +162,7 @@ def test_many_blocks_are_as_exact_as_one(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sums over 32 blocks of classes, and over chunks of the tokens within each of them."""
+    """Sums over 32 blocks of classes, and over chunks of the tokens within each block."""
     p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
     options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
     one = errors(p, run_fused(p, options=options))
@@ -173,7 +173,7 @@ def test_many_blocks_are_as_exact_as_one(
 
 
 def test_accumulation_in_bf16_is_allowed(backend: str, device: torch.device) -> None:
-    """Less exact, by choice; never wrong."""
+    """The result is less exact, by choice, but not wrong."""
     p = case(backend, torch.bfloat16, device)
     for strategy in ("tokens", "vocab"):
         loose = errors(p, run_fused(p, options=options_for(strategy, accum_dtype=torch.bfloat16)))
@@ -183,7 +183,7 @@ def test_accumulation_in_bf16_is_allowed(backend: str, device: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_accum_dtype_of_the_default_never_narrows(dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """``accum_dtype=torch.float32``, the default, given for float64 inputs: still float64 sums."""
+    """The default ``accum_dtype=torch.float32`` with float64 inputs still sums in float64."""
     p = make_problem((40,), 16, 90, dtype=dtype, device=device)
     for strategy in ("tokens", "vocab"):
         options = options_for(strategy, chunk_rows=7 if strategy == "tokens" else None, accum_dtype=torch.float32)
@@ -192,7 +192,7 @@ def test_accum_dtype_of_the_default_never_narrows(dtype: torch.dtype, backend: s
 
 @low_precision
 def test_loss_is_not_rounded(dtype: torch.dtype, torch_backend: str, device: torch.device) -> None:
-    """The case that shows a loss kept in bf16: thousands of tokens whose sum needs more than 8 bits."""
+    """The sum over thousands of tokens needs more than 8 bits, which a bf16 loss does not have."""
     p = make_problem((4096,), 32, 500, dtype=dtype, device=device, std=1.0, reduction="sum")
     loss = flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, reduction="sum")
     assert isinstance(loss, torch.Tensor)
@@ -201,7 +201,7 @@ def test_loss_is_not_rounded(dtype: torch.dtype, torch_backend: str, device: tor
 
 
 def test_entropy_of_confident_rows_is_exact(backend: str, device: torch.device) -> None:
-    """``lse - sum p z`` cancels where logits are large; float32 statistics stay within rounding of it."""
+    """``lse - sum p z`` cancels for large logits; the error of float32 statistics stays within rounding."""
     p = make_problem((12,), 16, 90, dtype=torch.float32, std=8.0, device=device)
     out = run_fused(p, stats=("entropy", "lse", "logprob"), grads="")
     expected = run_oracle(p)

@@ -1,4 +1,4 @@
-"""The operator against the float64 oracle, over a selection of everything that can be combined.
+"""The operator against the float64 oracle, over a selection of all combinations of options.
 
 Every pair of levels of every two factors below occurs in at least one row of the grid.
 """
@@ -61,7 +61,7 @@ GRID = allpairs(
 def chunk_options(
     problem: Problem, spec: dict[str, Any], grads: str = "xwb", stats: Any = (), **more: Any
 ) -> flce.ChunkOptions:
-    """Turns a row of CHUNKING into options; a budget is a multiple of the least that the call accepts."""
+    """Convert a row of CHUNKING into options; a budget is a multiple of the smallest budget of the call."""
     spec = dict(spec)
     factor = spec.pop("budget", None)
     if factor is None:
@@ -72,7 +72,7 @@ def chunk_options(
         blocks = num_blocks(plan_for(problem, options, grads, stats))
         if not INTERPRETED or os.environ["FLCE_BACKEND"] == "torch" or blocks <= 8:
             return options
-        budget += budget // 4  # hundreds of launches in the interpreter would take a minute
+        budget += budget // 4  # hundreds of launches in the interpreter would run for a minute
 
 
 @pytest.mark.parametrize("row", GRID, ids=row_id)
@@ -113,7 +113,7 @@ def test_numbers_of_rows_around_chunk_edges(rows: int, backend: str, device: tor
 def test_every_schedule_makes_every_gradient(
     grads: str, torch_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of calls that it says it is for. The planner would take it in some budget."""
+    """Each schedule computes the gradients of the calls that it supports; the planner selects it for some budget."""
     plain = {"bias": True}
     hard = {"ignored": 0.4, "adapter_ranks": (3,), "dtype": torch.bfloat16, **plain}
     for reduction, arguments in itertools.product(("mean", "none"), (plain, hard)):

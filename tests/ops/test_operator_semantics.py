@@ -1,4 +1,4 @@
-"""The corners of the semantics: what PyTorch does there, flce does too."""
+"""Corner cases of the semantics: flce returns PyTorch's results."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def stock(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **kwargs: An
 
 
 def fused(*args: Any, **kwargs: Any) -> Any:
-    """The function, typed so that a test can use the result as what it knows it to be."""
+    """Call the function, with the type that the test expects as a result."""
     return flce.fused_linear_cross_entropy(*args, **kwargs)
 
 
 def losses_and_grads(function: Any, *tensors: Tensor | None, upstream: Any = None) -> list[Tensor]:
-    """The loss of ``function`` on fresh leaves and the gradient of each."""
+    """Return the loss of ``function`` on fresh leaves, and the gradient of each leaf."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
     loss = function(*leaves)
     loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype))
@@ -67,7 +67,7 @@ def losses_and_grads(function: Any, *tensors: Tensor | None, upstream: Any = Non
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Rows that do not count, and nothing to count
+# Ignored rows, and batches without counted rows
 
 
 @parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, skip=SKIP)
@@ -92,7 +92,7 @@ def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, dev
 def test_all_ignored_and_divided_by_their_number(
     reduction: str, strategy: str, upstream: float, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
-    """Transformers divides by the number of labels: without any the loss is NaN, but the gradients are zero."""
+    """Transformers divides by the number of labels: without labels the loss is NaN, but the gradients are zero."""
     p = make_problem((11,), 8, 70, bias=True, ignored=1.0, reduction=reduction, dtype=dtype, device=device)
     for out in (run_stock(p, upstream), run_fused(p, options=options_for(strategy), grad_output=upstream)):
         for grad in (out.grad_input, out.grad_weight, out.grad_bias):
@@ -104,7 +104,7 @@ def test_all_ignored_and_divided_by_their_number(
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
-    """They change nothing but, unless they are left out, the gradients of weights that multiply their columns."""
+    """They change only gradients of weights in their columns, and with skip_ignored=True none."""
     p = make_problem((16,), 8, 70, bias=True, adapter_ranks=(3,), ignored=0.4, dtype=dtype, device=device)
     ((a, up),), ignored = p.adapters, p.target == -100
 
@@ -122,7 +122,7 @@ def test_ignored_rows_that_hold_no_numbers(
     want = gradients(0.0)
     for bad in (math.nan, math.inf):
         got = gradients(bad)
-        for k, infected in ((2, 2), (5, 1)):  # of the weight and of B
+        for k, infected in ((2, 2), (5, 1)):  # gradients of the weight and of B
             if skip is not True:
                 assert got[k][:, infected].isnan().all()
                 got[k][:, infected] = want[k][:, infected]
@@ -148,7 +148,7 @@ def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str,
 
 def test_ignore_index_beyond_32_bits(backend: str, device: torch.device) -> None:
     check(make_problem((13,), 8, 30, ignored=0.4, ignore_index=-(2**40), device=device), stats=STATS)
-    # 2**32 + 3 must not be taken for class 3 when the low half is compared.
+    # A comparison of the low 32 bits must not treat 2**32 + 3 as class 3.
     check(make_problem((13,), 8, 30, ignored=0.0, ignore_index=2**32 + 3, device=device), stats=STATS)
 
 
@@ -192,7 +192,7 @@ def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: tor
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_loss_inside_a_larger_graph(reduction: str, backend: str, device: torch.device) -> None:
-    """Tied embeddings, and the hidden states used elsewhere too: the gradients of all uses add up."""
+    """With tied embeddings, and other uses of the hidden states, the gradients of all uses add up."""
     p = make_problem((10,), 8, 40, reduction=reduction, device=device)
     tokens = torch.arange(10, device=device)
 
@@ -215,8 +215,7 @@ def test_loss_inside_a_larger_graph(reduction: str, backend: str, device: torch.
 def test_rows_without_doubt_have_no_gradient(
     strategy: str, hidden: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
-    """Logits of thousands over a temperature: a product that is contracted with the maximum that is subtracted from it
-    is another number than that maximum."""
+    """Large logits over a temperature: a fused multiply-add of the largest logit differs from the rounded maximum."""
     p = make_problem((64,), hidden, 28, dtype=dtype, std=1200.0, temperature=0.7, device=device)
     top = (p.input.double() @ p.linear_weight.double().t()).topk(2)
     certain = top.values[:, 0] - top.values[:, 1] > 200
@@ -238,7 +237,7 @@ def test_rows_without_doubt_have_no_gradient(
 def test_gradient_of_weights_that_are_zero_or_nonsense(
     reduction: str, head: bool, inplace: bool, backend: str, device: torch.device
 ) -> None:
-    """A weight of 0 has the gradient of any other; one of an ignored token does nothing, whatever it is."""
+    """The gradient of a weight of 0 is as for other weights; the weight of an ignored token has no effect."""
     p = make_problem((6,), 8 if head else None, 40, reduction=reduction, z_loss=0.1, device=device)
     p.target[2] = -100
 
@@ -279,7 +278,7 @@ STEPS = ("statistics", "gradient", "loss_and_gradient", "scale_", "scale_rows_",
 def test_the_gradient_of_weights_takes_no_pass_over_logits(
     reduction: str, how: str, grads: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is anything kept where it is not asked for."""
+    """The gradient is saved only if it is required."""
     p = make_problem((9,), 8 if how in STRATEGIES else None, 40, token_weight=True)
     taken: list[str] = []
 
@@ -342,7 +341,7 @@ ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token
 @parametrize_pairs(
     which=ARGUMENTS,
     layout=[name for name in LAYOUTS if name != "contiguous"],
-    leading=[(11,), (5, 6)],  # one dimension is flattened without a copy
+    leading=[(11,), (5, 6)],  # one dimension can be flattened without a copy
     reduction=["mean", "none"],
     strategy=STRATEGIES,
     backend=BACKENDS,
@@ -356,7 +355,7 @@ def test_any_strides(
     backend: str,
     device: torch.device,
 ) -> None:
-    """The same as of contiguous tensors: the loss, and the gradients of what the strided tensors are made of."""
+    """The loss, and the gradients of the bases of strided tensors, equal the results of contiguous tensors."""
     p = make_problem(leading, 8, 40, bias=True, class_weight=True, token_weight=True, ignored=0.2, device=device)
     others = {"target": p.target, **p.kwargs, "reduction": reduction}
 
@@ -370,7 +369,7 @@ def test_any_strides(
 
     leaves = (p.input, p.linear_weight, p.linear_bias)
     mine, expected = (losses_and_grads(functools.partial(loss_of, plain), *leaves) for plain in (False, True))
-    # An expanded target may be one that is ignored.
+    # An expanded target may be the ignored target.
     torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
@@ -416,7 +415,7 @@ def test_probability_targets(
 
 
 def test_one_hot_probabilities_equal_indices(backend: str) -> None:
-    """With everything else switched on: z-loss, softcap, temperature, scale, token weights, smoothing."""
+    """All options are on: z-loss, softcap, temperature, scale, token weights, smoothing."""
     p = make_problem(
         (7,),
         8,
@@ -485,7 +484,7 @@ def test_multi_dimensional_heads(
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_multi_dimensional_head_with_options(reduction: str, backend: str) -> None:
-    """The two parts of a mean have divisors of their own where classes have weights."""
+    """With class weights, the two parts of a mean have different divisors."""
     x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(11, 4, 8, dtype=torch.float64)
     y = torch.randint(0, 11, (5, 4))
     y[y < 3] = -100
@@ -515,7 +514,7 @@ def test_weights_beside_class_probabilities(reduction: str, torch_backend: str) 
 
 @parametrize_pairs(dtype=[torch.bfloat16, torch.float16], weight_dtype=["same", "low"], backend=BACKENDS)
 def test_autocast(dtype: torch.dtype, weight_dtype: str, backend: str, device: torch.device) -> None:
-    """float32 tensors, one of them perhaps low-precision already: as exact as the stock path under autocast."""
+    """float32 tensors, one of them perhaps in low precision: as exact as the stock path under autocast."""
     p = make_problem((48,), 32, 200, dtype=torch.float32, bias=True, device=device)
     w = p.linear_weight.to(dtype) if weight_dtype == "low" else p.linear_weight
     expected = run_oracle(type(p)(p.input, w, p.target, p.linear_bias))
@@ -538,7 +537,7 @@ def test_autocast(dtype: torch.dtype, weight_dtype: str, backend: str, device: t
         reference = getattr(expected, name)
         a, b = relative_error(mine, reference), relative_error(other, reference)
         assert a <= 1.05 * b + 3e-4, (name, a, b)
-    # It was indeed the low precision that it was computed in.
+    # The result was indeed computed in low precision.
     assert relative_error(ours[0], low.loss) < 2e-3
     assert relative_error(ours[1], expected.grad_input) > 3e-5
 
@@ -558,7 +557,7 @@ def test_backward_outside_autocast_and_forward_only_inside(backend: str, device:
         first = fused(x, p.linear_weight, p.target)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         second = fused(x, p.linear_weight, p.target)
-    # On Hopper the logits of the first are never in memory, nor rounded to bfloat16.
+    # On Hopper the logits of the first call are neither written to memory nor rounded to bfloat16.
     torch.testing.assert_close(first, second.detach(), rtol=1e-6 if device.type == "cpu" else 1e-3, atol=0)
     second.backward()
     assert x.grad is not None
@@ -595,7 +594,7 @@ def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 def test_offsets_beyond_two_to_the_31(strategy: str) -> None:
-    """One chunk of more than 2**31 logits: the last rows must be as right as the first."""
+    """One chunk has more than 2**31 logits: the last rows must be as correct as the first."""
     n, h, v = 17000, 64, 128256
     assert n * v > 2**31
     g = torch.Generator(device="cuda").manual_seed(0)
@@ -613,7 +612,7 @@ def test_offsets_beyond_two_to_the_31(strategy: str) -> None:
         assert relative_error(made.output.lse[rows], part.lse) < 1e-3
         assert float((made.output.logprob[rows] - part.logprob).abs().max()) < 0.1
         assert relative_error(made.grad_input[rows], part.grad_input) < 2e-2
-    # Each class's gradient is the sum over all rows: from the same operator in small chunks.
+    # The gradient of each class is a sum over all rows; the reference is the same operator in small chunks.
     again = run_fused(p, grads="w", options=flce.ChunkOptions(strategy="tokens", chunk_rows=1000))
     assert made.grad_weight is not None
     assert again.grad_weight is not None
@@ -655,7 +654,7 @@ NUMPY = ("float64", "float32", "float16")
 
 
 def scalars_as(kind: str) -> tuple[Any, Any]:
-    """What makes an integer of some kind, and what a real number."""
+    """Return functions that convert to one kind of integer, and to one kind of real number."""
     if kind == "tensor":
         return torch.tensor, torch.tensor
     numpy = pytest.importorskip("numpy")
@@ -666,7 +665,7 @@ def scalars_as(kind: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kind", [*NUMPY, "0-d array", "tensor"])
 def test_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
-    """As PyTorch's functions take them, for all arguments of all functions and modules. The numbers fit in float16."""
+    """As in PyTorch's functions, for all arguments of all functions and modules. The numbers fit in float16."""
     integer, real = scalars_as(kind)
     integers: dict[str, Any] = {"ignore_index": 3, "shift": 1}
     reals: dict[str, Any] = {
@@ -707,7 +706,7 @@ def test_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: t
 
 @pytest.mark.parametrize("value", [False, True])
 def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
-    """As PyTorch's may, and no other: a softcap of True would be one of 1."""
+    """Only `label_smoothing` may be a bool, as in PyTorch: a softcap of True would be a softcap of 1."""
     p = make_problem((5,), 8, 30)
     check(p.with_(label_smoothing=value))
     numpy = pytest.importorskip("numpy")
@@ -718,7 +717,7 @@ def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
 
 
 def test_ignore_index_none_is_the_default(backend: str, device: torch.device) -> None:
-    """As in `torch.nn.functional.linear_cross_entropy`, whose default it is."""
+    """As in `torch.nn.functional.linear_cross_entropy`, where None is the default."""
     x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
     y = torch.tensor([1, -100, 3, 6, 0], device=device)
     got: Any = flce.fused_linear_cross_entropy(x, w, y, ignore_index=None)
@@ -736,7 +735,7 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
 
 @pytest.fixture
 def one_process() -> Iterator[Any]:
-    """A group of this process alone: calls take the code of a divided head."""
+    """Return a group of this process alone: calls run the code of a divided head."""
     dist.init_process_group(
         store=dist.HashStore(),  # type: ignore[attr-defined]
         rank=0,
@@ -747,7 +746,7 @@ def one_process() -> Iterator[Any]:
 
 
 def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The loss of a few tokens with these arguments, by one of the ways to it, and a gradient."""
+    """Return the loss of a few tokens with these arguments, by one of the public functions, and a gradient."""
     torch.manual_seed(0)
     x = torch.randn(6, 8, device=device)
     w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
@@ -771,7 +770,7 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
     return loss.detach(), leaf.grad
 
 
-# Of each number of the loss a value that changes it. A new one belongs here.
+# For each numeric option of the loss, a value that changes the loss. Add new options here.
 @pytest.mark.parametrize("name", NUMERIC_FIELDS)
 @pytest.mark.parametrize(
     "kind",
@@ -780,7 +779,7 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
 def test_no_number_of_the_loss_is_ignored(
     name: str, kind: str, backend: str, device: torch.device, one_process: Any
 ) -> None:
-    """It changes the loss and the gradient, or is refused."""
+    """Each number changes the loss and the gradient, or raises an error."""
     option = {name: OTHER_VALUES[name]}
     if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
         with pytest.raises(ValueError, match=name):
@@ -793,7 +792,7 @@ def test_no_number_of_the_loss_is_ignored(
     plain, other = loss_of_kind(kind, device), loss_of_kind(kind, device, **option)
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
-    if kind not in ("fused", "probabilities", "K-dimensional"):  # which have another gradient, or another loss
+    if kind not in ("fused", "probabilities", "K-dimensional"):  # these change only the gradient, or only the loss
         expected = loss_of_kind("fused", device, **option)
         assert relative_error(other[0], expected[0]) < 1e-5
         if other[1].shape == expected[1].shape:
@@ -811,7 +810,7 @@ def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytes
 
 
 def test_kept_arguments_are_those_of_the_call() -> None:
-    """Scalar arguments are checked once. A tensor's number may change; values that are equal may differ in type."""
+    """Scalar arguments are checked once. The number in a tensor may change; equal values may differ in type."""
     x, w, y = torch.randn(6, 8), torch.randn(15, 8), torch.arange(6)
     smoothing: Any = torch.tensor(0.125)
     for number in (0.125, 0.5, 0.125):

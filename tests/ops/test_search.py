@@ -1,6 +1,6 @@
-"""A search over what can be asked of the functions: `make test` takes 20 calls in each test, `make fuzz` 1,000.
+"""Property-based search over the arguments of the functions: `make test` runs 20 calls of each test, `make fuzz` 1,000.
 
-Most of it in float64, so that what it finds is a bug and not rounding.
+Most calls run in float64, so that a failure is a bug and not rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers import STATS, least_budget_for
 from tests.ops import test_cross_entropy, test_softmax
 
 FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-# Of the largest element. Half precision: the formulas are what is looked at here; test_numerics.py has the exactness.
+# Relative to the largest element. In half precision this checks the formulas; test_numerics.py checks the exactness.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 ASKED = st.sets(st.sampled_from(STATS)).map(lambda names: tuple(sorted(names)))
 GRADS = st.sampled_from(
@@ -33,7 +33,7 @@ GRADS = st.sampled_from(
 
 @st.composite
 def losses(draw: st.DrawFn) -> dict[str, Any]:
-    """The arguments that all losses have, as plain values so that a failing example prints itself."""
+    """Draw the arguments of all losses, as plain values so that a failing example prints itself."""
     vocab = draw(st.one_of(st.integers(1, 12), st.integers(13, 90)))
     reduction = draw(st.sampled_from(["mean", "sum", "none"]))
     dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float64, *TOLERANCES]))
@@ -59,10 +59,10 @@ def losses(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def expectation(problem: Problem, call: dict[str, Any], stats: tuple[str, ...]) -> dict[str, Any]:
-    """Statistics that can be compared, an upstream gradient and a tolerance."""
+    """Return statistics that can be compared, an upstream gradient and a tolerance."""
     if call["dtype"] != torch.float64:
         stats = ()
-    elif call["std"] == 30.0 or call["softcap"] == 0.5:  # a saturated tanh ties, and which way is rounding
+    elif call["std"] == 30.0 or call["softcap"] == 0.5:  # a saturated tanh gives ties, broken by rounding
         stats = tuple(s for s in stats if s not in ("argmax", "correct"))
     shape = problem.target.shape if call["reduction"] == "none" else ()
     upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -87,7 +87,7 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def chunkings(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of ChunkOptions; `beyond`: so many bytes more than the least budget that the call accepts."""
+    """Draw arguments of ChunkOptions. `beyond`: bytes above the smallest budget of the call."""
     strategy = draw(st.sampled_from(["auto", "tokens", "vocab"]))
     out: dict[str, Any] = {"strategy": strategy, "skip_ignored": draw(st.sampled_from(["auto", True, False]))}
     how = draw(st.sampled_from(["default", "rows", "least", "roomy"]))
@@ -148,7 +148,7 @@ def test_cross_entropy_of_logits(
 
 @st.composite
 def strided(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-    """An input and an upstream gradient: any order of dimensions, steps, expanded dimensions; and a dimension."""
+    """Draw an input and an upstream gradient with any dimension order, steps and expansion; and a dimension."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(sizes) - 1))
     sizes[dim] = draw(st.integers(1, 40))

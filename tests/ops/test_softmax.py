@@ -1,4 +1,4 @@
-"""`flce.softmax` and `flce.log_softmax` against PyTorch in float64, in both backends and both kinds of kernel."""
+"""`flce.softmax` and `flce.log_softmax` against PyTorch in float64, in both backends and with both kinds of kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import BACKENDS, allpairs, assert_near, parametrize_pairs
 FUNCTIONS = {"softmax": (flce.softmax, F.softmax), "log_softmax": (flce.log_softmax, F.log_softmax)}
 BOTH = pytest.mark.parametrize("name", list(FUNCTIONS))
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# Of the largest element: a few roundings of the narrowest dtype that a value passes through.
+# Relative to the largest element: a few roundings of the narrowest dtype in the computation.
 TOLERANCE = {f16: 2e-3, bf16: 1.5e-2, f32: 2e-6, f64: 1e-13}
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def both(
     name: str, x: Tensor, g: Tensor | None = None, dim: int = -1, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Result and gradient, held to those of PyTorch in float64."""
+    """Check result and gradient against PyTorch in float64."""
     mine, stock = FUNCTIONS[name]
     leaf, wide = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     y, expected = mine(leaf, dim, dtype), stock(wide, dim)
@@ -48,7 +48,7 @@ def both(
     (expected_dx,) = torch.autograd.grad(expected, wide, g.double())
     assert dx.dtype == x.dtype
     assert_near(y, expected, TOLERANCE[out], "result")
-    # The gradient comes from a rounded result, and is a difference: held to the size of its terms.
+    # The gradient is a difference of terms of a rounded result: errors are relative to the terms.
     p, size = F.softmax(wide.detach(), dim), g.double().abs().max()
     terms = p.max() * size if name == "softmax" else size + (p.max() * g.double().sum(dim).abs().max())
     error = float((dx.double() - expected_dx).abs().max())
@@ -83,7 +83,7 @@ def test_grid(case: dict[str, Any], backend: str, device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The kernels, with blocks that are not those of such small tensors
+# The kernels, with block sizes that small tensors do not have by default
 
 LAUNCHES: dict[str, dict[str, Any]] = {
     "one row": {"resident": True, "warps": 1},
@@ -102,7 +102,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     monkeypatch.setattr(softmax_launch, "row_launch", lambda *args: launch)
 
 
-# Vectors between edges of single elements, at every place that a row can begin
+# Vectors between edges of single elements, for every alignment of the beginning of a row
 EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, four rows"}
 EDGES_GRID = allpairs(
     {
@@ -119,7 +119,7 @@ EDGES_GRID = allpairs(
 def test_edges(
     case: dict[str, Any], triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows, and not an element beside the first and the last."""
+    """All rows are written, and no element before the first or after the last row."""
     from flce.backends.triton import softmax_launch
 
     (dtype, out), columns, name, rows = case["dtypes"], case["columns"], case["name"], 11
@@ -128,7 +128,7 @@ def test_edges(
     sizes["narrow"] = sizes.get("narrow", False) and dtype.itemsize == out.itemsize == 2
     launch = softmax_launch.RowLaunch(**sizes)
     monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
-    # All memory of PyTorch begins at a multiple of 64 bytes.
+    # PyTorch aligns allocations to 64 bytes.
     monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64 if case["lines"] else 16)
     buffers: list[Tensor] = []
 
@@ -153,7 +153,7 @@ def test_edges(
         expected, expected_dx = F.log_softmax(wide, 1), g.double() - p * g.double().sum(1, keepdim=True)
     for row in range(rows):
         assert_near(y[row], expected[row], tolerance, f"row {row}")
-        # A difference, of a rounded result: held to the size of its terms.
+        # The gradient is a difference of terms of a rounded result: errors are relative to the terms.
         terms = float((g[row].abs().max() + g[row].sum().abs()).double())
         error = float((dx[row].double() - expected_dx[row]).abs().max())
         assert error <= 4 * tolerance * max(1.0, terms), f"gradient of row {row}: off by {error:.3e}"
@@ -161,7 +161,7 @@ def test_edges(
 
 @parametrize_pairs(
     width=[200, 203, 603, 604], name=list(FUNCTIONS), dtype=[bf16, f32]
-)  # from 513 columns on with edges
+)  # rows have edges from 513 columns on
 def test_slices_that_begin_anywhere(
     width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
 ) -> None:
@@ -192,7 +192,7 @@ def test_launches_on_what_is_not_finite(
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_what_is_copied(layout: str, triton_backend: str) -> None:
-    """Of up to three dimensions nothing, whatever the strides; of more, what does not lie at three strides."""
+    """Up to three dimensions are never copied; more dimensions are copied if they have more than three strides."""
     from flce.backends.triton import softmax_launch
 
     def copied(dim: int, *shape: int) -> bool:
@@ -215,7 +215,7 @@ def extreme_rows(columns: int) -> Tensor:
 
 
 def held_to_pytorch(name: str, x: Tensor, dim: int = -1) -> None:
-    """Each element of the result, and of the gradient, to that of float64."""
+    """Check each element of the result, and of the gradient, against float64."""
     mine, stock = FUNCTIONS[name]
     leaf, wide = x.detach().requires_grad_(), x.detach().double().requires_grad_()
     g = torch.linspace(-1, 1, x.shape[dim], dtype=x.dtype, device=x.device)
@@ -236,7 +236,7 @@ def test_not_finite(columns: int, name: str, backend: str, device: torch.device)
 
 @BOTH
 def test_large_offsets(name: str, backend: str, device: torch.device) -> None:
-    """Of logits on a grid that their sum with the offset is on too, not a digit is lost."""
+    """Logits, and their sums with the offset, are on a grid, so the sums are exact and no digit is lost."""
     x = torch.randint(-64, 64, (5, 200)).to(device, f32) / 8
     mine, _ = FUNCTIONS[name]
     for offset in (-1e5, 1e5):
@@ -264,7 +264,7 @@ def test_narrower_results_are_rounded_once(name: str, backend: str, device: torc
     x = torch.randn(9, 50, device=device, dtype=f32) * 5
     mine, _ = FUNCTIONS[name]
     once, twice = mine(x, -1, bf16), mine(x, -1).to(bf16)
-    if backend == "triton" and device.type == "cpu":  # Triton's interpreter cuts digits off instead of rounding
+    if backend == "triton" and device.type == "cpu":  # Triton's interpreter truncates instead of rounding
         assert_near(once, twice, 2**-7, "result")
     else:
         assert torch.equal(once, twice)
@@ -275,7 +275,7 @@ def test_narrower_results_are_rounded_once(name: str, backend: str, device: torc
 def test_neither_half_precision_is_the_narrower(
     name: str, read: torch.dtype, written: torch.dtype, torch_backend: str
 ) -> None:
-    """float16 has less range, bfloat16 less digits: the input is rounded to neither, forward or backward."""
+    """float16 has less range, bfloat16 fewer digits: the input is rounded to neither, in forward and backward."""
     mine, reference = FUNCTIONS[name]
     x = torch.tensor([1e5 if read == bf16 else 6e4, 0.0, 3.25, -70.0], dtype=read)
     x = torch.stack((x, torch.randn(4).to(read))).requires_grad_()
@@ -293,7 +293,7 @@ def test_neither_half_precision_is_the_narrower(
 
 @BOTH
 def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch.device) -> None:
-    """The same bits whatever other rows there are, and again; after unaligned rows, wherever those begin alike."""
+    """The bits do not depend on other rows or on the run. After unaligned rows this holds if all rows begin alike."""
     mine, _ = FUNCTIONS[name]
     for columns, slices in ((64, (slice(5, 9), slice(1))), (65, (slice(9), slice(1), slice(8, 17)))):
         x = torch.randn(37, columns, device=device)
@@ -366,7 +366,7 @@ def test_autocast_on_a_cpu_changes_nothing(name: str, torch_backend: str) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What only a GPU has
+# GPU only
 
 
 CUDA_SIZES = allpairs(
@@ -392,11 +392,11 @@ def test_sizes_on_cuda(case: dict[str, Any], triton_backend: str) -> None:
 @BOTH
 @pytest.mark.parametrize("shape, dim", [((2**31 // 4096 + 3, 4096), 1), ((2, 2**30 + 5), 1), ((2**20 + 1, 2051), 0)])
 def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name: str, triton_backend: str) -> None:
-    """Rows, or columns, behind element 2^31. Three tensors of 4 GiB at most at a time: tests run side by side."""
+    """Rows or columns after element 2^31. At most three tensors of 4 GiB at a time: tests run in parallel."""
     log = name == "log_softmax"
 
     def last(t: Tensor) -> tuple[Tensor, ...]:
-        return (t[-1] if dim == 1 else t[:, -1]).split(1 << 24)  # looked at in pieces
+        return (t[-1] if dim == 1 else t[:, -1]).split(1 << 24)  # compared in pieces
 
     def check(actual: Tensor, expected: Tensor, what: str) -> None:
         size, error = float(expected.abs().max()), float((actual - expected).abs().max())
@@ -409,7 +409,7 @@ def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name
         expected = piece.double() - lse
         check(of_y.double(), expected if log else expected.exp(), "result")
     del x
-    dx = torch.ops.flce.softmax_backward(y, y, dim, bf16, log)  # its own upstream gradient
+    dx = torch.ops.flce.softmax_backward(y, y, dim, bf16, log)  # the result is its upstream gradient
     total = sum(float((piece.double() if log else piece.double().square()).sum()) for piece in last(y))
     for piece, of_dx in zip(last(y), last(dx), strict=True):
         z = piece.double()

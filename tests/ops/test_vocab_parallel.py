@@ -1,4 +1,4 @@
-"""``flce.cross_entropy`` of logits that several processes share, against the float64 oracle; and the parts of it."""
+"""``flce.cross_entropy`` of logits that are divided over processes, against the float64 oracle; and its components."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ INPLACE = (False, True)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Without processes: the states of shards, merged
+# Merged states of shards, without processes
 
 
 @pytest.mark.parametrize("edges", [(0, 37), (0, 13, 26, 37), (0, 1, 2, 36, 37, 37)], ids=str)
 def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.device) -> None:
-    """Of usual rows and extreme ones; where a row has no softmax, its loss is what matters."""
+    """Usual rows and extreme rows. If a row has no softmax, only its loss is compared."""
     spec = LossSpec("none", label_smoothing=0.1, z_loss=0.1, stats=STATS)
     logits, target = (t.to(device) for t in every_extreme(37))
     rows = len(target)
@@ -125,7 +125,7 @@ def one_case(
     assert memory.grad is not None
     tolerance = {torch.float64: 1e-10, torch.bfloat16: 1e-2}[dtype]
     if dtype == torch.float64:
-        # The other processes' columns, which no test here can see, as they should be.
+        # The columns of the other processes, which this test cannot see, are correct by assumption.
         whole = expected.grad_input.clone()
         whole[..., start:stop] = memory.grad
         of_weights = None if p.token_weight is None else p.token_weight.grad
@@ -172,20 +172,20 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     with pytest.raises(ValueError, match=rf"rank {rank} of 3 must have logits of {1 if rank == 2 else 3} classes"):
         flce.cross_entropy(p.input[:, :2], p.target, process_group=world, vocab_size=7)
     if rank == 2:
-        with pytest.raises(ValueError, match="process_group must have this process in it"):
+        with pytest.raises(ValueError, match="process_group must contain this process"):
             flce.cross_entropy(p.input, p.target, process_group=pair)
     start, stop = shard_bounds(7, 3, rank)
     target = torch.tensor([0, 7, 3])
     with pytest.raises(IndexError, match=r"7 at position 1.*target < 7"):
         flce.cross_entropy(p.input[:, start:stop], target, process_group=world, vocab_size=7)
-    # 3, 3 and 1 classes, but nobody said so: an error in all, whatever each takes the range of targets to be.
+    # 3, 3 and 1 classes without vocab_size: an error in all processes, for any range of targets.
     for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
             flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
     for inplace in INPLACE:
         with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal slices of logits"):
             flce.cross_entropy(p.input.clone().requires_grad_() * 1, p.target, inplace=inplace, process_group=world)
-    constant = p.input[:, :1].expand(3, 4)  # as of a head of zeros
+    constant = p.input[:, :1].expand(3, 4)  # as with a head of zeros
     loss = flce.cross_entropy(constant, p.target, process_group=world, reduction="sum")
     torch.testing.assert_close(loss, torch.tensor(3 * math.log(12), dtype=torch.float64))
     x = p.input[:0, start:stop].clone().requires_grad_()
@@ -221,12 +221,12 @@ def worker(rank: int, store: str, errors: str, has_triton: bool) -> None:
         dtensors(37)
     except BaseException:
         Path(errors, f"{rank}").write_text(f"rank {rank}, {what}:\n{traceback.format_exc()}")
-        os._exit(1)  # the others wait in a collective
+        os._exit(1)  # the other processes wait in a collective
     dist.destroy_process_group()
 
 
 def test_three_processes(tmp_path: Path) -> None:
-    """All cases in one start of the processes, of which what they import takes most: it is imported once for all."""
+    """The processes start once for all cases, because their imports dominate the time of a start."""
     try:
         import triton  # noqa: F401
 
@@ -239,5 +239,5 @@ def test_three_processes(tmp_path: Path) -> None:
             worker, (str(tmp_path / "store"), str(tmp_path), has_triton), nprocs=3, start_method="forkserver"
         )
     except Exception:
-        said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))
-        pytest.fail(said or "a process ended without a word")
+        output = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))
+        pytest.fail(output or "a process ended without output")

@@ -1,4 +1,4 @@
-"""What only the operator has among PyTorch's machinery: for what all functions share see test_torch_features.py."""
+"""PyTorch features of the custom operators. test_torch_features.py tests the features that all functions share."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithOptions(LossSpec):
-    """A loss with two more options, of which nothing else here knows."""
+    """Loss spec with two more options, which no other code uses."""
 
     unheard_of: float = 0.0
     perhaps: float | None = None
@@ -72,7 +72,7 @@ class _WithOptions(LossSpec):
     ids=str,
 )
 def test_settings_survive_the_operator(record: Any) -> None:
-    """As one argument, which is text: to the bit, and of the same types."""
+    """The settings are one argument, a text, and keep their bits and types."""
     (got,) = from_json(to_json(record), (type(record),))
     assert got == record
     assert repr(got) == repr(record)
@@ -101,8 +101,8 @@ def test_flops(
     tokens: int,
     torch_backend: str,
 ) -> None:
-    """Those of the products that PyTorch makes for it. Where logits are made again in backward, these as well, as
-    PyTorch counts them for attention."""
+    """The count equals the count of PyTorch's products. If backward computes logits again, these products count, too,
+    as in PyTorch's formulas for attention."""
     ignored = 0.4 if tokens > 1 else 0.0
     p = make_problem(
         (tokens,), 8, 30, dtype=dtype, bias=True, adapter_ranks=ranks, ignored=ignored, reduction=reduction
@@ -149,7 +149,7 @@ def test_flops_of_a_graph(torch_backend: str) -> None:
 @pytest.mark.usefixtures("_no_compiled_code")
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
-    """They end the graph, for PyTorch's own loss too, and change no result. Those of a module are no longer there."""
+    """They end the graph, as for PyTorch's loss, and change no result. Modules have converted them before."""
     number: Any = torch.tensor if kind == "tensor" else pytest.importorskip("numpy").float32
     p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
     expected = fused(p.input, p.linear_weight, p.target, label_smoothing=0.125)
@@ -166,7 +166,7 @@ def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: s
 @pytest.mark.usefixtures("_no_compiled_code")
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_compile_with_numbers_that_are_symbols(dynamic: bool | None, torch_backend: str, device: torch.device) -> None:
-    """Each number has a graph of its own."""
+    """Each number has a separate graph."""
     p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
 
     def step(x: Tensor, number: int) -> Tensor:
@@ -180,7 +180,7 @@ def test_compile_with_numbers_that_are_symbols(dynamic: bool | None, torch_backe
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Memory that cannot be had, and what backward is told
+# Failed allocations, and changes between forward and backward
 
 
 def leaves(dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +191,7 @@ def leaves(dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Ten
 def test_backward_again_after_it_ran_out_of_memory(
     backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float16, whose gradients are cast in backward, the second is found to have no memory."""
+    """float16 gradients are cast in backward. The allocation for the second gradient fails."""
     x, w, y = leaves(torch.float16, device)
     fused(x, w, y).backward()
     want = [x.grad, w.grad]
@@ -215,7 +215,7 @@ def test_backward_again_after_it_ran_out_of_memory(
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller one takes its place, with one warning; the error stays with a budget, and where nothing is smaller."""
+    """A smaller plan runs, with one warning. With a budget, or without a smaller plan, the error is raised."""
     p = make_problem((2000,), 16, 2000, dtype=torch.float32)
     most = flce.plan(2000, 16, 2000, torch.float32, device="cpu", reduction=reduction).workspace_bytes // 2
     originals = {name: getattr(passes, name) for name in ("forward", "backward")}
@@ -231,7 +231,7 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
     want = run_fused(p.with_(reduction=reduction), grad_output=1.5)
     for name in originals:
         monkeypatch.setattr(passes, name, limited(name))
-    with pytest.warns(RuntimeWarning, match="could not have .* and goes on with .*max_workspace_bytes"):
+    with pytest.warns(RuntimeWarning, match="could not allocate .* and continues with .*max_workspace_bytes"):
         got = run_fused(p.with_(reduction=reduction), grad_output=1.5)
     torch.testing.assert_close(got.loss, want.loss)
     torch.testing.assert_close([got.grad_input, got.grad_weight], [want.grad_input, want.grad_weight])
@@ -245,7 +245,7 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
 def test_a_smaller_plan_makes_gradients_where_the_first_would(
     torch_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which outputs there are has been decided by then: it may not be the plan of a budget of the same size."""
+    """The first plan has fixed the set of outputs: the smaller plan may differ from the plan of an equal budget."""
     default = flce.plan(500, 64, 2000, torch.float16, device="cpu")
     quarter = flce.ChunkOptions(max_workspace_bytes=default.workspace_bytes // 4)
     assert flce.plan(500, 64, 2000, torch.float16, device="cpu", options=quarter).deferred
@@ -258,15 +258,15 @@ def test_a_smaller_plan_makes_gradients_where_the_first_would(
         return forward(problem, plan, gradients)
 
     monkeypatch.setattr(passes, "forward", fails_once)
-    with pytest.warns(RuntimeWarning, match="could not have"):
+    with pytest.warns(RuntimeWarning, match="could not allocate"):
         run_fused(make_problem((500,), 64, 2000, dtype=torch.float16))
     assert [plan.deferred for plan in taken] == [False, False]
     assert taken[1].workspace_bytes < taken[0].workspace_bytes == default.workspace_bytes
 
 
-@pytest.mark.filterwarnings("ignore:flce could not have")
+@pytest.mark.filterwarnings("ignore:flce could not allocate")
 def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that takes nothing has none that is smaller."""
+    """A plan without workspace has no smaller plan."""
     attempts = itertools.count(1)
 
     def none_left(*args: Any) -> Any:
@@ -280,7 +280,7 @@ def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPat
             run_fused(make_problem((n,), 16, 30, dtype=torch.float32))
 
 
-# In a process of its own: what others have left in the allocator's segments is memory, too.
+# In a separate process: free memory in the allocator's segments would allow the allocation.
 LITTLE_MEMORY = """
     import gc, sys, warnings
     import torch, flce
@@ -296,7 +296,7 @@ LITTLE_MEMORY = """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = run_fused(p, options=options, grad_output=1.5)
-    assert any("could not have" in str(w.message) for w in caught), caught
+    assert any("could not allocate" in str(w.message) for w in caught), caught
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-4, atol=1e-4)
     assert relative_error(got.grad_input, want.grad_input) < 1e-2
@@ -314,7 +314,7 @@ def test_a_plan_whose_memory_cannot_be_had_on_cuda(reduction: str) -> None:
 
 
 def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:
-    """Where backward recomputes the logits, autograd's version counter must see the change."""
+    """If backward computes the logits again, autograd's version counter must detect the change."""
     for kwargs in ({"reduction": "none"}, {"options": flce.ChunkOptions(strategy="vocab")}):
         x, w, y = leaves(device=device)
         loss = fused(x, w, y, **kwargs).sum()
@@ -325,12 +325,11 @@ def test_weight_changed_between_forward_and_backward(backend: str, device: torch
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Calls that nobody watches
+# Calls that bypass the dispatcher
 
 
 def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What operators take in Python is longer than a small call. Results are the same to the bit. Those who look for
-    the operator in a graph of autograd find it by its name."""
+    """An operator costs more Python time than a small call. Bits and the name of the autograd node are the same."""
     x, w, y = leaves()
     node = fused(x, w, y).grad_fn
     assert node is not None
@@ -351,7 +350,7 @@ def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.Mon
 
 
 def test_python_calls_of_a_call(torch_backend: str) -> None:
-    """287 in forward and backward on 2026-11-26, 938 before: so that they do not creep back."""
+    """287 Python calls in forward and backward on 2026-11-26, 938 before: a limit against new calls."""
     x, w, y = leaves()
     fused(x, w, y).backward()
     x.grad = w.grad = None

@@ -1,6 +1,6 @@
-"""The public functions and modules among PyTorch's machinery: autograd's modes, checkpoints, compilation, graphs.
+"""The public functions and modules with PyTorch's features: autograd modes, checkpoints, compilation, graphs.
 
-`ROWS` has a row for each way to call one of them; each test is for one feature of PyTorch, over all rows.
+`ROWS` has a row for each way to call a public function. Each test covers one feature of PyTorch, over all rows.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Sample(NamedTuple):
-    """One call: its tensors and what is done with them."""
+    """Tensors of one call, and the functions that use them."""
 
     leaves: tuple[Tensor, ...]  # some of a frozen head require no gradient
     data: tuple[Tensor, ...]  # targets
-    function: Callable[..., tuple[Tensor, ...]]  # of the data and all leaves: the result, then statistics
-    stock: Callable[..., Tensor]  # of the leaves: the same result by PyTorch's operators
+    function: Callable[..., tuple[Tensor, ...]]  # (data, *leaves) to the result and statistics
+    stock: Callable[..., Tensor]  # leaves to the same result by PyTorch's operators
 
     @property
-    def wanted(self) -> list[Tensor]:
+    def params(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if leaf.requires_grad]
 
     def call(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -65,24 +65,24 @@ class Sample(NamedTuple):
         return self.call(*self.leaves)[0]
 
     def step(self, call: Callable[..., Any] | None = None) -> list[Tensor]:
-        """All results, and the gradients of the first for an upstream gradient that differs from token to token."""
+        """Return all results, and the gradients of the first result for different upstream gradients of tokens."""
         results = (call or self.call)(*self.leaves)
         upstream = torch.linspace(0.5, 2.0, results[0].numel(), device=results[0].device)
         upstream = upstream.to(results[0].dtype).reshape(results[0].shape)
         for leaf in self.leaves:
             leaf.grad = None
         results[0].backward(upstream)
-        return [*(r.detach() for r in results), *(leaf.grad for leaf in self.wanted if leaf.grad is not None)]
+        return [*(r.detach() for r in results), *(leaf.grad for leaf in self.params if leaf.grad is not None)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A way to call a public function."""
+    """One way to call a public function."""
 
-    name: str  # of the function, in messages
-    make: Callable[..., Sample]  # of dtype, device, numbers of tokens and of classes
-    once: bool = False  # its gradient lies over the logits, and is handed out once
-    twice: bool = False  # its gradients can be differentiated
+    name: str  # name of the function in messages
+    make: Callable[..., Sample]  # dtype, device, numbers of tokens and classes to a sample
+    once: bool = False  # the gradient overwrites the logits: one backward only
+    twice: bool = False  # the gradients can be differentiated
 
     def sample(self, dtype: torch.dtype = f64, device: Any = "cpu", tokens: int = 3, vocab: int = 30) -> Sample:
         return self.make(dtype, device, tokens, vocab)
@@ -258,7 +258,7 @@ ROWS: dict[str, Row] = {
     "softmax": softmax("softmax"),
     "log_softmax": softmax("log_softmax", 1, view="transposed slice"),
 }
-# For Triton's interpreter, which is slow: every kernel that takes part in a backward.
+# For Triton's interpreter, which is slow: every kernel of a backward.
 INTERPRETED = (
     "linear mean tokens", "linear none vocab", "logits none", "logits mean in place", "logits none in place",
     "linear weighted mean", "logits weighted mean in place",
@@ -267,7 +267,7 @@ INTERPRETED = (
 
 
 def over(rows: dict[str, Row], interpreted: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """`parametrize` by rows with PyTorch's backend, and those named with Triton's."""
+    """`parametrize` by the rows with PyTorch's backend, and by the named rows with Triton's."""
     cases = [("torch", name) for name in rows] + [("triton", name) for name in interpreted]
     values = [pytest.param(backend, rows[name], id=f"{name}-{backend}") for backend, name in cases]
     return pytest.mark.parametrize("backend, row", values, indirect=["backend"])
@@ -290,15 +290,15 @@ def test_as_pytorch(row: Row, backend: str, device: torch.device) -> None:
     sample = row.sample(device=device)
     result, *more = sample.step()
     want = sample.step(lambda *leaves: (sample.stock(*leaves),))
-    assert_same([result, *more[-len(sample.wanted) :]], want, 1e-9, 1e-11)
+    assert_same([result, *more[-len(sample.params) :]], want, 1e-9, 1e-11)
 
 
 @every_row
 def test_gradients_of_some_inputs(row: Row, backend: str, device: torch.device) -> None:
-    """All require a gradient, one is asked for. The others get none."""
+    """All inputs require a gradient, and one gradient is requested. The other inputs get none."""
     sample = row.sample(device=device)
-    together = torch.autograd.grad(sample.result().sum(), sample.wanted)
-    for leaf, want in zip(sample.wanted, together, strict=True):
+    together = torch.autograd.grad(sample.result().sum(), sample.params)
+    for leaf, want in zip(sample.params, together, strict=True):
         (got,) = torch.autograd.grad(sample.result().sum(), leaf)
         assert_same([got], [want], 1e-12, 1e-14)
     assert all(leaf.grad is None for leaf in sample.leaves)
@@ -307,20 +307,23 @@ def test_gradients_of_some_inputs(row: Row, backend: str, device: torch.device) 
 @every_row
 @pytest.mark.parametrize("retain", [True, False])
 def test_second_backward(row: Row, retain: bool, backend: str, device: torch.device) -> None:
-    """With ``retain_graph=True`` it is right, unless the gradient lies over the logits: for another upstream gradient,
-    and for one tensor at a time. Without it is PyTorch's error. What was handed out stays as it is."""
+    """With ``retain_graph=True`` a second backward is correct, for another upstream gradient and for one tensor at a
+    time, unless the gradient overwrites the logits.
+
+    Without ``retain_graph=True`` PyTorch raises its error. Returned gradients stay unchanged.
+    """
     sample = row.sample(device=device)
     loss = sample.result().square().sum()
-    first = torch.autograd.grad(loss, sample.wanted, retain_graph=retain)
+    first = torch.autograd.grad(loss, sample.params, retain_graph=retain)
     before = [grad.clone() for grad in first]
     if retain and not row.once:
-        parts = [torch.autograd.grad(2 * loss, leaf, retain_graph=True)[0] for leaf in sample.wanted]
+        parts = [torch.autograd.grad(2 * loss, leaf, retain_graph=True)[0] for leaf in sample.params]
         assert_same(parts, [2 * grad for grad in before], 1e-12, 1e-14)
-        assert_same(torch.autograd.grad(3 * loss, sample.wanted), [3 * grad for grad in before], 1e-12, 1e-14)
+        assert_same(torch.autograd.grad(3 * loss, sample.params), [3 * grad for grad in before], 1e-12, 1e-14)
     else:
         message = rf"through the same .*{row.name}.* a second time" if retain else "a second time"
         with pytest.raises(RuntimeError, match=message):
-            torch.autograd.grad(3 * loss, sample.wanted)
+            torch.autograd.grad(3 * loss, sample.params)
     assert_same(first, before)
 
 
@@ -328,21 +331,21 @@ def test_second_backward(row: Row, retain: bool, backend: str, device: torch.dev
 @pytest.mark.parametrize("dtype", [f16, bf16, f32], ids=str)
 @pytest.mark.parametrize("name", ["linear mean tokens", "linear mean vocab", "linear weighted mean"])
 def test_retained_gradients(name: str, dtype: torch.dtype, around: str, torch_backend: str) -> None:
-    """Bit for bit those of a call that is differentiated once: first of the inputs, then of all others."""
+    """Gradients of the inputs, then of all other leaves, have the bits of a call with a single backward."""
     sample = ROWS[name].sample(dtype)
-    wants = [torch.autograd.grad(factor * sample.result(), sample.wanted) for factor in (0.5, 3.0)]
+    wants = [torch.autograd.grad(factor * sample.result(), sample.params) for factor in (0.5, 3.0)]
     if around == "checkpoint":
         loss = checkpoint(lambda *leaves: sample.call(*leaves)[0], *sample.leaves, use_reentrant=False)
     else:
         with torch.autograd.graph.save_on_cpu():
             loss = sample.result()
-    (of_input,) = torch.autograd.grad(0.5 * loss, sample.wanted[0], retain_graph=True)
-    others = torch.autograd.grad(3.0 * loss, sample.wanted[1:])
+    (of_input,) = torch.autograd.grad(0.5 * loss, sample.params[0], retain_graph=True)
+    others = torch.autograd.grad(3.0 * loss, sample.params[1:])
     assert_same([of_input, *others], [wants[0][0], *wants[1][1:]])
 
 
 class PipelineStep(torch.nn.Module):
-    """A linear layer, and the loss, if it is the last."""
+    """Linear layer, with the loss in the last step."""
 
     def __init__(self, loss: Callable[..., Tensor] | None) -> None:
         super().__init__()
@@ -355,7 +358,7 @@ class PipelineStep(torch.nn.Module):
 
 
 def test_zero_bubble_pipelines(torch_backend: str, tmp_path: Path) -> None:
-    """They compute gradients of inputs first, and those of weights later."""
+    """Pipelines compute the gradients of inputs first, and the gradients of weights later."""
     skip_without_gradient_edges()
     pipelining = pytest.importorskip("torch.distributed.pipelining")
 
@@ -379,15 +382,15 @@ def test_zero_bubble_pipelines(torch_backend: str, tmp_path: Path) -> None:
 
 @every_row
 def test_double_backward(row: Row, backend: str, device: torch.device) -> None:
-    """An error, or right: also in a sum with something that can be differentiated twice, a gradient penalty must not be
-    dropped."""
+    """Double backward raises an error or is correct. In a sum with a loss that can be differentiated twice, a gradient
+    penalty must not be dropped."""
     sample = row.sample(device=device)
 
     def penalty(call: Callable[..., Tensor], leaf: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(call(*sample.leaves).square().sum(), leaf, create_graph=True)
         return torch.autograd.grad(grad.square().sum() + leaf.square().sum(), leaf)[0]
 
-    for leaf in sample.wanted:
+    for leaf in sample.params:
         if row.twice:
             assert_same([penalty(lambda *x: sample.call(*x)[0], leaf)], [penalty(sample.stock, leaf)], 1e-9, 1e-11)
         else:
@@ -411,7 +414,7 @@ def jacfwd(function: Callable[[Tensor], Any], x: Tensor) -> None:
 @over(ROWS)
 @pytest.mark.parametrize("way", [dual_numbers, jvp, jacfwd])
 def test_forward_mode(way: Any, row: Row, backend: str) -> None:
-    """Not a derivative of zero, whichever tensor has a tangent."""
+    """The derivative is never a silent zero, for a tangent of any tensor."""
     sample = row.sample()
     values = [leaf.detach() for leaf in sample.leaves]
     of_head = {"fused_linear_cross_entropy": "cross_entropy", "linear_logprobs": "log_softmax"}
@@ -452,7 +455,7 @@ def test_several_upstream_gradients_at_once(kind: str, row: Row, backend: str, d
     sample = row.sample(device=device)
     upstream = torch.randn(2, *sample.result().shape, device=device, dtype=f64)
     got, want = (
-        batched_gradients(kind, result, sample.wanted, upstream)
+        batched_gradients(kind, result, sample.params, upstream)
         for result in (sample.result(), sample.stock(*sample.leaves))
     )
     assert_same(got, want, 1e-9, 1e-11)
@@ -460,13 +463,13 @@ def test_several_upstream_gradients_at_once(kind: str, row: Row, backend: str, d
 
 @over(ROWS, ["linear mean tokens", "logits mean in place"])
 def test_several_upstream_gradients_of_half_precision(row: Row, backend: str, device: torch.device) -> None:
-    """Each as if it were the only one. Over the logits it is scaled in float32, or in the precision of a kernel."""
+    """Each is as if alone. Over the logits it is scaled in float32, or in the precision of a kernel."""
     sample = row.sample(f16, device)
     upstream = torch.randn(2, *sample.result().shape, device=device, dtype=sample.result().dtype)
-    together = batched_gradients("vmap", sample.result(), sample.wanted, upstream)
+    together = batched_gradients("vmap", sample.result(), sample.params, upstream)
     rtol, atol = (2e-3, 1e-5) if row.name == "cross_entropy" and row.once else (0.0, 0.0)
     for k, grad in enumerate(upstream):
-        assert_same([t[k] for t in together], torch.autograd.grad(sample.result(), sample.wanted, grad), rtol, atol)
+        assert_same([t[k] for t in together], torch.autograd.grad(sample.result(), sample.params, grad), rtol, atol)
 
 
 @every_row_once
@@ -474,7 +477,7 @@ def test_a_batch_of_batches_of_upstream_gradients(row: Row, backend: str) -> Non
     sample = row.sample()
     upstream = torch.randn(2, 2, *sample.stock(*sample.leaves).shape, dtype=f64)
     got, want = (
-        torch.vmap(lambda batch, result=result: batched_gradients("vmap", result, sample.wanted, batch))(upstream)
+        torch.vmap(lambda batch, result=result: batched_gradients("vmap", result, sample.params, batch))(upstream)
         for result in (sample.result(), sample.stock(*sample.leaves))
     )
     assert_same(got, want, 1e-9, 1e-11)
@@ -482,21 +485,21 @@ def test_a_batch_of_batches_of_upstream_gradients(row: Row, backend: str) -> Non
 
 @every_row
 def test_gradients_are_memory_of_their_own(row: Row, backend: str, device: torch.device) -> None:
-    """Another call before the backward of the first is in no way of it, and clipping may change them."""
+    """Another call before the first backward has no effect on it, and clipping may change the gradients in place."""
     sample = row.sample(device=device)
-    want = torch.autograd.grad(sample.result().sum(), sample.wanted)
+    want = torch.autograd.grad(sample.result().sum(), sample.params)
     first = sample.result().sum()
     second = sample.call(*(3 * leaf for leaf in sample.leaves))[0].sum()
-    torch.autograd.grad(second, sample.wanted)
-    hooked = [torch.empty(0)] * len(sample.wanted)
-    for k, leaf in enumerate(sample.wanted):
+    torch.autograd.grad(second, sample.params)
+    hooked = [torch.empty(0)] * len(sample.params)
+    for k, leaf in enumerate(sample.params):
         leaf.register_hook(lambda grad, k=k: operator.setitem(hooked, k, grad.clone()))
     first.backward()
-    grads = [leaf.grad for leaf in sample.wanted if leaf.grad is not None]
+    grads = [leaf.grad for leaf in sample.params if leaf.grad is not None]
     assert_same(hooked, grads)
     assert_same(grads, want, 1e-12, 1e-14)
     assert len({t.untyped_storage().data_ptr() for t in (*sample.leaves, *grads)}) == len(sample.leaves) + len(grads)
-    torch.nn.utils.clip_grad_norm_(sample.wanted, 0.1)
+    torch.nn.utils.clip_grad_norm_(sample.params, 0.1)
 
 
 @every_row_once
@@ -512,7 +515,7 @@ def test_from_several_threads(row: Row, backend: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The package's operators that are called, with their arguments."""
+    """Mode that records calls of the package's operators, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,29 +538,29 @@ OPCHECKED: dict[str, Row] = {
 
 
 def check_operators(row: Row, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
+    """Check schema, autograd registration, fake implementation and AOT dispatch of all operators of a call."""
     monkeypatch.setattr(linear_cross_entropy, "_can_bypass_dispatcher", lambda tensors: False)
     sample = row.sample(dtype, device)
     with Calls() as forward:
         result = sample.result()
     with Calls() as backward:
-        if sample.wanted:
-            torch.autograd.grad(result, sample.wanted, torch.full_like(result, 0.5))
+        if sample.params:
+            torch.autograd.grad(result, sample.params, torch.full_like(result, 0.5))
     assert forward.of
-    # That of weights alone is a product of PyTorch's.
-    assert bool(backward.of) == bool(sample.wanted and row is not ROWS["linear weights alone"])
+    # The gradient of token weights alone is a product of PyTorch's.
+    assert bool(backward.of) == bool(sample.params and row is not ROWS["linear weights alone"])
     tolerance: dict[str, Any] = {} if dtype == f32 else {"rtol": 1e-2, "atol": 1e-2}
     for op, call in {**backward.of, **forward.of}.items():
 
         def leaf(t: Tensor, op: Any = op) -> Tensor:
-            """Not a clone, which keeps strides only where there are no gaps."""
+            """Return a leaf with the same strides: a clone keeps strides only without gaps."""
             return t.detach().requires_grad_(t.requires_grad if op in forward.of else row.twice)
 
         args, kwargs = tree_map_only(Tensor, leaf, call)
         torch.library.opcheck(op, args, kwargs, **tolerance)
 
 
-# An operator is registered once for both backends; with Triton's, whether its kernels keep to the schema.
+# An operator is registered once for both backends. With Triton this checks that kernels follow the schema.
 @over(OPCHECKED, [*(name for name in INTERPRETED if name in OPCHECKED), "logits class by class"])
 def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     check_operators(row, f32, device, monkeypatch)
@@ -568,9 +571,9 @@ def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pyte
 def test_opcheck_of_half_precision(
     dtype: torch.dtype, row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the dtypes of a GPU on the CPU too: gradients of float16 in units, none of which a backward may change."""
+    """With the dtypes of a GPU, also on a CPU: backward must not change scaled float16 gradients."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    # Plans of other tests have the dtypes of a CPU, and those that are made here may not outlive it.
+    # Cached plans of other tests have CPU dtypes, and plans of this test must not stay cached.
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_known", plan.ChunkPlan)
         search.plan_for_case.cache_clear()
@@ -582,7 +585,7 @@ def test_opcheck_of_half_precision(
 # torch.compile
 
 
-# Every operator, form and view; the same graphs with another reduction are left out.
+# Every operator, form and view, without rows that differ only in the reduction.
 COMPILED = (
     "linear mean tokens", "linear none vocab", "linear frozen", "module", "stateless module",
     "logits mean in place", "logits sum", "logits none", "logprobs", "softmax", "log_softmax",
@@ -596,11 +599,11 @@ def calls_of_ours(graph: torch.fx.GraphModule) -> int:
 @pytest.mark.usefixtures("_no_compiled_code")
 @over({name: ROWS[name] for name in COMPILED}, ["linear mean tokens", "logits none"])
 def test_compile(row: Row, backend: str, device: torch.device) -> None:
-    """In one graph, with one node of ours, and good for many lengths."""
+    """One graph, with one flce node, for many lengths."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     check_compiled(row, counter, device, dynamic=True)
     assert [calls_of_ours(graph) for graph in counter.graphs if calls_of_ours(graph)] == [1]
-    # No option is a symbol: all symbols are sizes of tensors.
+    # All symbols are sizes of tensors, not options.
     inputs = [n.meta["example_value"] for graph in counter.graphs for n in graph.graph.find_nodes(op="placeholder")]
     sizes = set().union(*(symbols(size) for x in inputs if isinstance(x, Tensor) for size in x.shape))
     assert set().union(*map(symbols, inputs)) <= sizes
@@ -635,10 +638,10 @@ CHUNKED: dict[str, Row] = {
 @pytest.mark.usefixtures("_no_compiled_code")
 @over(CHUNKED)
 def test_graphs_for_many_lengths(row: Row, backend: str, device: torch.device) -> None:
-    """Without ``dynamic=True`` the second length makes one more."""
+    """Without ``dynamic=True`` the second length compiles one more graph."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     check_compiled(row, counter, device)
-    # More than one chunk may be a graph of its own (the dtype of a buffer differs), lengths may not.
+    # More than one chunk may have a separate graph (the dtype of a buffer differs), lengths may not.
     assert 1 <= sum(map(bool, map(calls_of_ours, counter.graphs))) <= 2 + (row is CHUNKED["linear sixteen rows"])
 
 
@@ -671,7 +674,7 @@ def test_compile_without_gradients(name: str, torch_backend: str, device: torch.
 
 
 class OnlyMeta(TorchDispatchMode):
-    """Fails where an operator makes a tensor that has memory, or gets one."""
+    """Mode that fails if an operator returns or gets a tensor with memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -707,15 +710,15 @@ WITHOUT_MEMORY: dict[str, Row] = {
 @pytest.mark.parametrize("environment", [{}, {"FLCE_DEBUG": "1"}, {"FLCE_BACKEND": "triton"}], ids=str)
 @pytest.mark.parametrize("row", list(WITHOUT_MEMORY.values()), ids=list(WITHOUT_MEMORY))
 def test_meta_tensors(row: Row, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dry run: what it returns looks like what a call returns, and nothing is computed."""
+    """In a dry run, results have the shapes and dtypes of a call, and no value is computed."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for dtype in (f32, f64, bf16, f16):
         sample = row.sample(dtype, "meta")
         with OnlyMeta():
             got = sample.step()
-        want = [sample.stock(*sample.leaves), *sample.wanted]
-        for mine, like in zip([got[0], *got[-len(sample.wanted) :]], want, strict=True):
+        want = [sample.stock(*sample.leaves), *sample.params]
+        for mine, like in zip([got[0], *got[-len(sample.params) :]], want, strict=True):
             assert (mine.device, mine.dtype, mine.shape) == (like.device, like.dtype, like.shape)
 
 
@@ -734,7 +737,7 @@ NORMALIZATIONS: dict[str, Any] = {
     "unnormalized": forced.unnormalized,
     "borrowed": forced.borrowed(1),
 }
-# Small heads as they are treated, and as large ones are on Hopper.
+# Small heads with their default schedule, and with the schedule of large heads on Hopper.
 on_cuda = pytest.mark.parametrize(
     "name, normalization",
     [(name, kind) for kind in NORMALIZATIONS for name in ON_CUDA if kind == "as they are" or "linear" in name],
@@ -742,7 +745,7 @@ on_cuda = pytest.mark.parametrize(
 
 
 def on_gpu(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> Sample:
-    """A call of a size at which several programs of every kernel run."""
+    """Return a call of a size at which several programs of every kernel run."""
     if NORMALIZATIONS[normalization] is not None:
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("exponentials are for Hopper")
@@ -766,8 +769,8 @@ def test_nothing_waits_for_the_gpu(name: str, normalization: str, monkeypatch: p
 @pytest.mark.gpu
 @on_cuda
 def test_cuda_graph(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a side stream, and captured there, forward and backward give the same bits as in eager mode, also for values
-    that are copied in later, of any size."""
+    """On a side stream, and captured there, forward and backward return the bits of eager mode, also for values of any
+    size that are copied in later."""
     sample = on_gpu(name, normalization, monkeypatch)
     expected = sample.step()
     stream = torch.cuda.Stream()
