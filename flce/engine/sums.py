@@ -1,4 +1,4 @@
-"""Gradients while tiles are added to them: where each sum is, and when it is rounded."""
+"""Sums of dX and dW over tiles: their memory, and when they are rounded. Schedules add tiles to them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def add_tile(
     dw_sums: Mapping[int, WeightSum] | None,
     with_dx: bool = True,
 ) -> None:
-    """Adds the share of a tile to all gradients that are asked for: dX, dW and that of the bias.
+    """Add the share of a tile to all requested gradients: dX, dW and the gradient of the bias.
 
     Args:
         dlogits: (rows, cols) gradient of the tile's logits.
-        dw_sums: the sums of dW by term (`build_weight_sums`, `block_sum_builder`); None: the tile adds to dX only.
-        with_dx: whether it adds to dX. That is summed in its own memory, see also `InputSum`.
+        dw_sums: sums of dW by term (`build_weight_sums`, `block_sum_builder`); None: add to dX only.
+        with_dx: True to add to dX, which is summed in the memory of the result. `InputSum` sums it elsewhere.
     """
     totals = dw_sums or {}
     for k, x in enumerate(s.term_inputs(part)):
@@ -46,11 +46,11 @@ def _add_dx(s: PassContext, term: int, dlogits: Tensor, part: slice, cols: slice
         return
     share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.has_to_unscale(grad) else grad.dtype)
     s.matmul(dlogits, weight, out=share)
-    _put_input(s, share, grad, part, add=cols.start > 0)
+    _store_dx(s, share, grad, part, add=cols.start > 0)
 
 
-def _put_input(s: PassContext, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
-    """Round dX of some tokens to their places, or add it where rows are gathered."""
+def _store_dx(s: PassContext, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
+    """Round dX of some tokens into the memory of dX. If rows are gathered, scatter or add them."""
     if s.selection.index is None:
         s.round(share, slice_rows(grad, part))
     else:
@@ -58,18 +58,18 @@ def _put_input(s: PassContext, share: Tensor, grad: Tensor, part: slice, add: bo
 
 
 class InputSum:
-    """dX of a term for some tokens, summed over blocks of classes: apart, and rounded at the last block; or in its own
-    memory where that is as exact."""
+    """Sum of dX of a term over blocks of classes, for some tokens. If the result has fewer bits than sums, the sum has
+    separate memory and is rounded after the last block."""
 
     def __init__(self, s: PassContext, term: int, rows: int, cols: int) -> None:
         self._context, self._term, self._max_rows = s, term, rows
-        self._has_own_memory = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
+        self._has_separate_memory = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
         self._sum: Tensor | None = None
 
     def add(self, dlogits: Tensor, part: slice, cols: slice) -> None:
-        """Adds the share of a tile. dlogits: (rows, cols)."""
+        """Add the share of a tile. dlogits: (rows, cols)."""
         s, weight = self._context, self._context.terms[self._term].weight
-        if not self._has_own_memory:
+        if not self._has_separate_memory:
             _add_dx(s, self._term, dlogits, part, cols)
             return
         if self._sum is None:
@@ -77,23 +77,24 @@ class InputSum:
         total = self._sum[: len(dlogits)]
         s.matmul(dlogits, slice_rows(weight, cols), out=total, accumulate=cols.start > 0)
         if cols.stop == s.vocab_size:
-            _put_input(s, total, s.dx_memory(self._term), part, add=False)
+            _store_dx(s, total, s.dx_memory(self._term), part, add=False)
 
 
 class WeightSum:
-    """dW of a term for a block of classes, summed over chunks of tokens in its own memory."""
+    """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result."""
 
     def __init__(self, s: PassContext, term: int, cols: slice) -> None:
         self._context, self._term, self._cols = s, term, cols
         self._is_started = False
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        """Adds the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
+        """Add the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
         self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
         self._is_started = True
 
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Rounds the sums, after the last chunk. `before_rounding` gets them, of consecutive classes, before that."""
+        """Round the sums after the last chunk. `before_rounding` is called before with the sums, of consecutive
+        classes."""
         if self._is_started:
             if before_rounding is not None:
                 before_rounding(self._sums())
@@ -107,7 +108,8 @@ class WeightSum:
 
 
 class BlockSum(WeightSum):
-    """dW of a term for a block of classes, summed in memory that the blocks share, and rounded after the last chunk."""
+    """Sum of dW of a term for a block of classes, in memory that all blocks share. It is rounded after the last
+    chunk."""
 
     def __init__(self, s: PassContext, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
@@ -121,8 +123,8 @@ class BlockSum(WeightSum):
 
 
 class DividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens at once, divided by the gradient scale where the product
-    rounds it."""
+    """dW of a term for a block of classes and all tokens, divided by the gradient scale in the fused product before it
+    is rounded."""
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         s, (out,) = self._context, self._sums()
@@ -130,8 +132,8 @@ class DividedSum(WeightSum):
 
 
 class PieceSum(WeightSum):
-    """The same where the vendor's product rounds it, which does not divide: in float32, and rounded a piece after the
-    other."""
+    """dW of a term for a block of classes and all tokens, in float32. The vendor's product does not divide by the
+    gradient scale, so each piece of the classes is divided and rounded separately."""
 
     def __init__(self, s: PassContext, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
@@ -146,11 +148,11 @@ class PieceSum(WeightSum):
 
     @staticmethod
     def allocate(s: PassContext, term: int, cols: int) -> Tensor:
-        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks that are borrowed.
+        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A piece takes at most half of the memory of the gradients of a block's logits. If it took more, a budget with
-        room for the logits of all classes would get blocks, whose logits are computed twice, by products of other
-        shapes.
+        A piece has at most half of the bytes of the gradients of a block's logits. If it had more, blocks would be
+        chosen for a budget that is large enough for the logits of all classes. The logits of blocks are computed twice,
+        by products of other shapes.
         """
         (tokens, hidden), size = s.terms[term].input.shape, s.dtypes.logits_grad.itemsize
         piece_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
@@ -158,11 +160,11 @@ class PieceSum(WeightSum):
 
 
 class HalvedSum(WeightSum):
-    """dW of half precision for the classes before `stop`, summed in float32. The sums of the first half of all classes
-    fill the memory of dW. Those of the others have memory of their own.
+    """Float32 sum of a half-precision dW over chunks, for the classes before `stop`. The sums of the first half of all
+    classes fill the memory of dW. The sums of the other classes have separate memory.
 
-    Complete sums are rounded to their places, from the first on. No place lies behind what is left to read. So a
-    gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
+    Complete sums are rounded in place, from the first class on. Each sum is read before its memory is overwritten. So a
+    gradient that is summed in float32 needs twice its own memory, instead of three times with a cast.
     """
 
     def __init__(self, s: PassContext, term: int, stop: int) -> None:
@@ -188,7 +190,7 @@ class HalvedSum(WeightSum):
     def _round(self) -> None:
         s, half, (first_half, *second_half) = self._context, self._half, self._sums()
         grad = s.dw_memory(self._term)
-        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
+        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums were, which are rounded already.
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
             piece = first_half[done:next_done]
@@ -203,38 +205,38 @@ class HalvedSum(WeightSum):
 
 
 def build_weight_sums(s: PassContext, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
-    """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
-    stop, dtypes, whole = s.vocab_size if stop is None else stop, s.dtypes, s.is_single_chunk(rows)
-    if whole and dtypes.has_gradient_scale:
+    """Return the sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
+    stop, dtypes, is_single = s.vocab_size if stop is None else stop, s.dtypes, s.is_single_chunk(rows)
+    if is_single and dtypes.has_gradient_scale:
         return block_sum_builder(s, rows, stop)(slice(0, stop))
-    if not whole and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
+    if not is_single and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
         return {k: HalvedSum(s, k, stop) for k in s.dw_terms}
     return {k: WeightSum(s, k, slice(0, stop)) for k in s.dw_terms}
 
 
 def finish_sums(dw_sums: Mapping[int, WeightSum]) -> None:
-    """Rounds the sums of dW, after the last chunk."""
+    """Round the sums of dW after the last chunk."""
     for total in dw_sums.values():
         total.finish()
 
 
 def block_sum_builder(s: PassContext, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
-    """A function that makes the sums of dW over chunks of `rows` tokens, by term, for a block of at most `cols`
-    classes, or of more that are borrowed."""
+    """Return a function that returns the sums of dW over chunks of `rows` tokens, by term, for a block of classes.
+    Blocks have at most `cols` classes, or more if their tiles are borrowed."""
     memory: dict[int, Tensor] = {}
 
     def build(block: slice) -> dict[int, WeightSum]:
         return {k: build_for_term(k, block) for k in s.dw_terms}
 
     def build_for_term(k: int, block: slice) -> WeightSum:
-        whole = s.is_single_chunk(rows)
-        if s.dtypes.sums == s.problem.dtype or (whole and not s.dtypes.has_gradient_scale):
+        is_single = s.is_single_chunk(rows)
+        if s.dtypes.sums == s.problem.dtype or (is_single and not s.dtypes.has_gradient_scale):
             return WeightSum(s, k, block)
-        if whole and s.in_registers:
+        if is_single and s.in_registers:
             return DividedSum(s, k, block)
         if k not in memory:
             hidden = s.terms[k].weight.shape[1]
-            memory[k] = PieceSum.allocate(s, k, cols) if whole else s.new(cols, hidden, dtype=s.dtypes.sums)
-        return (PieceSum if whole else BlockSum)(s, k, block, memory[k])
+            memory[k] = PieceSum.allocate(s, k, cols) if is_single else s.new(cols, hidden, dtype=s.dtypes.sums)
+        return (PieceSum if is_single else BlockSum)(s, k, block, memory[k])
 
     return build

@@ -10,9 +10,9 @@ from flce.engine.case import Case
 from flce.planning.plan import ChunkPlan
 
 # How a call runs.
-DIRECT = "round the custom operators, as nothing watches it"
+DIRECT = "without the custom operators, because no mode, transform or tensor subclass needs them"
 IN_GRAPH = "through the custom operators, in a graph"
-DISPATCHED = "through the custom operators, watched by a mode, a transform or a subclass of tensors"
+DISPATCHED = "through the custom operators, for a mode, a transform or a tensor subclass"
 
 
 @functools.lru_cache(maxsize=4096)  # each is told once
