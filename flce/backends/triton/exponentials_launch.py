@@ -259,7 +259,9 @@ def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_s
     run(_divided_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
 
 
-def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> Iterator[Launch]:
+def _divided_weight_gradient(
+    grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
+) -> Iterator[Launch]:
     yield _weight_gradient(dlogits, x, grad, None, gradient_scale)
 
 

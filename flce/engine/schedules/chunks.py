@@ -1,4 +1,4 @@
-"""Some tokens and all classes at a time."""
+"""Schedules whose tiles have some tokens and all classes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flce.engine.sums import add_tile, build_weight_sums, finish_sums
 
 @dataclass(frozen=True)
 class Chunks(Schedule):
-    """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass, over
-    all logits of a chunk."""
+    """Three products: the logits of a chunk, and its share of dX and dW. Losses and gradients are computed in one pass
+    over all logits of a chunk."""
 
     rows: int
 
@@ -46,8 +46,8 @@ class Chunks(Schedule):
 
 @dataclass(frozen=True)
 class NormalizedChunks(Chunks):
-    """The same, with logits in memory a block at a time. What is kept of a block are exponentials, which become the
-    gradient when the row is complete."""
+    """Three products, with the logits of one block in memory at a time. Exponentials of each block are stored. They are
+    converted to the gradient when the row is complete."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -66,7 +66,7 @@ class NormalizedChunks(Chunks):
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Four products: the logits are made twice. For an upstream gradient of each token."""
+    """Four products: the logits are computed twice. For an upstream gradient of each token."""
 
     rows: int
 

@@ -1,4 +1,4 @@
-"""Losses and statistics without gradients."""
+"""Schedules for losses and statistics without gradients, and the base class of deferred schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
 
 def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
-    """The schedule for statistics alone, beside tiles of this size for gradients."""
+    """Return the schedule for statistics. `rows`, `cols`: of a tile for gradients."""
     if not c.in_registers:
         return Statistics(*c.statistics_tile_size(rows, cols, False))
-    # The product with an epilogue does not find the largest logits of a row. They take another product.
+    # The fused product does not compute the largest logits of a row. They need another product.
     has_top_k = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
     top_k = TopKLogits(*c.statistics_tile_size(rows, cols, False)) if has_top_k else None
     return Statistics(c.statistics_tile_size(rows, cols, True)[0], c.vocab_size, top_k)
@@ -22,14 +22,14 @@ def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
 
 @dataclass(frozen=True)
 class Statistics(Schedule):
-    """Logits of some tokens and some classes are in memory at a time; a running state goes from tile to tile. Or they
-    stay in registers: a product leaves two numbers for each token and 256 classes."""
+    """One product: statistics of a chunk, block by block. A running state is updated after each tile. Or logits stay in
+    registers: a fused product writes two or more numbers for each token and 256 classes."""
 
     rows: int
     cols: int
     top_k: TopKLogits | None = None
 
-    sized_by_tokens = False  # but by logits in memory
+    sized_by_tokens = False  # A size is a number of logits in memory.
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -54,7 +54,7 @@ class Statistics(Schedule):
 
 @dataclass(frozen=True)
 class TopKLogits(Schedule):
-    """The largest logits of each token, from logits in memory, beside statistics that leave none there."""
+    """The largest logits of each token, computed from logits in memory in addition to statistics in registers."""
 
     rows: int
     cols: int
@@ -70,7 +70,8 @@ class TopKLogits(Schedule):
 
 @dataclass(frozen=True)
 class Deferred(Schedule):
-    """Statistics in forward. The gradients follow in backward, when every row's normalizer and upstream are known."""
+    """A schedule with statistics in forward and gradients in backward, where every row's normalizer and upstream
+    gradient are known."""
 
     statistics: Schedule
 
