@@ -416,8 +416,8 @@ class Backend(Protocol):
         factors of `product_exponentials`, which are of this process's shard alone, by the factors for the full loss.
 
         Args:
-            sent: (processes, 3 * rows + 1) float32, from each process: offset, log_sum and log-probability of the
-                target of each row, computed from its own shard, and the number of its classes.
+            sent: (processes, 3 * rows + 1) float32, from each process: the first three fields of `formulas.RowResults`
+                of each row, computed from its own shard, in their order; and the number of its classes.
             classes: number of classes of the first process.
             call: of the full loss; its tile has the classes of this process.
             factors: (2, rows), of which the first is read.

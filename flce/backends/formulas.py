@@ -121,7 +121,7 @@ def row_gradient(call: TileCall, targets: Targets) -> Tensor:
 
 class RowResults(NamedTuple):
     """Finished statistics of rows over some or all classes: (rows,) each, or (shards, rows). None for statistics that
-    the call does not request. Fields have the names of `RowOutputs`."""
+    the call does not request. Fields have the names of `RowOutputs`. Processes send them in this order."""
 
     offset: Tensor  # a logit m, usually the largest; -inf: no class has a probability
     log_sum: Tensor  # log(sum(exp(z - m)))

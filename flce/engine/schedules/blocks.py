@@ -42,12 +42,12 @@ class Blocks(Deferred):
             return DeferredChunks(statistics, rows)
         return cls(statistics, rows, size, _borrowed_blocks(c, rows, size))
 
-    def backward(self, s: PassContext) -> None:
-        for k in s.dx_terms:
-            s.dx_memory(k, s.dtypes.sums)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
-        for k in s.dx_terms:
-            s.set_dx_memory(k, s.round_to(s.dx_memory(k), s.problem.dtype))
+    def backward(self, ctx: PassContext) -> None:
+        for k in ctx.dx_terms:
+            ctx.dx_memory(k, ctx.dtypes.sums)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size)
+        for k in ctx.dx_terms:
+            ctx.set_dx_memory(k, ctx.round_to(ctx.dx_memory(k), ctx.problem.dtype))
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.block_widths(c.vocab_size)
@@ -83,15 +83,15 @@ class BlocksAroundSum(Blocks):
         rows = c.chunk_rows
         return cls(statistics_schedule(c, rows, size), rows, size, _borrowed_blocks(c, rows, size), start)
 
-    def backward(self, s: PassContext) -> None:
-        x, dW = s.terms[0].input, s.dw_memory()
-        total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
-        s.set_dx_memory(0, total)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
+    def backward(self, ctx: PassContext) -> None:
+        x, dW = ctx.terms[0].input, ctx.dw_memory()
+        total = borrow_as(dW[self.start :], x.shape, ctx.dtypes.sums)
+        ctx.set_dx_memory(0, total)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
-        compute_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, with_dw=False)
-        s.set_dx_memory(0, s.round_to(total, s.problem.dtype))
-        compute_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, with_dx=False)
+        compute_blocks(ctx, self.rows, self.cols, not_borrowed, self.start, ctx.vocab_size, with_dw=False)
+        ctx.set_dx_memory(0, ctx.round_to(total, ctx.problem.dtype))
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, self.start, ctx.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,15 @@ class ChunksOfBlocks(Deferred):
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
         return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
 
-    def backward(self, s: PassContext) -> None:
-        tile = s.new_gradient_tile(self.rows, self.cols)
-        sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
-        for part in s.chunks(self.rows):
-            for cols in s.blocks(self.cols):
-                dlogits = tile[: part.stop - part.start, : cols.stop - cols.start]
-                s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
+    def backward(self, ctx: PassContext) -> None:
+        tile = ctx.new_gradient_tile(self.rows, self.cols)
+        sums = [InputSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
+        for chunk in ctx.chunks(self.rows):
+            for block in ctx.blocks(self.cols):
+                dlogits = tile[: chunk.stop - chunk.start, : block.stop - block.start]
+                ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
                 for total in sums:
-                    total.add(dlogits, part, cols)
+                    total.add(dlogits, chunk, block)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -156,9 +156,9 @@ class SeparatePasses(Deferred):
             statistics_schedule(c, rows, cols), dx_schedule, rows, cols, _borrowed_blocks(c, rows, cols)
         )
 
-    def backward(self, s: PassContext) -> None:
-        self.dx_schedule.backward(s)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, with_dx=False)
+    def backward(self, ctx: PassContext) -> None:
+        self.dx_schedule.backward(ctx)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size, with_dx=False)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.block_widths(c.vocab_size)
@@ -173,9 +173,9 @@ def _borrowed_blocks(c: Case, rows: int, cols: int) -> BorrowedBlocks:
 
 
 def compute_blocks(
-    s: PassContext,
-    rows_step: int,
-    cols_step: int,
+    ctx: PassContext,
+    chunk_rows: int,
+    block_cols: int,
     borrowed: BorrowedBlocks,
     start: int,
     stop: int,
@@ -183,17 +183,17 @@ def compute_blocks(
     with_dw: bool = True,
 ) -> None:
     """Compute dW of the classes from `start` to `stop`, and add their share to dX."""
-    separate_tile = s.new_gradient_tile(rows_step, cols_step)
-    build_sums = block_sum_builder(s, rows_step, cols_step) if with_dw else lambda cols: None
-    for cols in s.blocks(cols_step, start, stop, leading_blocks=borrowed.blocks(start, stop)):
-        width = cols.stop - cols.start
-        tile, sums = separate_tile[:, :width], build_sums(cols)
-        for part in s.chunks(rows_step):
-            size = part.stop - part.start
-            if width > cols_step:  # The tile of this block is borrowed.
-                tile = borrow(s.dw_memory()[cols.stop :], size, width)
+    separate_tile = ctx.new_gradient_tile(chunk_rows, block_cols)
+    build_sums = block_sum_builder(ctx, chunk_rows, block_cols) if with_dw else lambda cols: None
+    for block in ctx.blocks(block_cols, start, stop, leading_blocks=borrowed.blocks(start, stop)):
+        width = block.stop - block.start
+        tile, sums = separate_tile[:, :width], build_sums(block)
+        for chunk in ctx.chunks(chunk_rows):
+            size = chunk.stop - chunk.start
+            if width > block_cols:  # The tile of this block is borrowed.
+                tile = borrow(ctx.dw_memory()[block.stop :], size, width)
             dlogits = tile[:size]
-            s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
-            add_tile(s, dlogits, part, cols, sums, with_dx)
+            ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
+            add_tile(ctx, dlogits, chunk, block, sums, with_dx)
         finish_sums(sums or {})
-    s.release_inputs()
+    ctx.release_inputs()

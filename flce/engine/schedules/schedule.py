@@ -57,11 +57,11 @@ class Schedule:
         """Return the schedule of one of these sizes."""
         raise NotImplementedError
 
-    def forward(self, s: PassContext) -> None:
+    def forward(self, ctx: PassContext) -> None:
         """Compute losses and, unless `deferred`, gradients."""
         raise NotImplementedError
 
-    def backward(self, s: PassContext) -> None:
+    def backward(self, ctx: PassContext) -> None:
         """Compute the gradients, if `deferred`."""
         raise NotImplementedError
 

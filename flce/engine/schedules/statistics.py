@@ -41,12 +41,12 @@ class Statistics(Schedule):
             return statistics_schedule(c, c.chunk_rows, max(1, size // c.chunk_rows))
         return statistics_schedule(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
 
-    def forward(self, s: PassContext) -> None:
-        logits = None if s.in_registers else s.new_tile(self.rows, self.cols, s.dtypes.logits)
-        for part in s.chunks(self.rows):
-            s.compute_statistics(s.term_inputs(part), part, logits)
+    def forward(self, ctx: PassContext) -> None:
+        logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            ctx.compute_statistics(ctx.term_inputs(chunk), chunk, logits)
         if self.top_k is not None:
-            self.top_k.forward(s)
+            self.top_k.forward(ctx)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -59,13 +59,13 @@ class TopKLogits(Schedule):
     rows: int
     cols: int
 
-    def forward(self, s: PassContext) -> None:
-        logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
-        for part in s.chunks(self.rows):
-            for cols in s.blocks(self.cols):
-                block = logits[: part.stop - part.start, : cols.stop - cols.start]
-                s.write_logits(s.term_inputs(part), cols, block)
-                s.collect_top_k(block, part, cols)
+    def forward(self, ctx: PassContext) -> None:
+        logits = ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            for block in ctx.blocks(self.cols):
+                tile = logits[: chunk.stop - chunk.start, : block.stop - block.start]
+                ctx.write_logits(ctx.term_inputs(chunk), block, tile)
+                ctx.collect_top_k(tile, chunk, block)
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ class Deferred(Schedule):
 
     deferred = True
 
-    def forward(self, s: PassContext) -> None:
-        self.statistics.forward(s)
+    def forward(self, ctx: PassContext) -> None:
+        self.statistics.forward(ctx)

@@ -65,58 +65,58 @@ class Unnormalized(Schedule):
     def from_size(cls, c: Case, size: int) -> Unnormalized:
         return Unnormalized(size)
 
-    def forward(self, s: PassContext) -> None:
-        self._run_chunks(s, s.vocab_size)
+    def forward(self, ctx: PassContext) -> None:
+        self._run_chunks(ctx, ctx.vocab_size)
 
-    def _run_chunks(self, s: PassContext, stop: int) -> None:
+    def _run_chunks(self, ctx: PassContext, stop: int) -> None:
         """Compute losses, dX, and dW of the classes before `stop`."""
-        memory, exponentials = s.new_gradient_tile(self.rows, s.vocab_size), Exponentials(s)
-        sums = build_weight_sums(s, self.rows, stop)
-        for part in s.chunks(self.rows):
-            xs = s.term_inputs(part)
-            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], part)
+        memory, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        sums = build_weight_sums(ctx, self.rows, stop)
+        for chunk in ctx.chunks(self.rows):
+            xs = ctx.term_inputs(chunk)
+            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], chunk)
             # If the host does not know the number of rows yet, it waits here, while the device is busy.
-            part = slice(part.start, max(part.start, min(part.stop, s.selection.num_rows)))
-            valid_rows = slice(0, part.stop - part.start)
+            chunk = slice(chunk.start, max(chunk.start, min(chunk.stop, ctx.selection.num_rows)))
+            valid_rows = slice(0, chunk.stop - chunk.start)
             if valid_rows.stop == 0:
                 break
             exps, xs = slice_rows(memory, valid_rows), [slice_rows(x, valid_rows) for x in xs]
             for k, total in sums.items():
-                scaled = exponentials.scale_rows(xs[k], part, self._scaling_memory(s, k, xs[k], part))
-                if s.is_single_chunk(self.rows):
-                    exponentials.compute_weight_gradient(k, [s.dw_memory(k)], [exps], scaled)
+                scaled = exponentials.scale_rows(xs[k], chunk, self._scaling_memory(ctx, k, xs[k], chunk))
+                if ctx.is_single_chunk(self.rows):
+                    exponentials.compute_weight_gradient(k, [ctx.dw_memory(k)], [exps], scaled)
                 else:
                     total.add(exps, scaled)
                 del scaled
-            if s.problem.needs.bias:
-                exponentials.add_bias_gradient(exps[:, :stop], part)
-            for k in s.dx_terms:
-                self._add_dx(s, exponentials, k, exps, part)
+            if ctx.problem.needs.bias:
+                exponentials.add_bias_gradient(exps[:, :stop], chunk)
+            for k in ctx.dx_terms:
+                self._add_dx(ctx, exponentials, k, exps, chunk)
             del xs  # Gathered rows are freed before the next chunk is gathered.
         for k, total in sums.items():
             total.finish(functools.partial(exponentials.add_target_terms, k))
-        if s.problem.needs.bias:
+        if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
 
     def for_shard(self, c: Case) -> Unnormalized:
         return type(self).from_size(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
 
-    def _add_dx(self, s: PassContext, exponentials: Exponentials, term: int, exps: Tensor, part: slice) -> None:
+    def _add_dx(self, ctx: PassContext, exponentials: Exponentials, term: int, exps: Tensor, chunk: slice) -> None:
         """Compute dX of a term. If logits were in memory, the float32 product has at most the size of a block of
         logits."""
-        weight = s.terms[term].weight
-        step = len(exps) if s.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
-        for piece in s.pieces(part.start, part.stop, step):
-            product = s.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
-            s.matmul(exps[piece.start - part.start : piece.stop - part.start], weight, out=product)
+        weight = ctx.terms[term].weight
+        step = len(exps) if ctx.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
+        for piece in ctx.pieces(chunk.start, chunk.stop, step):
+            product = ctx.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
+            ctx.matmul(exps[piece.start - chunk.start : piece.stop - chunk.start], weight, out=product)
             exponentials.finish_input_gradient(term, product, piece)
             del product
 
-    def _scaling_memory(self, s: PassContext, term: int, x: Tensor, part: slice) -> Tensor:
+    def _scaling_memory(self, ctx: PassContext, term: int, x: Tensor, chunk: slice) -> Tensor:
         """Return memory for scaled rows of x: x itself if it is gathered; else the memory of dX, or new memory."""
-        if s.selection.index is not None:
+        if ctx.selection.index is not None:
             return x
-        return slice_rows(s.dx_memory(term), part) if term in s.dx_terms else s.new(*x.shape, dtype=x.dtype)
+        return slice_rows(ctx.dx_memory(term), chunk) if term in ctx.dx_terms else ctx.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class Recomputed(Unnormalized):
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
         return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
 
-    def forward(self, s: PassContext) -> None:
-        first_recomputed = s.vocab_size - self.num_recomputed
-        self._run_chunks(s, first_recomputed)
-        tokens = s.problem.num_tokens
+    def forward(self, ctx: PassContext) -> None:
+        first_recomputed = ctx.vocab_size - self.num_recomputed
+        self._run_chunks(ctx, first_recomputed)
+        tokens = ctx.problem.num_tokens
         compute_blocks(
-            s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, s.vocab_size, with_dx=False
+            ctx, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, ctx.vocab_size, with_dx=False
         )
 
     def describe(self, c: Case) -> str:
@@ -180,23 +180,23 @@ class Borrowed(Schedule):
             _exponential_tiles(c, [k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1][-size])
         )
 
-    def forward(self, s: PassContext) -> None:
-        (part,) = s.chunks(s.problem.num_tokens)
-        (x,), size = s.term_inputs(part), s.problem.num_tokens
-        weight, dW = s.terms[0].weight, s.dw_memory()
+    def forward(self, ctx: PassContext) -> None:
+        (chunk,) = ctx.chunks(ctx.problem.num_tokens)
+        (x,), size = ctx.term_inputs(chunk), ctx.problem.num_tokens
+        weight, dW = ctx.terms[0].weight, ctx.dw_memory()
         own, *others = self.exponentials
-        tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
+        tiles = [ctx.new_tile(size, own.stop - own.start, ctx.dtypes.logits_grad)]
         tiles += [borrow(dW[t.borrowed_class :], size, t.stop - t.start) for t in others]
-        exponentials = Exponentials(s)
-        exponentials.compute([x], tiles, part)
+        exponentials = Exponentials(ctx)
+        exponentials.compute([x], tiles, chunk)
         scaled = None
-        if s.problem.needs.inputs[0]:
-            product = s.new(size, x.shape[1], dtype=torch.float32)
+        if ctx.problem.needs.inputs[0]:
+            product = ctx.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
-                s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            exponentials.finish_input_gradient(0, product, part)
+                ctx.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
+            exponentials.finish_input_gradient(0, product, chunk)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = exponentials.scale_rows(x, part, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         exponentials.compute_weight_gradient(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
 
     def for_shard(self, c: Case) -> Schedule:
