@@ -51,9 +51,9 @@ class Targets(NamedTuple):
     def from_call(call: TileCall) -> Targets:
         target, tile, ignore_index = call.inputs.target, call.tile, call.spec.ignore_index
         local = target if tile.start == 0 else target - tile.start
-        if target.device.type == "cpu" and len(target):  # elsewhere the host would wait for the device
-            least, most = (bound.item() for bound in local.aminmax())
-            if 0 <= least <= most < tile.cols and not least <= ignore_index - tile.start <= most:
+        if target.device.type == "cpu" and len(target):  # On other devices the host would have to wait.
+            lowest, highest = (bound.item() for bound in local.aminmax())
+            if 0 <= lowest <= highest < tile.cols and not lowest <= ignore_index - tile.start <= highest:
                 return Targets(local[:, None], None, None, None)
         column = local.clamp(0, tile.cols - 1)
         in_range = (target >= 0) & (target < tile.vocab_size)

@@ -31,7 +31,7 @@ class DefaultBytes:
 # |------------|-----------------------------------|-------------------------------------------------------------------|
 # | one_chunk  | 16,384 tokens of 151,936 classes  | dW summed over two chunks: 1.6 ms of 36 more, the same workspace  |
 # | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
-# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
+# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us more than its products                           |
 #
 # On a CPU with two cores smaller chunks are as fast, with 16 cores they are slower: 128 MiB is 1,024 tokens of 32,000
 # classes in float32 (see `gemm.MAX_CAST_BYTES`).
@@ -207,8 +207,8 @@ class Case:
     def has_block_exponentials(self) -> bool:
         """True if exponentials can be computed from logits that are in memory one block at a time."""
         spec, supported = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        both = spec.softcap is not None and spec.label_smoothing
-        return supported and self.dtypes(False).has_wider_logits and not both
+        has_both = spec.softcap is not None and spec.label_smoothing
+        return supported and self.dtypes(False).has_wider_logits and not has_both
 
     @functools.cached_property
     def has_unnormalized_products(self) -> bool:

@@ -97,17 +97,17 @@ def forward(
     skip_ignored = not none_ignored and plan.case.skip_ignored
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
-    rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
+    outputs = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
     context = build_context(
-        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     )
     schedule.forward(context)
     if not with_gradients:
         context.vocab.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
-    rows, weight = selection.scatter_outputs(rows), problem.token_weight
+    outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
     results, _, token_weight_gradient = vectors.reduce(
-        problem, runtime.backend, rows, scales.for_loss, problem.target, weight
+        problem, runtime.backend, outputs, scales.for_loss, problem.target, weight
     )
     if gradients and schedule.deferred:
         del context
@@ -137,12 +137,12 @@ def backward(
         problem, runtime.backend, with_gradients=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    classes = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
-    context = build_context(plan, runtime, classes, gradient_scale=scales.gradient_scale)
+    vocab = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    context = build_context(plan, runtime, vocab, gradient_scale=scales.gradient_scale)
     plan.schedule.backward(context)
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, classes: FullVocab, **more: Any) -> PassContext:
-    """Return the context of a pass over these classes. `more`: other fields of `PassContext`."""
-    return runtime.context_type(classes, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+def build_context(plan: Plan, runtime: Runtime, vocab: FullVocab, **more: Any) -> PassContext:
+    """Return the context of a pass over the classes of `vocab`. `more`: other fields of `PassContext`."""
+    return runtime.context_type(vocab, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

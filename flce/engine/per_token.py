@@ -85,8 +85,8 @@ def forward(
     rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
     top_k = TopK.allocate(selection.row_capacity, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    classes = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
-    context = build_context(plan, runtime, classes, top_k=top_k)
+    vocab = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    context = build_context(plan, runtime, vocab, top_k=top_k)
     plan.schedule.forward(context)
     context.vocab.merge_results(slice(0, selection.num_rows))
 
@@ -155,14 +155,14 @@ def backward(
             if gradients is not None:
                 gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    classes = build_vocab(problem, selection, scales, runtime.arena, saved.normalizer)
-    row_gradient[TARGET] = classes.zero_remote_targets(row_gradient[TARGET])
+    vocab = build_vocab(problem, selection, scales, runtime.arena, saved.normalizer)
+    row_gradient[TARGET] = vocab.zero_remote_targets(row_gradient[TARGET])
     if candidate_grads is not None:
-        candidate_grads = candidate_grads._replace(ids=classes.local_ids(candidate_grads.ids))
+        candidate_grads = candidate_grads._replace(ids=vocab.local_ids(candidate_grads.ids))
     context = build_context(
         plan,
         runtime,
-        classes,
+        vocab,
         gradient_scale=gradient_scale,
         row_gradient=row_gradient,
         candidate_grads=candidate_grads,

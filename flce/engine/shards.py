@@ -259,8 +259,8 @@ class VocabShard(FullVocab):
 
     def local_ids(self, ids: Tensor) -> Tensor:
         start = self.shard.start
-        here = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
-        return torch.where(here, ids - start, -1)
+        is_local = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
+        return torch.where(is_local, ids - start, -1)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)

@@ -237,9 +237,9 @@ def check_targets(p: RowProblem) -> bool:
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():
-        least, most = (bound.item() for bound in target.aminmax())
-        if 0 <= least <= most < vocab_size:
-            return not least <= p.spec.ignore_index <= most
+        lowest, highest = (bound.item() for bound in target.aminmax())
+        if 0 <= lowest <= highest < vocab_size:
+            return not lowest <= p.spec.ignore_index <= highest
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])

@@ -38,7 +38,7 @@ from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 # them, which no user sees; that gradient scale, () or, for 1, (0,); and the gradient in the weights of tokens, (N,),
 # or (0,).
 _RESULTS = ", ".join(
-    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor grad_unit", "Tensor weight_grad"]
+    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor gradient_scale", "Tensor weight_grad"]
 )
 
 

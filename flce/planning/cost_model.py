@@ -67,11 +67,13 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
     Blocks of the result are computed in waves, one block for each multiprocessor. If k is large, several
     multiprocessors share a block, so that the last wave is shorter.
     """
-    reached = rates(device)
-    tall, wide = reached.block_shape
+    device_rates = rates(device)
+    tall, wide = device_rates.block_shape
     blocks = min(ceil_div(m, tall) * ceil_div(n, wide), ceil_div(m, wide) * ceil_div(n, tall))
-    parts = max(1, k // reached.min_block_depth)
+    parts = max(1, k // device_rates.min_block_depth)
     waves = ceil_div(blocks * parts, device.multiprocessors) / parts
-    rate = reached.half_flops if itemsize < 4 else reached.wide_flops
+    rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
     compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
-    return max(compute, (m * k + k * n + m * n) * itemsize / reached.operand_bandwidth) + reached.launch_seconds
+    return (
+        max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
+    )

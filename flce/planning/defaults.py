@@ -54,10 +54,8 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
     if strategy == "vocab":
         return plan_for_size(c, Blocks, _default_cols(c))
-    rows, has_default_rows = (
-        c.options.chunk_rows,
-        c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu",
-    )
+    rows = c.options.chunk_rows
+    has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
     if has_default_rows and not c.needs.weights[0]:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))

@@ -101,7 +101,7 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
 
 
 def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
-    """Return whether backward multiplies a gradient by the upstream gradient in the gradient's own memory."""
+    """Return True if backward multiplies a gradient by the upstream gradient in place."""
     has_gradient_scale = plan.dtypes.logits_grad == torch.float16
     return not has_gradient_scale and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
 
@@ -226,7 +226,7 @@ class CountingBackend:
         # Each id reads a row of the weight.
         self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.rates.bandwidth
         self.add_pass(x)
-        self._add_entry_scratch(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
+        self._add_entry_scratch(ids, 2 * x.shape[1])  # rows of the weight, and a copy in another dtype
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
         self.add_pass(ids, values, out)

@@ -61,10 +61,10 @@ def make_plan(c: Case) -> ChunkPlan:
     plan = _default_or_fastest(c)
     if plan is not None:
         return plan
-    least = _smallest_plan(c)
+    smallest = _smallest_plan(c)
     if c.options.max_workspace_bytes is None:
-        return least
-    raise BudgetError(c, least.workspace_bytes)
+        return smallest
+    raise BudgetError(c, smallest.workspace_bytes)
 
 
 plan_for_case = functools.lru_cache(maxsize=1024)(make_plan)
@@ -107,21 +107,21 @@ def _fastest(c: Case, budget: int) -> ChunkPlan | None:
     for kind, sizes in _allowed_schedules(c):
         # A schedule is skipped if its largest size is slower than the best plan so far.
         if best is None or plan_for_size(c, kind, sizes[-1]).seconds < best.seconds:
-            plan = _largest_plans(c, kind, sizes, budget)
+            plan = _best_plan_of_schedule(c, kind, sizes, budget)
             if best is None or (plan is not None and plan.seconds < best.seconds):
                 best = plan
     return best
 
 
-def _largest_plans(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:
+def _best_plan_of_schedule(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:
     """Return the best plan of one schedule: of the largest size within the budget, or of some smaller sizes."""
     size = _largest_size(lambda size: plan_for_size(c, kind, size).workspace_bytes, sizes, budget)
     if size is None:
         return None
-    below = [size, *(size // multiple * multiple for multiple in kind.multiples)]
+    candidates = [size, *(size // multiple * multiple for multiple in kind.multiples)]
     if kind.sized_by_tokens:
-        below += [c.equal_chunk_rows(size) for size in below]
-    plans = [plan_for_size(c, kind, size) for size in dict.fromkeys(below) if size in sizes]
+        candidates += [c.equal_chunk_rows(size) for size in candidates]
+    plans = [plan_for_size(c, kind, size) for size in dict.fromkeys(candidates) if size in sizes]
     return smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)
 
 
@@ -131,7 +131,7 @@ def _largest_size(bytes_of: Callable[[int], int], sizes: range, budget: int) -> 
     Bytes are nearly an affine function of the size: the next size is usually where the line through the last two points
     reaches the budget.
     """
-    low, high = sizes[0] - 1, sizes[-1]  # the largest size known to fit, and the smallest known not to
+    low, high = sizes[0] - 1, sizes[-1]  # The largest size that fits, and the smallest that does not.
     bytes_high = bytes_of(high)
     if bytes_high <= budget:
         return high
