@@ -1,4 +1,4 @@
-"""Choice of the backend: one contract (`contract.py`), two implementations."""
+"""The choice of the backend, Triton or plain PyTorch. Both implement the contract (`contract.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flce.backends.contract import Backend
 from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
 
-# Ten times the oldest compute capability that the kernels compile for: an older one has no cache hints.
+# Ten times the oldest compute capability that the kernels compile for: older ones have no cache hints.
 OLDEST = 70
 
 
@@ -24,18 +24,19 @@ class Choice(NamedTuple):
 
 
 def choose_backend(device: torch.device, target: DeviceRecord | None = None) -> Choice:
-    """Return ``FLCE_BACKEND`` if set, else the backend of the device (CUDA tensors: triton, where it exists).
+    """Return ``FLCE_BACKEND`` if it is set, else the default backend of the device: "triton" for CUDA tensors if Triton
+    is installed.
 
-    For meta tensors, of which no kernel sees anything, it is "torch" in any case.
-    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, take it with
-    ``FLCE_BACKEND=triton`` only: kernels compile for gfx942, and have not been run there.
+    For meta tensors the backend is always "torch", because they have no values. With ``TRITON_INTERPRET=1`` the default
+    for CPU tensors is "triton". For AMD devices, which PyTorch calls "cuda", the default is "torch": kernels compile
+    for gfx942, and have not been run there.
 
     Args:
-        device: where the tensors are.
-        target: the answer is for another machine, with this GPU and Triton, rather than for this one.
+        device: the device of the tensors.
+        target: a GPU of another machine with Triton, for which the backend is chosen. None: the GPU of this machine.
 
     Raises:
-        ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
+        ValueError: ``FLCE_BACKEND`` has another value, or it is "triton" and Triton cannot run.
     """
     requested, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
     return _choose(device, requested, interpreted, "" if target is None else target.arch)
@@ -52,7 +53,7 @@ def _choose(device: torch.device, requested: str, interpreted: bool, target: str
     if not arch and not (device.type == "cpu" and interpreted):
         default = Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
     elif amd:
-        default = Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
+        default = Choice("torch", "the kernels have not been run on an AMD GPU; to run them, set FLCE_BACKEND=triton")
     elif arch and capability < OLDEST:
         limit = f"the kernels are for compute capability {OLDEST / 10} or newer, and the GPU has {capability / 10}"
         default = Choice("torch", limit)
@@ -70,16 +71,16 @@ def _choose(device: torch.device, requested: str, interpreted: bool, target: str
             f"AMD, or of NVIDIA from compute capability {OLDEST / 10} on; or TRITON_INTERPRET=1 and CPU tensors. "
             f"Without it: {default.reason}"
         )
-    return Choice(requested, "FLCE_BACKEND asks for it") if requested else default
+    return Choice(requested, "FLCE_BACKEND selects it") if requested else default
 
 
 def has_product(device: torch.device) -> bool:
-    """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
+    """Return True if the backend has fused products for the device that are as fast as the vendor's products."""
     return device.type == "cuda" and device_has_product(choose_backend(device).name, device_record(device))
 
 
 def device_has_product(backend: str, device: DeviceRecord) -> bool:
-    """`has_product`, of a device that need not be there."""
+    """Return `has_product` for a device that this machine may not have."""
     return backend == "triton" and device.own_products
 
 
@@ -97,8 +98,8 @@ def _has_triton() -> bool:
 
 @functools.cache
 def load_backend(name: str) -> Backend:
-    """ "triton" or "torch"."""
-    # Imported late: importing Triton takes as long as everything else together.
+    """Return the backend "triton" or "torch"."""
+    # Imported late: importing Triton takes as long as all other imports together.
     if name == "triton":
         from flce.backends.triton import TritonBackend
 

@@ -1,10 +1,10 @@
-"""The contract between the engine and a backend: what is done to one tile of logits.
+"""The contract between the engine and a backend: the operations on one tile of logits.
 
-A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
-left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
-and stride 1 between classes. A backend turns it into row statistics, losses and gradients, and never sees more than
-one tile. A `TileCall` has all that it needs beside the logits. A backend multiplies matrices only where that saves the
-logits (`Backend.product_statistics`, `product_gradient` and `product_exponentials`) or a float32 sum of dW
+A *tile* has `rows` tokens and `cols` consecutive classes of the logits ``a = x W^T``. The matrix product or a user
+wrote these logits. A tile has the shape (rows, cols), or (outer, inner, cols) for outer * inner rows with two row
+strides. The stride between classes is 1. A backend computes row statistics, losses and gradients from one tile at a
+time. A `TileCall` contains everything except the logits. A backend multiplies matrices only where no logits are written
+to memory then (`Backend.product_statistics`, `product_gradient`, `product_exponentials`), or no float32 sum of dW
 (`weight_gradient`, `divided_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
 """
 
@@ -20,26 +20,27 @@ from torch import Tensor
 from flce.core.problem import LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
-# Rows of the running state that statistics keep between the tiles of a row of tiles.
+# Slots of the running state of a row, which statistics update tile by tile.
 STATE_SLOTS = 9
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
 
-# `Backend.exponentials` keeps two more: the logit that exponentials are relative to, and dz/dlogits of the target.
+# `Backend.exponentials` has two more slots: the logit that exponentials are relative to, and dz/dlogits of the target.
 EXPONENTIAL_SLOTS = STATE_SLOTS + 2
 BASE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
-# Where exponentials are relative to the base: times SCALE, and the base is raised before they are larger than
-# exp(HEADROOM) times that. float16 reaches from 2^-24 to 2^16.
+# Exponentials are relative to BASE and multiplied by EXPONENTIAL_SCALE. BASE is raised before an exponential is larger
+# than exp(EXPONENTIAL_HEADROOM) * EXPONENTIAL_SCALE. The range of float16 is 2^-24 to 2^16.
 EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
-# What the derivative of a capped logit is a multiple of, and exponentials are divided by; 1 where it is not larger.
+# Exponentials of capped logits are divided by `scale * cap`, the constant factor of dz/dlogits, unless its absolute
+# value is at most this.
 LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
-# The normalizer is what is kept of each row between forward and backward: some logit m, the largest as a rule, and
-# log(sum(exp(z - m))). Slots that an option adds come behind these.
+# Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest, and
+# log(sum(exp(z - m))).
 OFFSET, LOG_SUM = range(2)
 
-# What a row's gradient is made of, see `TileCall.row_gradient`. The gradient of a loss has no ENTROPY, the last. A
-# log-probability is taken for LEAST_LOGPROB at least: of a class that has none, the product with its probability is 0.
+# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last slot, ENTROPY. Log-probabilities are
+# clamped to LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
 ROW_GRADIENT_SLOTS = 4
 SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
@@ -47,24 +48,22 @@ LEAST_LOGPROB = -1e4
 
 
 def normalizer_slots(spec: LossSpec) -> int:
-    """The length of a row's normalizer."""
+    """Return the length of a row's normalizer."""
     return 2
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
-    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...): inf where a logit is."""
+    """Return log(sum(exp(z))) of each row from its normalizer, (slots, ...); inf where a logit is inf."""
     offset = normalizer[OFFSET]
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
-# Classes of a block. `Backend.product_statistics` keeps `num_product_planes` numbers of the accumulation dtype for
-# each row
-# and block, `product_exponentials` one.
+# Classes of a block of a fused product. `Backend.product_statistics` allocates `num_product_planes` numbers of the
+# accumulation dtype for each row and block, `product_exponentials` one.
 PRODUCT_BLOCK = 256
-# Bytes for each row that `weight_gradient` and `add_target_terms` take to sort targets.
+# Bytes for each row that `weight_gradient` and `add_target_terms` allocate to sort targets.
 SORT_ROW_BYTES = 48
-# Fields and statistics of a LossSpec that these and `Backend.product_gradient` can do. With any other, logits are
-# written to memory.
+# Fields of a LossSpec that fused products support. With any other field, logits are written to memory.
 PRODUCT_FIELDS = frozenset(
     [
         "reduction",
@@ -79,32 +78,34 @@ PRODUCT_FIELDS = frozenset(
         "row_temperature",
     ]
 )
-# Those that `product_exponentials` makes. Where the gradients of each token are made in backward, `product_statistics`
-# makes all.
+# Statistics that `product_exponentials` computes. With ``reduction="none"`` the schedule calls `product_statistics`,
+# which computes all of them.
 EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
 
 
 def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
-    """Memory that these take: float32 numbers, `numbers` for each row and block and three more for each row."""
+    """Return the bytes that a fused product allocates: `numbers` float32 numbers for each row and block, and three for
+    each row."""
     return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
 
 
 def unsupported_by_products(spec: LossSpec) -> list[str]:
-    """What is asked for, by name, that products with an epilogue do not make."""
+    """Return the names of requested fields and statistics that fused products do not support."""
     requested = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
     stats = set() if spec.reduction == "none" else set(spec.stats) - EXPONENTIAL_STATS
     return sorted((requested - PRODUCT_FIELDS) | stats)
 
 
 def num_product_planes(spec: LossSpec) -> int:
-    """Numbers that `Backend.product_statistics` keeps for each row and block: its largest logit, the sum of
-    exponentials, and one for each of these statistics."""
+    """Return how many numbers `Backend.product_statistics` stores for each row and block: its largest logit, its sum of
+    exponentials, and one for each additional statistic."""
     argmax = "argmax" in spec.stats or "correct" in spec.stats
     return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
 
 
 class RowProblem(Protocol):
-    """What is known of N rows of logits, wherever these come from. N may be several dimensions here."""
+    """N rows of logits, computed by a head or given by a user, with everything except the logits. N may be several
+    dimensions here."""
 
     @property
     def target(self) -> Tensor: ...  # (N,) int64
@@ -117,9 +118,9 @@ class RowProblem(Protocol):
     @property
     def spec(self) -> LossSpec: ...
     @property
-    def shift(self) -> int: ...  # of the target, which was the user's at that many positions later
+    def shift(self) -> int: ...  # `target` starts at this position of the user's target
     @property
-    def token_weight_grad(self) -> bool: ...  # whether it is asked for
+    def token_weight_grad(self) -> bool: ...  # True if the gradient of token_weight is needed
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -129,40 +130,39 @@ class RowProblem(Protocol):
 
 
 class RowInputs(NamedTuple):
-    """What a tile's rows need beside their logits."""
+    """Inputs of a tile's rows in addition to their logits."""
 
     target: Tensor  # (rows,) int64
     token_weight: Tensor | None  # (rows,) multiplies the loss of each row
     class_weight: Tensor | None  # (V,)
     bias: Tensor | None  # (V,)
-    scales: Tensor | None  # (3,) of `Backend.loss_scales`; None: statistics of unweighted classes need none
+    scales: Tensor | None  # (3,) of `Backend.loss_scales`; None for statistics of unweighted classes
     row_factor: Tensor | None = None  # (rows,) multiplies the logits z
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
-        """(cols,) of the classes of a tile."""
+        """Return the bias of the classes of a tile, (cols,)."""
         return None if self.bias is None else slice_columns(self.bias, tile.columns)
 
     def target_weight(self, vocab_size: int) -> Tensor | None:
-        """(rows,) the class weight of each target."""
+        """Return the class weight of each target, (rows,)."""
         return None if self.class_weight is None else self.class_weight[self.target.clamp(0, vocab_size - 1)]
 
     def weight_sum(self, vocab_size: int) -> Tensor | float:
-        """The sum of the weights of all classes."""
+        """Return the sum of the weights of all classes."""
         return float(vocab_size) if self.scales is None else self.scales[2]
 
     def select_rows(self, part: slice) -> RowInputs:
-        """Some of the rows."""
         weight = None if self.token_weight is None else self.token_weight[part]
         factor = None if self.row_factor is None else self.row_factor[part]
         return self._replace(target=self.target[part], token_weight=weight, row_factor=factor)
 
 
 class RowOutputs(NamedTuple):
-    """Memory for the results of each row; None for those that the call does not ask for."""
+    """Memory for the results of each row; None for results that the call does not request."""
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
-    normalizer: Tensor  # (`normalizer_slots`, rows) what backward needs to know of a row
+    normalizer: Tensor  # (`normalizer_slots`, rows), read by backward
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
@@ -171,7 +171,7 @@ class RowOutputs(NamedTuple):
 
     @staticmethod
     def requested_fields(spec: LossSpec) -> tuple[bool, ...]:
-        """For each field, whether a call asks for it."""
+        """Return for each field True if a call requests it."""
         stats = spec.stats
         argmax = "argmax" in stats or "correct" in stats
         named = [name in stats for name in ("logprob", "entropy", "mean_logit", "log_sum_sq_prob")]
@@ -181,7 +181,8 @@ class RowOutputs(NamedTuple):
     def allocate(
         spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]
     ) -> RowOutputs:
-        """What a call asks for: ``new((n,), dtype)`` is memory for n values of each row, ``new((), dtype)`` for one."""
+        """Allocate the requested results: ``new((n,), dtype)`` allocates n values for each row, ``new((), dtype)``
+        one."""
         tensors = [
             new((normalizer_slots(spec),) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
             if requested
@@ -192,39 +193,37 @@ class RowOutputs(NamedTuple):
 
     @staticmethod
     def from_tensors(spec: LossSpec, tensors: Sequence[Tensor]) -> RowOutputs:
-        """Those of `tensors`, one for each field, that a call asks for."""
+        """Return the outputs of a call from `tensors`, one for each field. Tensors that are not requested are
+        dropped."""
         pairs = zip(tensors, RowOutputs.requested_fields(spec), strict=True)
         return RowOutputs(*(tensor if requested else None for tensor, requested in pairs))  # type: ignore[arg-type]
 
     @property
     def losses(self) -> tuple[Tensor, Tensor | None]:
-        """What the loss is the sum of: cross entropy and another. Each has its scale, the first and the second of
-        `Backend.loss_scales`."""
+        """The two terms of the loss: cross entropy and z-loss. The first and the second of `Backend.loss_scales` are
+        their scales."""
         return self.loss, self.z_loss
 
     def replace_losses(self, loss: Tensor, z_loss: Tensor | None) -> RowOutputs:
-        """With the whole loss in the place of the first of `losses`, and its second part."""
+        """Return the outputs with the total loss instead of the cross entropy, and with this z-loss."""
         return self._replace(loss=loss, z_loss=z_loss)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
     def select_rows(self, part: slice) -> RowOutputs:
-        """Some of the rows."""
         return self if is_full_slice(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
 
 
 class Tile(NamedTuple):
-    """Which classes a tile holds: [start, start + cols) of `vocab_size`.
+    """The classes [start, start + cols) of `vocab_size` in a tile.
 
-    `accessible_cols`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be
-    read and
-    written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
-
-    `is_shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `formulas.results_from_state` goes on from.
-
-    `keep_logits`: logits are left as they are, but where the gradient is written over them.
+    Attributes:
+        accessible_cols: columns of the buffer from the start of each row, at least `cols`. Columns behind `cols` may be
+            read and written and have no meaning: a kernel is twice as fast if it accesses only full vectors.
+        is_shard: True if the tile has all classes of a process. Statistics begin and end with this tile. The result is
+            a state that `formulas.results_from_state` finishes.
+        keep_logits: True if the logits must not be overwritten, except by their gradient.
     """
 
     start: int
@@ -236,7 +235,7 @@ class Tile(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether statistics begin with this tile."""
+        """True if statistics begin with this tile."""
         return self.is_shard or self.start == 0
 
     @property
@@ -245,26 +244,27 @@ class Tile(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether statistics are complete after this tile."""
+        """True if statistics are complete after this tile."""
         return not self.is_shard and self.start + self.cols == self.vocab_size
 
 
 class TileCall(NamedTuple):
-    """What is done to a tile of logits, and with what. Statistics are written to `out`; gradients are made of the
-    `normalizer` that they left and of a `row_gradient`, or together with them."""
+    """The call of an operation on a tile. Statistics are written to `out`. Gradients are computed from `normalizer`,
+    which statistics wrote, and `row_gradient`; or in the same pass as statistics."""
 
     inputs: RowInputs
     spec: LossSpec
     tile: Tile
     out: RowOutputs | None = None  # None: no statistics
-    normalizer: Tensor | None = None  # (slots, rows); None: there is `out`
-    # (rows,) the gradient of each row's loss, or () of all, or None for 1: it multiplies the scales of the inputs.
+    normalizer: Tensor | None = None  # (slots, rows); None: `out.normalizer`
+    # Multiplies `inputs.scales`: the upstream gradient of each row's loss, (rows,), or of the loss, (); None: 1.
     upstream: Tensor | None = None
-    # (slots, rows) the gradient of a row as a whole, in which scales, upstream and weights of tokens are; None: it is
-    # made of these, where the tile is. With log-probabilities l and p = exp(l) the gradient in z is
-    # ``row_gradient[SOFTMAX] * p``, with that slot less ``row_gradient[ENTROPY] * p * l``, in the target's column less
-    # ``row_gradient[TARGET]``, and with label smoothing in each column less ``row_gradient[CLASSES]`` times the weight
-    # of its class.
+    # (slots, rows) the row gradient, which includes scales, upstream and token weights; None: computed from these. With
+    # log-probabilities l and p = exp(l), the gradient in z is
+    #     row_gradient[SOFTMAX] * p
+    #     - row_gradient[ENTROPY] * p * l, if there is this slot
+    #     - row_gradient[TARGET] in the target's column
+    #     - row_gradient[CLASSES] * class weight in each column, with label smoothing
     row_gradient: Tensor | None = None
 
     @property
@@ -272,7 +272,6 @@ class TileCall(NamedTuple):
         return self.row_gradient is not None and len(self.row_gradient) > ENTROPY
 
     def select_rows(self, part: slice) -> TileCall:
-        """The call for some of the rows."""
         if is_full_slice(part, len(self.inputs.target)):
             return self
         return self._replace(
@@ -286,8 +285,8 @@ class TileCall(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetTerms:
-    """The targets' own share of a weight gradient: ``factor[i] * x[index[i]]`` is added to row ``target[i]`` of it for
-    all i, but where the target is `ignore_index` or no class."""
+    """The targets' terms of a weight gradient: ``factor[i] * x[index[i]]`` is added to its row ``target[i]`` for all i,
+    except where the target is `ignore_index` or not a class."""
 
     x: Tensor  # (N, H)
     index: Tensor | None  # (rows,) int64; None: all of x, in its order
@@ -302,12 +301,12 @@ class Backend(Protocol):
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write ``call.out``.
 
-        `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep_logits``.
+        `state` may be None if one tile has all classes. `logits` may be overwritten, unless ``tile.keep_logits``.
         """
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        """Write ``call.row_gradient`` of a loss to `out`, (LOSS_GRADIENT_SLOTS, rows), from ``call.normalizer``; 0 for
-        ignored rows, NaN for wrong targets. Of a tile of some classes TARGET is 0 where the target is not there."""
+        """Compute the row gradient of a loss from ``call.normalizer``. Write it to `out`, (LOSS_GRADIENT_SLOTS, rows):
+        0 for ignored rows, NaN for wrong targets. TARGET is 0 where the target is not a class of the tile."""
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
@@ -316,29 +315,34 @@ class Backend(Protocol):
         """
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        """`statistics` and `gradient` at once, for a tile that holds all classes."""
+        """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
-        """`statistics`, and the gradient of the logits before it is multiplied by what is known at the last tile:
-        ``factors[0][:, None] * exps``, but in the target's column, where `exps` is 0, ``factors[1]``; with label
-        smoothing less ``factors[2][:, None] * class_weight``.
+        """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.
 
-        logits: float32; exps: of half precision, the tile's part of contiguous columns of all classes, of which those
-        before may be written to; state: (EXPONENTIAL_SLOTS, rows); factors: (3, rows) float32, or (2, rows) without
-        label smoothing, written at the last tile. Softcap and label smoothing do not go together here.
+        The gradient is ``factors[0][:, None] * exps``, except in the target's column: there `exps` is 0, and the
+        gradient is ``factors[1]``. With label smoothing ``factors[2][:, None] * class_weight`` is subtracted.
+
+        Args:
+            logits: float32.
+            exps: half precision, the tile's part of contiguous columns of all classes. Columns of earlier tiles may be
+                written, too.
+            state: (EXPONENTIAL_SLOTS, rows).
+            factors: (3, rows) float32, or (2, rows) without label smoothing; written at the last tile. Softcap and
+                label smoothing together are not supported here.
         """
 
     def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
-        """The gradient of the logits of all classes, in the place of what `exponentials` left."""
+        """Overwrite the exponentials of all classes with the gradient of the logits."""
 
     def product_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
-        """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
+        """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
 
-        x: (rows, H), weight: (V, H), of half precision. `PRODUCT_BLOCK` says what it takes.
+        x: (rows, H), weight: (V, H), of half precision. Temporary memory: `product_scratch_bytes`.
         """
 
     def product_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
-        """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
+        """Run `gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
 
         ``call.row_gradient`` is given.
         """
@@ -352,12 +356,19 @@ class Backend(Protocol):
         factors: Tensor,
         count: Tensor | None,
     ) -> None:
-        """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and their gradient:
-        ``factors[0][:, None] * exps``, but in the target's column, where `exps` is 0, ``factors[1]``.
+        """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
+        exponentials and factors.
 
-        x: (rows, H), weight: (V, H), exps: (rows, V), all bfloat16; factors: (2, rows) float32. `exps` may be several
-        pieces of consecutive classes, of which all but the last have a multiple of `PRODUCT_BLOCK`. `count`: (), if it
-        is known that all rows from there on are ignored: nothing is written to their `exps`.
+        The gradient of the logits is ``factors[0][:, None] * exps``, except in the target's column: there `exps` is 0,
+        and the gradient is ``factors[1]``.
+
+        Args:
+            x: (rows, H) bfloat16.
+            weight: (V, H) bfloat16.
+            exps: (rows, V) bfloat16, in one or several pieces of consecutive classes. The number of classes of each
+                piece except the last is divisible by `PRODUCT_BLOCK`.
+            factors: (2, rows) float32.
+            count: () if all rows from this number on are ignored: their `exps` are not written.
         """
 
     def combine_rows(
@@ -370,45 +381,50 @@ class Backend(Protocol):
         ignore_index: int,
         index: Tensor | None,
     ) -> None:
-        """``out[index] = factors[0][:, None] * x + factors[1][:, None] * weight[target]``; 0 for ignored rows.
+        """Write ``out[index] = factors[0][:, None] * x + factors[1][:, None] * weight[target]``; 0 for ignored rows.
 
-        x: (rows, H); out: (N, H), perhaps x; weight: None for nothing; index: (rows,), or None for the same rows.
+        x: (rows, H); out: (N, H), may be x; weight: None to omit its term; index: (rows,), or None for the same rows.
         """
 
     def weight_gradient(
         self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
     ) -> None:
-        """``grad = exps^T scaled``, and `terms`. Both sums are one, in float32 and rounded once, and the same bits
-        every time.
+        """Write ``grad = exps^T scaled`` plus `terms`, as one float32 sum that is rounded once. It is deterministic.
 
         grad: (V, H), exps: (rows, V), in equally many pieces of consecutive classes; scaled: (rows, H). The last piece
-        comes first: `exps` of a later piece may be where an earlier one's gradient is written.
+            is
+        computed first, because `exps` of a later piece may lie in the memory of an earlier piece of `grads`.
         """
 
-    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
-        """``grad = dlogits^T x / unit``, summed in float32 and rounded once: where logits stay in registers.
+    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
+        """Write ``grad = dlogits^T x / gradient_scale``, summed in float32 and rounded once. Used if logits stay in
+        registers.
 
-        grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; unit: () float32, or None for
-        1.
+        grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; gradient_scale: () float32, or
+            None
+        for 1.
         """
 
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
-        """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
-        some of the last may be missing. Their targets have no part in it."""
+        """Add `terms` to `grads`, contiguous, which together have a row for each class from the first on. Rows of the
+        last classes may be missing: terms of these targets are dropped."""
 
     def finish_sharded_rows(
         self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
     ) -> None:
-        """The results of rows of a head that is divided over processes and, if there are `factors`, the factors of
-        `product_exponentials` for the classes of this one, from those of its classes alone.
+        """Write the results of rows of a head that is divided over processes. If `factors` are given, replace the
+        factors of `product_exponentials`, which are of this process's shard alone, by the factors for the full loss.
 
-        sent: (processes, 3 * rows + 1) float32, of each process offset, log_sum and log-probability of the target of
-        each row, among its own classes, and how many it has; classes: those of the first process; call: of the whole
-        loss, its tile that of this process; factors: (2, rows), of which the first is of its classes alone.
+        Args:
+            sent: (processes, 3 * rows + 1) float32, from each process: the first three fields of `formulas.RowResults`
+                of each row, computed from its own shard, in their order; and the number of its classes.
+            classes: number of classes of the first process.
+            call: of the full loss; its tile has the classes of this process.
+            factors: (2, rows), of which the first is read.
         """
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
-        """``out[i, k] += x[i] @ weight[ids[i, k]]`` where `ids` is a class.
+        """Add ``x[i] @ weight[ids[i, k]]`` to ``out[i, k]`` where `ids` is a class.
 
         x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype.
 
@@ -416,36 +432,37 @@ class Backend(Protocol):
         """
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
-        """``out[i, k] = sum of values[i, j] over j with ids[i, j] == ids[i, k]``; all (rows, K)."""
+        """Write ``out[i, k] = sum of values[i, j] over j with ids[i, j] == ids[i, k]``; all (rows, K)."""
 
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
-        """``tile[i, ids[i, k] - start] = values[i, k]`` where that is a column. Equal ids have equal values."""
+        """Write ``tile[i, ids[i, k] - start] = values[i, k]`` for columns of the tile. Equal ids have equal values."""
 
     def loss_scales(self, p: RowProblem) -> Tensor:
-        """(3,): what the sums of both `RowOutputs.losses` are multiplied by; sum of the class weights.
+        """Return (3,): the scale of the cross entropy, the scale of the z-loss, the sum of the class weights.
 
-        Here and in `reduce` nothing may wait for the device.
+        The host must not wait for the device here and in `reduce`.
         """
 
     def reduce(self, p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The whole loss of all rows and its second part, () each, if `RowOutputs.losses` has one; and `scales`, which
-        are made if they are None."""
+        """Return the total loss of all rows, (), the z-loss, () or None, and `scales`, computed here if they are
+        None."""
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
-        """``x *= factor`` of each, for a 0-d `factor` on their device; reads and writes nothing if it is 1."""
+        """Multiply each tensor by the 0-d `factor`, which is on their device. If it is 1, no tensor is read or
+        written."""
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
-        """``x[row] *= factor[row]`` for x as logits may be, `factor` (rows,) or (), `target` (rows,).
+        """Multiply ``x[row]`` by ``factor[row]``. x has the shape of a tile; factor: (rows,) or (); target: (rows,).
 
-        Nothing is done to a row of factor 1, or that is ignored.
+        Ignored rows and rows of factor 1 are not accessed.
         """
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``(x * factor).to(dtype)`` in one pass, rounded once."""
+        """Return ``(x * factor).to(dtype)``, computed in one pass and rounded once."""
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        """Softmax or log-softmax along `dim` >= 0, with the strides of ``torch.empty_like(x)``."""
+        """Return the softmax or log-softmax along `dim` >= 0, with the strides of ``torch.empty_like(x)``."""
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        """The gradient, of `dtype`, with respect to what `y` is the (log-)softmax of, with the strides of
+        """Return the gradient, of `dtype`, with respect to the input whose (log-)softmax is `y`, with the strides of
         ``torch.empty_like(y)``."""

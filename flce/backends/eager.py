@@ -1,7 +1,6 @@
-"""The contract in plain PyTorch, for CPU, MPS and anything else.
+"""The PyTorch backend: the contract in plain PyTorch, for CPU, MPS and other devices without Triton.
 
-Works through a tile in slabs of a few rows, so that the memory of temporaries does not depend on the
-tile.
+It processes a tile in slabs of a few rows, so that temporary memory does not grow with the tile.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from flce.backends.formulas import Targets, is_class, row_gradient, where, write
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import slice_rows
 
-# Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
-# operator (on a CPU) nor the launches (on an accelerator) count.
+# Bytes of a slab. Small compared to a chunk of logits. Large enough that the synchronization of threads after every
+# operator (on a CPU) and the launches (on an accelerator) take little time.
 CPU_SLAB_BYTES = 8 << 20
 ACCELERATOR_SLAB_BYTES = 64 << 20
-# Elements that are scaled at once when that takes temporaries, two float32 of this length at most.
+# Elements that are scaled at once if scaling needs temporary memory, at most two float32 vectors of this length.
 SCALE_SLAB = 1 << 17
 SCALING_BYTES = 2 * 4 * SCALE_SLAB
 
@@ -54,10 +53,8 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
 def temporary_bytes(
     spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep_logits: bool = False
 ) -> int:
-    """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most.
-
-    `keep_logits`: see `Tile`.
-    """
+    """Return an upper bound of the temporary memory of a pass over a tile, (rows, cols): the slabs that are alive at
+    once. `keep_logits`: see `Tile`."""
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
@@ -83,7 +80,7 @@ class TorchBackend:
             elif state is not None:
                 for slot, value in merged.items():
                     state[slot, part] = value
-            del z  # before the next slab makes its own
+            del z  # before the next slab is allocated
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
         targets = Targets.from_call(call)
@@ -99,7 +96,7 @@ class TorchBackend:
             z.sub_(row_max[:, None])
             exps = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), slab) if slab.has_entropy_gradient else z.exp_()
             _gradient(exps, jacobian, log_sum, slab, Targets.from_call(slab), _select_piece(grad, piece))
-            del z, exps, jacobian  # before the next slab makes its own
+            del z, exps, jacobian  # before the next slab is allocated
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
@@ -109,10 +106,10 @@ class TorchBackend:
             merged, exps = _merge(z, slab, targets, None)
             results = write_state_results(merged, slab, targets)
             _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
-            del z, exps, jacobian  # before the next slab makes its own
+            del z, exps, jacobian  # before the next slab is allocated
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the PyTorch backend has no exponentials and no products with an epilogue")
+        raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
@@ -139,7 +136,7 @@ class TorchBackend:
     reduce = staticmethod(reduction.reduce)
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
-        # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
+        # On a CPU the factor can be read without cost. On other devices the host would have to wait.
         if factor.device.type != "cpu" or factor.item() != 1.0:
             for x in xs:
                 self._scale_into(x, x, factor)
@@ -163,7 +160,7 @@ class TorchBackend:
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         function = torch.log_softmax if log else torch.softmax
-        # PyTorch rounds its input, not its result, to a dtype that is narrower, or narrower in its range.
+        # If `dtype` has fewer bits or a smaller range, PyTorch rounds the input instead of the result.
         return _dense_like(x, function(x, dim, dtype=torch.promote_types(dtype, x.dtype)), dtype)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -173,7 +170,7 @@ class TorchBackend:
 
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
         if x.device.type != "cpu" or not math.isfinite(factor.item()):
-            # A gradient that is zero throughout, as where all tokens are ignored, has no part in an infinite one.
+            # If all tokens are ignored, the gradient is 0 and must stay 0 for an infinite factor.
             factor = torch.where(x.any(), factor, 1.0)
         if x.dtype == out.dtype == factor.dtype:
             torch.mul(x, factor, out=out)
@@ -181,12 +178,12 @@ class TorchBackend:
         source, target = (t.view(-1) for t in (x, out))
         for start in range(0, source.numel(), SCALE_SLAB):
             part = slice(start, start + SCALE_SLAB)
-            # The product is made in float32: `x * factor` would first round the factor to x's dtype.
+            # The product is computed in float32: `x * factor` would first round the factor to the dtype of x.
             target[part] = source[part].to(factor.dtype) * factor
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """`y`, contiguous as PyTorch made it, as `torch.empty_like(x)` would lie in memory."""
+    """Return `y` in `dtype` with the strides of `torch.empty_like(x)`."""
     out = torch.empty_like(x, dtype=dtype, device="meta")
     if y.dtype == dtype and y.stride() == out.stride():
         return y
@@ -194,14 +191,14 @@ def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:
-    """The rows, so many at a time that what takes `row_bytes` for each is no more than a slab."""
+    """Yield slices of the rows. With `row_bytes` for each row a slice needs at most the memory of a slab."""
     step = slab_rows(ids.device.type, len(ids), max(1, row_bytes), 1)
     for start in range(0, len(ids), step):
         yield slice(start, start + step)
 
 
 def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
-    """The pieces of (rows, cols) or (outer, inner, cols), each as an index into it and as a slice of all its rows."""
+    """Yield the slabs of a tile, (rows, cols) or (outer, inner, cols): an index into it and a slice of all its rows."""
     *outer, rows, cols = tile.shape
     step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, accumulation_dtype(tile.dtype).itemsize)
     if not outer:
@@ -209,7 +206,7 @@ def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
             part = slice(start, min(start + step, rows))
             yield part, part
         return
-    groups = max(1, step // max(1, rows))  # several only where each is whole
+    groups = max(1, step // max(1, rows))  # more than one only if each is complete
     for begin in range(0, outer[0], groups):
         end = min(begin + groups, outer[0])
         for start in range(0, rows, step):
@@ -222,7 +219,8 @@ def _select_piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
 
 
 def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:
-    """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
+    """Return z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols). `logits` may be
+    overwritten."""
     spec = call.spec
     z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep_logits)
     if z.dim() > 2:
@@ -244,8 +242,8 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
 
 
 def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) -> tuple[dict[int, Tensor], Tensor]:
-    """Statistics of this tile merged with those of the tiles before, in the slots of the state that are used.
-    Overwrites `z` with exp(z - max).
+    """Merge the statistics of this tile with the statistics of earlier tiles. Return the used slots of the state, and
+    exp(z - max), which overwrites `z`.
 
     Online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     The exponentials are relative to the merged maximum.
@@ -267,7 +265,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
 
     if spec.label_smoothing:
-        # Relative to a logit of the same row, so that a large common offset does not cancel digits away.
+        # Relative to a logit of the same row, so that a large common offset cancels no digits.
         reference = z[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[REFERENCE]
         merged[REFERENCE] = reference
         relative = z - reference[:, None]
@@ -280,7 +278,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
 
     if "mean_logit" in spec.stats:
         merged[LOGIT_SUM] = z.sum(1)
-    # Nothing but -inf so far: exponentials relative to 0, which are 0, instead of -inf - -inf.
+    # If all logits so far are -inf, exponentials are relative to 0: -inf - -inf would be NaN.
     safe_max = torch.where(row_max == -torch.inf, 0.0, row_max)
     z.sub_(safe_max[:, None])
     relative = z.clone() if "entropy" in spec.stats else z
@@ -305,7 +303,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
 
 
 def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:
-    """The softmax's term of the gradient with an entropy's, from log-probabilities, which it overwrites."""
+    """Compute the softmax term and the entropy term of the gradient from log-probabilities, which are overwritten."""
     assert call.row_gradient is not None
     logprob.clamp_(min=LEAST_LOGPROB)
     probability = logprob.exp()
@@ -316,8 +314,8 @@ def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:
 def _gradient(
     exps: Tensor, jacobian: Tensor | float, log_sum: Tensor, call: TileCall, targets: Targets, grad: Tensor
 ) -> None:
-    """Gradient from exp(z - m), which it overwrites, m + log_sum being the log-sum-exp; or from
-    `_softmax_term_with_entropy`."""
+    """Write the gradient from `exps`, which is overwritten: exp(z - m), where m + log_sum is the log-sum-exp, or the
+    result of `_softmax_term_with_entropy`."""
     factors = row_gradient(call, targets) if call.row_gradient is None else call.row_gradient
     g = exps if call.has_entropy_gradient else exps.mul_((factors[SOFTMAX] * (-log_sum).exp())[:, None])
     g.scatter_add_(1, targets.column, where(targets.in_tile, -factors[TARGET], 0.0)[:, None])
@@ -332,6 +330,6 @@ def _gradient(
     if targets.valid is not None:
         g.masked_fill_(~targets.valid[:, None], 0.0)
     if g.dtype != grad.dtype and g.data_ptr() == grad.data_ptr():
-        g = g.to(grad.dtype)  # over the logits, in fewer bytes
+        g = g.to(grad.dtype)  # It overwrites the logits, in fewer bytes.
     if g.data_ptr() != grad.data_ptr():
         grad.copy_(g.view(grad.shape))

@@ -1,7 +1,8 @@
-"""The formulas of the loss outside of kernels, in plain PyTorch on vectors of one value per row, for every backend.
+"""The formulas of the loss in plain PyTorch, on vectors of one value per row.
 
-Losses, results and gradients of rows from finished statistics; statistics of the online softmax finished; and those of
-several processes put together. The kernels have the same formulas in `triton/math.py`.
+The PyTorch backend and the merging of shards call them: they finish the statistics of the online softmax, merge the
+statistics of several processes, and compute losses, results and row gradients. `triton/math.py` has the same formulas
+for kernels.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from flce.core.problem import LossSpec
 
 
 def write_empty_state(state: Tensor) -> None:
-    """The state of no classes."""
+    """Write the state before the first class."""
     state.zero_()
     state[MAX] = -torch.inf
 
 
 class Targets(NamedTuple):
-    """What rows have at their targets. None for masks that are known to be True everywhere."""
+    """Positions and masks of the targets of rows. None for masks that are True everywhere."""
 
-    column: Tensor  # (rows, 1) of the tile, the nearest if the target is not there
-    in_tile: Tensor | None  # (rows,) whether it is
-    in_range: Tensor | None  # (rows,) whether the target is a class
-    valid: Tensor | None  # (rows,) whether it is not ignored
+    column: Tensor  # (rows, 1) the target's column of the tile; the nearest column if the target is outside
+    in_tile: Tensor | None  # (rows,) True if the target is a class of the tile
+    in_range: Tensor | None  # (rows,) True if the target is a class
+    valid: Tensor | None  # (rows,) True if the target is not ignored
 
     @staticmethod
     def from_call(call: TileCall) -> Targets:
         target, tile, ignore_index = call.inputs.target, call.tile, call.spec.ignore_index
         local = target if tile.start == 0 else target - tile.start
-        if target.device.type == "cpu" and len(target):  # elsewhere the host would wait for the device
-            least, most = (bound.item() for bound in local.aminmax())
-            if 0 <= least <= most < tile.cols and not least <= ignore_index - tile.start <= most:
+        if target.device.type == "cpu" and len(target):  # On other devices the host would have to wait.
+            lowest, highest = (bound.item() for bound in local.aminmax())
+            if 0 <= lowest <= highest < tile.cols and not lowest <= ignore_index - tile.start <= highest:
                 return Targets(local[:, None], None, None, None)
         column = local.clamp(0, tile.cols - 1)
         in_range = (target >= 0) & (target < tile.vocab_size)
@@ -60,12 +61,12 @@ class Targets(NamedTuple):
 
 
 def is_class(ids: Tensor, vocab_size: int) -> Tensor:
-    """Whether each is an index of a class."""
+    """Return for each id True if it is the index of a class."""
     return (ids >= 0) & (ids < vocab_size)
 
 
 def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
-    """`torch.where`, with None for a mask that is True everywhere."""
+    """Return `torch.where`, with None for a mask that is True everywhere."""
     return x if mask is None else torch.where(mask, x, other)
 
 
@@ -75,11 +76,11 @@ def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
 def row_losses(
     nll: Tensor, lse: Tensor, smooth: Tensor | None, target_weight: Tensor | None, spec: LossSpec, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and z-loss of rows, before the tokens' weights.
+    """Return cross entropy and z-loss of rows, without token weights.
 
     Args:
         nll: minus the log-probability of the target.
-        smooth: with label smoothing, sum of ``w[k] * (lse - z[k])`` over all classes.
+        smooth: with label smoothing, the sum of ``w[k] * (lse - z[k])`` over all classes.
         target_weight: class weight of the target.
     """
     loss = nll if target_weight is None else nll * target_weight
@@ -89,8 +90,8 @@ def row_losses(
 
 
 def row_gradient(call: TileCall, targets: Targets) -> Tensor:
-    """Return `TileCall.row_gradient`, (LOSS_GRADIENT_SLOTS, rows), of the losses of rows whose normalizer is known,
-    times scales, weights of tokens and upstream gradient. 0 for ignored rows, NaN for wrong targets."""
+    """Compute `TileCall.row_gradient`, (LOSS_GRADIENT_SLOTS, rows), of the losses of rows from their normalizer, times
+    scales, token weights and upstream gradient. 0 for ignored rows, NaN for wrong targets."""
     inputs, spec, vocab_size = call.inputs, call.spec, call.tile.vocab_size
     normalizer = call.normalizer if call.out is None else call.out.normalizer
     assert normalizer is not None
@@ -119,13 +120,13 @@ def row_gradient(call: TileCall, targets: Targets) -> Tensor:
 
 
 class RowResults(NamedTuple):
-    """Finished statistics of rows over some classes, or all: (rows,) each, or (shards, rows). None for what the call
-    does not ask for. Names are those of `RowOutputs`."""
+    """Finished statistics of rows over some or all classes: (rows,) each, or (shards, rows). None for statistics that
+    the call does not request. Fields have the names of `RowOutputs`. Processes send them in this order."""
 
-    offset: Tensor  # some logit m, the largest as a rule; -inf: none has a probability
+    offset: Tensor  # a logit m, usually the largest; -inf: no class has a probability
     log_sum: Tensor  # log(sum(exp(z - m)))
-    logprob: Tensor  # of the target; any number, if it is another shard's
-    smooth: Tensor | None  # with label smoothing, sum of w[k] * (lse - z[k])
+    logprob: Tensor  # of the target; any number if the target is in another shard
+    smooth: Tensor | None  # with label smoothing, the sum of w[k] * (lse - z[k])
     entropy: Tensor | None
     argmax: Tensor | None
     mean_logit: Tensor | None
@@ -138,7 +139,8 @@ class RowResults(NamedTuple):
 def results_from_state(
     state: Mapping[int, Tensor] | Tensor, spec: LossSpec, classes: int, weight_sum: Tensor | float
 ) -> RowResults:
-    """Finish the state of some classes, by slot. `weight_sum`: of the weights of these classes."""
+    """Compute the results from a finished state. `classes`, `weight_sum`: the number of classes in the state and the
+    sum of their weights."""
     stats, row_max, log_sum = spec.stats, state[MAX], state[SUM].log()
     return RowResults(
         offset=row_max,
@@ -156,20 +158,20 @@ def results_from_state(
 
 
 def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner: Tensor) -> RowResults:
-    """Put results of all classes together from those of shards, (shards, rows) each, in the order of their classes.
+    """Merge the results of shards, (shards, rows) each in the order of their classes, into the results of all classes.
 
     With lse_r the log-sum-exp of shard r, y the target, which shard o has, and nll_o = lse_o - z_y:
 
         lse = logsumexp over r of lse_r            -log p_y = nll_o + log(1 + sum over r != o of exp(lse_r - lse_o))
 
-    Both terms of the second are positive: it keeps its digits where p_y is nearly 1.
+    Both terms of -log p_y are positive, so that no digits cancel if p_y is nearly 1.
 
     Args:
-        widths, weight_sums: (shards, 1) the classes of each, and the sum of their weights.
+        widths, weight_sums: (shards, 1) the number of classes of each shard, and the sum of their weights.
         owner: (rows,) the shard that has the target.
     """
     offset = shards.offset.amax(0)
-    nothing = offset.isinf()  # no row with such a logit has probabilities
+    nothing = offset.isinf()  # If a logit is infinite, the row has no probabilities.
     lse = log_sum_exps(shards, offset)
     log_sum = lse.logsumexp(0)
     own_lse, own_logprob = (x.gather(0, owner[None])[0] for x in (lse, shards.logprob))
@@ -182,13 +184,13 @@ def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner:
     has_no_share = minus_log_share == torch.inf
     smooth = entropy = argmax = mean_logit = log_sum_sq_prob = None
     if shards.smooth is not None:
-        # Classes without weights have no part in the sum, whatever their logits are.
+        # Classes of weight 0 add nothing to the sum, even if their logits are -inf.
         impossible = torch.where(weight_sums == 0.0, 0.0, torch.inf)
         smooth = torch.where(has_no_share, impossible, shards.smooth + weight_sums * minus_log_share).sum(0)
     if shards.entropy is not None:
         entropy = torch.where(has_no_share, 0.0, (-minus_log_share).exp() * (shards.entropy + minus_log_share)).sum(0)
     if shards.argmax is not None:
-        # The first of the shards with the largest logit has the lowest index. (NaN is nowhere the largest.)
+        # Of the shards with the largest logit the first has the lowest index. (NaN is never the largest.)
         found = torch.where(shards.offset == offset, shards.argmax, torch.inf).amin(0)
         argmax = torch.where(found == torch.inf, 0.0, found)
     if shards.mean_logit is not None:
@@ -202,13 +204,13 @@ def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner:
 
 
 def log_sum_exps(shards: RowResults, offset: Tensor) -> Tensor:
-    """(shards, rows) the log-sum-exp of each shard's classes, less the offset of all."""
+    """Return the log-sum-exp of each shard, minus the offset of all classes, (shards, rows)."""
     safe = torch.where(offset.isinf(), 0.0, offset)
-    return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where one is
+    return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where a logit is NaN
 
 
 def write_results(results: RowResults, call: TileCall, targets: Targets) -> None:
-    """Write the losses and the results of rows, of all classes, to ``call.out``."""
+    """Write the losses and the results of rows over all classes to ``call.out``."""
     inputs, spec, vocab_size, out = call.inputs, call.spec, call.tile.vocab_size, call.out
     assert out is not None
     nll = where(targets.in_range, -results.logprob, torch.nan)
@@ -219,18 +221,16 @@ def write_results(results: RowResults, call: TileCall, targets: Targets) -> None
         losses = losses[0] * inputs.token_weight, losses[1] * inputs.token_weight
     out.normalizer.copy_(where(targets.valid, normalizer, 0.0))
     values = results._asdict() | {"loss": losses[0], "z_loss": losses[1], "logprob": -nll}
-    for name, place in out._asdict().items():
-        if place is not None and name != "normalizer":
-            place.copy_(where(targets.valid, values[name], -1 if name == "argmax" else 0.0))
+    for name, memory in out._asdict().items():
+        if memory is not None and name != "normalizer":
+            memory.copy_(where(targets.valid, values[name], -1 if name == "argmax" else 0.0))
 
 
 def write_state_results(
     state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None
 ) -> RowResults:
-    """Write the losses and the results of rows from the state of all classes, by slot.
-
-    `targets`: those of the call, if they are made already.
-    """
+    """Write the losses and the results of rows from the state of all classes. `targets`: of the call, if they exist
+    already."""
     vocab_size = call.tile.vocab_size
     results = results_from_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
     write_results(results, call, Targets.from_call(call) if targets is None else targets)

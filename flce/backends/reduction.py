@@ -1,4 +1,4 @@
-"""What is made of all rows at once, in plain PyTorch, for every backend: `Backend.loss_scales` and `Backend.reduce`."""
+"""Loss scales and the reduction over all rows in plain PyTorch: `loss_scales` and `reduce` of the PyTorch backend."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tenso
     loss = cross_entropy.sum() * scales[0]
     if z_loss is None:
         return loss, None, scales
-    part = z_loss.sum() * scales[1]
-    return loss + part, part, scales
+    total_z_loss = z_loss.sum() * scales[1]
+    return loss + total_z_loss, total_z_loss, scales

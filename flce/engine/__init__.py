@@ -1,1 +1,1 @@
-"""One call, run: its rows and memory, the tiles, and the schedules that walk them."""
+"""The engine: runs the schedule of a plan on the tensors of a call. `flce/ops/` and `flce/planning/` call it."""

@@ -1,4 +1,4 @@
-"""Memory for what a call makes."""
+"""Allocation of the memory of a pass. A dry run counts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Arena:
-    """Memory on a device. Whatever a schedule allocates comes from here; it is given back with the last view of it."""
+    """Allocator on a device for all memory of a schedule. Memory is freed with the last view of it."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
@@ -21,7 +21,7 @@ class Arena:
 
 
 class CountingArena(Arena):
-    """Counts the bytes that are alive: a storage, and with it any view of it, from its allocation to its end."""
+    """Arena that counts live bytes. A storage is live until its last view is freed."""
 
     def __init__(self, device: torch.device | str = "meta") -> None:
         super().__init__(device)
@@ -36,7 +36,7 @@ class CountingArena(Arena):
         return tensor
 
     def count_temporary(self, size: int) -> None:
-        """What a leaf takes and gives back."""
+        """Count temporary memory that a leaf allocates and frees."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
 
     def _count_freed(self, size: int) -> None:

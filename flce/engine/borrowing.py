@@ -1,4 +1,4 @@
-"""Where tiles and sums lie in the memory of dW that is not written yet."""
+"""The placement of tiles and sums in the memory of dW before dW is written. Schedules and `sums.py` call it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from flce.backends.contract import PRODUCT_BLOCK
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 
-# Classes of a block are a multiple of this, the widest piece of a result that a vendor's product makes at a time.
+# Classes of a block are a multiple of this, the widest block of a result in a vendor's product.
 BLOCK_MULTIPLE = 256
-# Classes whose float32 sum is copied first when sums are rounded to where they lie, see `sums.HalvedSum`.
+# Classes whose float32 sum is copied first when sums are rounded in place, see `sums.HalvedSum`.
 COMPACTION_ROWS = 256
 
 
 def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
-    """A tile, (rows, cols), at the beginning of contiguous `memory`."""
+    """Return a tile, (rows, cols), at the beginning of contiguous `memory`."""
     row_stride = padded_cols(cols)
     return memory.view(-1)[: rows * row_stride].view(-1, row_stride)[:, :cols]
 
 
 def borrow_as(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor without gaps, of another dtype, at the beginning of contiguous `memory`."""
+    """Return a contiguous tensor of another dtype at the beginning of contiguous `memory`."""
     size = math.prod(shape) * dtype.itemsize // memory.dtype.itemsize
     return memory.view(-1)[:size].view(dtype).view(shape)
 
@@ -37,7 +37,7 @@ class ExponentialTile(NamedTuple):
     start: int
     stop: int
     borrowed_class: int | None
-    """The class whose weight gradient will be where they begin; None: in memory of their own."""
+    """The class whose dW will be where the tile begins; None: the tile is in separate memory."""
 
     @property
     def classes(self) -> slice:
@@ -45,12 +45,14 @@ class ExponentialTile(NamedTuple):
 
 
 def exponential_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tuple[ExponentialTile, ...]:
-    """The tiles of all classes, of which `count` are borrowed. The first has memory of its own.
+    """Return tiles of all classes: one in separate memory, then `count` borrowed tiles. One tile if no class can be
+    borrowed for.
 
-    dW of the last tile is made first, and so on. So a tile may be in the memory of dW of all classes before its own.
-    There are k equal ones, as large as fits: with r = N / H a tile of c classes takes the memory of r c, rounded up. If
-    r is 1 or more they lie next to each other and the last's own classes are all that is behind them,
-    c + k (r c + 1) <= V; if it is less, each lies before its own classes, k c + r c + 1 <= V.
+    dW of the last tile is computed first, then dW of the tile before, and so on. So a tile may be stored in the memory
+    of dW of all classes before its own classes. The k borrowed tiles have equally many classes, as many as possible.
+    With r = N / H a tile of c classes needs the memory of dW of r c classes, rounded up. If r >= 1, the borrowed tiles
+    lie next to each other, and only the classes of the last tile lie behind them: c + k (r c + 1) <= V. If r < 1, each
+    tile lies directly before its own classes: k c + r c + 1 <= V.
     """
     max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
     if max_cols < PRODUCT_BLOCK:
@@ -68,13 +70,14 @@ def exponential_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tu
 
 @dataclass(frozen=True)
 class BorrowedBlocks:
-    """Blocks of classes whose dW is written one after the other: a tile may be in the memory behind its own classes.
+    """Blocks of classes whose dW is written one after the other. A tile may be stored in the memory of dW behind its
+    own classes.
 
     Attributes:
-        rows: tokens of a tile, which are all.
-        cols: classes of a block that has memory of its own.
-        hidden: H of the head; 0: nothing may be borrowed.
-        max_cols: classes of a borrowed tile.
+        rows: tokens of a tile: all tokens.
+        cols: classes of a block whose tile is in separate memory.
+        hidden: H of the head; 0: no tile is borrowed.
+        max_cols: maximum number of classes of a borrowed tile.
     """
 
     rows: int
@@ -83,10 +86,11 @@ class BorrowedBlocks:
     max_cols: int = 0
 
     def blocks(self, start: int, stop: int) -> list[slice]:
-        """The blocks of these classes, from the first on, whose tiles are borrowed. They are wider than `cols`."""
+        """Return the leading blocks of these classes whose tiles are borrowed. They have more than `cols` classes."""
         blocks = []
         while start < stop:
-            # rows * cols entries of a tile in the (stop - start - cols) * H behind its own classes
+            # A tile of rows * width entries must fit into the (stop - start - width) * H entries behind its own
+            # classes.
             available_cols = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
             width = min(available_cols, self.max_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
             if width <= self.cols:
@@ -96,18 +100,18 @@ class BorrowedBlocks:
         return blocks
 
     def block_widths(self, vocab_size: int) -> list[int]:
-        """The number of classes of each block."""
+        """Return the number of classes of each block."""
         widths = [block.stop - block.start for block in self.blocks(0, vocab_size)]
         num_full, rest = divmod(vocab_size - sum(widths), self.cols)
         return widths + [self.cols] * num_full + [rest] * (rest > 0)
 
 
 def first_lending_class(tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
-    """The first of the classes, the last, whose dW has room for a sum of dX."""
+    """Return the first of the last classes whose dW has enough memory for a sum of dX."""
     classes = -(-tokens * sums.itemsize // dtype.itemsize)
     return max(0, vocab_size - classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
 def second_half_start(vocab_size: int) -> int:
-    """The first of the classes whose weight gradient is summed in memory of its own, see `sums.HalvedSum`."""
+    """Return the first class whose dW is summed in separate memory, see `sums.HalvedSum`."""
     return vocab_size // 2 // ALIGNMENT * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What a plan is made for: all that is known of a call before it runs."""
+"""The case of a call: shapes, dtypes, needed gradients, options and device. Plans are computed from it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from flce.core.shard import HeadSplit
 
 @dataclass(frozen=True)
 class DefaultBytes:
-    """Bytes of logits without a budget."""
+    """Maximum bytes of the logits in memory if there is no budget."""
 
-    one_chunk: int  # all tokens, if their logits take no more
-    chunk: int  # otherwise
-    chunk_without_sum: int  # where that takes no copy of it: the gradient is not of half precision
-    statistics: int | None  # of a forward that makes no gradients; None: those of the gradients' tile
+    one_chunk: int  # if all tokens are one chunk
+    chunk: int  # of a chunk otherwise
+    chunk_without_sum: int  # of a chunk if dW is not of half precision, so that its sum needs no copy
+    statistics: int | None  # in a forward without gradients; None: as many as for gradients
 
 
 # Measured on an H200, in half precision (docs/notes.md):
 #
-# | field      | bytes of                          | beside them                                                       |
+# | field      | bytes of                          | compared to other sizes                                           |
 # |------------|-----------------------------------|-------------------------------------------------------------------|
 # | one_chunk  | 16,384 tokens of 151,936 classes  | dW summed over two chunks: 1.6 ms of 36 more, the same workspace  |
 # | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
-# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
+# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us more than its products                           |
 #
-# On a CPU with two cores smaller chunks lose nothing. With 16 they do: 128 MiB is 1,024 tokens of 32,000 classes in
-# float32 (see `gemm.MAX_CAST_BYTES`).
+# On a CPU with two cores smaller chunks are as fast, with 16 cores they are slower: 128 MiB is 1,024 tokens of 32,000
+# classes in float32 (see `gemm.MAX_CAST_BYTES`).
 DEFAULTS = {
     "cpu": DefaultBytes(128 << 20, 128 << 20, 128 << 20, None),
     "other": DefaultBytes(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
@@ -48,10 +48,10 @@ ROW_MULTIPLE = 128
 # | others of that size           | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
-# Tokens whose statistics are made at once where logits stay in registers: 33 MiB for 128,256 classes.
+# Tokens of a chunk of statistics if logits stay in registers: 33 MiB for 128,256 classes.
 PRODUCT_ROWS = 8192
-# A call whose logits take no more bytes than this makes one pass over all of them, in memory. For more of them, kept
-# exponentials take less memory:
+# If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
+# exponentials need less memory:
 #
 # | float32, H200          | MiB  | times the bare products: pass | exponentials in registers |
 # |------------------------|------|-------------------------------|---------------------------|
@@ -61,9 +61,9 @@ PRODUCT_ROWS = 8192
 # | 4096 x 4096 x  32768   |  512 | 1.12                          | 1.06, as called 1.25      |
 # | 2048 x 2048 x 128256   | 1002 | 1.06                          | 1.08                      |
 FEW_LOGITS_BYTES = 512 << 20
-# A block of float32 logits beside a tile of what is made of them, in half precision. It is small, so that it is in the
-# cache while it is read, and large enough for the host, which launches two kernels for each.
-# 16384 x 1024 x 151936 without products of our own, in times the bare products (H200):
+# Maximum bytes of a block of float32 logits, from which a part of a half-precision tile is computed. Small enough to
+# stay in the cache, large enough for the host, which launches two kernels for each block. 16384 x 1024 x 151936 without
+# fused products, in multiples of the time of the bare products (H200):
 #
 # | rows, MiB | alone | as called |
 # |-----------|-------|-----------|
@@ -74,18 +74,18 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 64  | 1.35  | 1.4       |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
-# Logits of a whole call that are made twice are made in one piece, forward and backward, where their gradient takes no
-# more bytes. Products of one shape agree in the last bits, too. Where logits are thousands the last bits are a
-# thousandth of a probability.
+# If the gradient of all logits of a call has at most this many bytes and gradients are deferred, forward and backward
+# compute all logits in one product. Two products of the same shape agree to the bit. If logits are in the thousands,
+# their last bits change a probability by a thousandth.
 ONE_PIECE_BYTES = 16 << 20
-# The share of a tile that a block beside it takes where the tile is narrower than the rows of its memory. Only plans of
-# the least memory have such tiles.
+# A block of logits has at most 1 / NARROW_SHARE of the bytes of its tile if the tile has fewer than COLUMN_MULTIPLE
+# classes. Only plans of the least memory have such tiles.
 NARROW_SHARE = 32
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of what a call makes."""
+    """Dtypes of the tensors that a call computes."""
 
     logits: torch.dtype
     """Logits in memory."""
@@ -94,30 +94,29 @@ class Dtypes:
     sums: torch.dtype
     """Sums of gradients over tiles."""
     input_grad: torch.dtype
-    """dX as it leaves the schedule."""
+    """dX that a schedule returns."""
     weight_grad: torch.dtype
-    """dW as it leaves the schedule."""
+    """dW that a schedule returns."""
 
     @functools.cached_property
     def has_gradient_scale(self) -> bool:
-        """Whether gradients of logits are multiples of a gradient scale by which sums of them are divided when a
-        schedule rounds
-        them: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
+        """True if gradients of logits are multiplied by a gradient scale, and their sums are divided by it when they
+        are rounded: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
         return self.logits_grad == torch.float16 == self.weight_grad
 
     @property
     def has_wider_logits(self) -> bool:
-        """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
+        """True if logits have more bytes than their gradients. Then logits are computed in blocks, and their gradients
+        are written to a tile."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
     def is_single_piece(self, rows: int, cols: int) -> bool:
-        """Whether all logits of a call of this size are made in one piece where they are made twice."""
+        """Return True if deferred gradients of a call of this size compute all logits in one product."""
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= ONE_PIECE_BYTES
 
     def logits_per_block(self, rows: int, cols: int, is_recomputed: bool) -> int:
-        """Logits of a block beside a tile of this size: half its memory at most, and little of it where it is so narrow
-        that memory is all that counts. `is_recomputed`: the tile is that of a whole call, whose logits were made
-        before."""
+        """Return the number of logits of a block for a tile of this size. A block has at most half of the tile's bytes.
+        `is_recomputed`: the tile has all logits of a call, which forward computed before."""
         entries = rows * padded_cols(cols)
         if is_recomputed and self.is_single_piece(rows, cols):
             return entries
@@ -128,7 +127,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Case:
-    """A call's shape and options."""
+    """Everything that the choice of a schedule depends on: a call's shapes, dtypes, options and device."""
 
     num_tokens: int
     hidden_sizes: tuple[int, ...]
@@ -138,21 +137,21 @@ class Case:
     device_type: str
     backend: str
     has_product: bool
-    """Whether the backend has products with an epilogue for the device: `backends.has_product`."""
+    """True if the backend has fused products for the device: `backends.has_product`."""
     device: DeviceRecord
-    """What is known of the device."""
+    """The record of the device."""
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
     split: HeadSplit | None = None
-    """With one, `vocab_size` is that of the process that has most classes."""
+    """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
 
     def check(self) -> None:
-        """Once for each plan, not in each call.
+        """Check dtype and options. Called once for each plan, not in each call.
 
         Raises:
-            TypeError: the dtype is not one that flce works in.
-            ValueError: an option does not go with the dtype.
+            TypeError: flce does not support the dtype.
+            ValueError: an option does not support the dtype.
         """
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -169,69 +168,70 @@ class Case:
             )
 
     def dtypes(self, deferred: bool) -> Dtypes:
-        """The dtypes that a schedule works with. `deferred`: it makes gradients in backward."""
+        """Return the dtypes of a schedule. `deferred`: gradients are computed in backward."""
         logits, logits_grad = logits_dtypes(self.dtype, self.device_type, self.options)
-        if deferred:  # Made twice, in products of other shapes, and rounded each time, they would not be the same.
+        if deferred:  # Rounded logits of two products of different shapes would differ.
             logits = accumulation_dtype(self.dtype)
         sums = accumulation_dtype(self.dtype)
-        if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # there sums are made in float32, see `gemm`
+        if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # CPU products sum in float32, see `gemm`.
             sums = self.options.accum_dtype
-        # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
+        # A float16 gradient must not be rounded before it is multiplied by the loss scale: it would underflow.
         grads = torch.float32 if self.dtype == torch.float16 and not deferred else self.dtype
         return Dtypes(logits, logits_grad, sums, grads, grads)
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """Whether rows of ignored tokens are dropped. "auto": unless a gradient differs without them."""
+        """True or "auto" if rows of ignored tokens are dropped. "auto": only if no gradient changes."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and self.device_type != "cpu" else skip
 
     @functools.cached_property
     def in_registers(self) -> bool:
-        """Whether the backend's products can make all that is asked for while logits stay in registers."""
+        """True if fused products support all requested results, so that logits can stay in registers."""
         return self.logits_in_memory_reason is None
 
     @property
     def logits_in_memory_reason(self) -> str | None:
-        """What keeps logits in memory, in words; None: nothing."""
+        """The reason why logits are written to memory, in words; None if they can stay in registers."""
         if not self.has_product:
-            return "no kernel keeps them in registers here, or not of rows that are not contiguous"
+            return "no kernel keeps them in registers on this device, or the rows are not contiguous"
         if len(self.hidden_sizes) != 1:
             return "adapters"
         if self.hidden_sizes[0] % ALIGNMENT:
-            return f"H is no multiple of {ALIGNMENT}"
+            return f"H is not divisible by {ALIGNMENT}"
         if self.dtype.itemsize != 2:
             return dtype_text(self.dtype)
         return ", ".join(unsupported_by_products(self.spec)) or None
 
     @functools.cached_property
     def has_block_exponentials(self) -> bool:
-        """Whether exponentials can be made of logits that are in memory a block at a time."""
-        spec, known = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        return known and self.dtypes(False).has_wider_logits and not (spec.softcap is not None and spec.label_smoothing)
+        """True if exponentials can be computed from logits that are in memory one block at a time."""
+        spec, supported = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
+        has_both = spec.softcap is not None and spec.label_smoothing
+        return supported and self.dtypes(False).has_wider_logits and not has_both
 
     @functools.cached_property
     def has_unnormalized_products(self) -> bool:
-        """Whether products can be made of exponentials, and normalized afterwards."""
+        """True if matrix products can read exponentials, and their results can be normalized."""
         return (
             (self.in_registers or self.has_block_exponentials)
-            and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # float16 has not the range
+            and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # The range of float16 is too small.
             and not self.spec.label_smoothing
         )
 
     @property
     def has_few_logits(self) -> bool:
-        """Whether all logits may be in memory at once."""
+        """True if all logits may be in memory at once."""
         return self.num_tokens * self.vocab_size * self.dtypes(False).logits.itemsize <= FEW_LOGITS_BYTES
 
     @property
     def can_borrow(self) -> bool:
-        """Whether gradients of a tile of logits may be in the memory of dW of the head."""
+        """True if gradients of a tile of logits may be stored in the memory of dW of the head."""
         return self.needs.weights[0] and self.dtypes(True).logits_grad == self.dtype
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens of a chunk: all, or at most `ChunkOptions.chunk_rows`."""
+        """Number of tokens of a chunk: all, or at most `ChunkOptions.chunk_rows`."""
         return max(1, min(self.num_tokens, self.options.chunk_rows or self.num_tokens))
 
     @property
@@ -240,11 +240,11 @@ class Case:
 
     @property
     def logits_per_chunk(self) -> int:
-        """Gradients of logits in a chunk without a budget."""
+        """Number of gradients of logits in a chunk if there is no budget."""
         return self.defaults.chunk // self.dtypes(True).logits_grad.itemsize
 
     def equal_chunk_rows(self, rows: int) -> int:
-        """Tokens of a chunk where chunks have equal length, at most `rows` each."""
+        """Return the number of tokens of a chunk, at most `rows`, so that chunks have about equal lengths."""
         tokens = self.num_tokens
         if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
             return max(1, min(tokens, rows))
@@ -252,9 +252,10 @@ class Case:
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def statistics_tile_size(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
-        """Tokens and classes of a tile for statistics alone, beside tiles of this size for gradients.
+        """Return the numbers of tokens and classes of a tile for statistics. `rows`, `cols`: of a tile for gradients.
 
-        It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
+        A tile for statistics may have as many bytes as a tile for gradients, or as the returned gradients, which are
+        not allocated yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
         is_recomputed = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
@@ -274,11 +275,11 @@ class Case:
 
     @functools.cached_property
     def returned_bytes(self) -> int:
-        """Bytes of the gradients that the caller gets."""
-        of_inputs = self.num_tokens * sum(select_needed(self.hidden_sizes, self.needs.inputs))
-        of_weights = self.vocab_size * sum(select_needed(self.hidden_sizes, self.needs.weights))
-        of_bias = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
-        return self.dtype.itemsize * (of_inputs + of_weights) + of_bias
+        """Bytes of the returned gradients."""
+        dx_entries = self.num_tokens * sum(select_needed(self.hidden_sizes, self.needs.inputs))
+        dw_entries = self.vocab_size * sum(select_needed(self.hidden_sizes, self.needs.weights))
+        db_bytes = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
+        return self.dtype.itemsize * (dx_entries + dw_entries) + db_bytes
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
@@ -287,10 +288,10 @@ class Case:
 
 
 def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of logits in memory, where they are made once, and of their gradient."""
+    """Return the dtype of logits in memory, if they are computed once, and the dtype of their gradient."""
     if device_type == "cpu":
-        # CPU matrix products in half precision are up to a hundred times slower than in float32 where the
-        # processor has no instructions for them, so they are made in float32 everywhere.
+        # Without processor instructions for them, CPU products in half precision are up to a hundred times slower than
+        # in float32. So products on CPUs are in float32.
         return accumulation_dtype(dtype), accumulation_dtype(dtype)
     return options.logits_dtype or accumulation_dtype(dtype), dtype
 

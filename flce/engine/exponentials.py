@@ -1,4 +1,4 @@
-"""Exponentials in the place of gradients of logits: what a pass makes of them, see `schedules/unnormalized.py`."""
+"""The steps of a pass that computes gradients from exponentials: see `schedules/unnormalized.py`, which calls them."""
 
 from __future__ import annotations
 
@@ -22,48 +22,47 @@ from flce.engine.pass_context import PassContext
 
 
 class Exponentials:
-    """Exponentials of the logits of a pass. The gradient of the logits is ``factors[0] * exponentials``, but in the
+    """Exponentials of the logits of a pass. The gradient of the logits is ``factors[0] * exponentials``, and in the
     target's column ``factors[1]``."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         slots = 3 if context.problem.spec.label_smoothing else 2
         self.factors = context.new(slots, context.selection.row_capacity, dtype=torch.float32)
-        """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits. With label
-        smoothing (3, rows), see `Backend.exponentials`."""
+        """(2, rows): factors of rows of exponentials, and gradients of the targets' logits. With label smoothing
+        (3, rows), see `Backend.exponentials`."""
 
     def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], part: slice) -> None:
-        """Losses and exponentials for some rows and all classes, in tiles of consecutive ones: one, where logits do not
-        stay in registers."""
-        s, factors = self._context, self.factors
-        if s.in_registers:
-            call, count = s.statistics_call(part), s.selection.count
+        """Compute losses and exponentials of some rows and all classes. `tiles`: memory for consecutive classes; one
+        tile if logits do not stay in registers."""
+        ctx, factors = self._context, self.factors
+        if ctx.in_registers:
+            call, count = ctx.statistics_call(part), ctx.selection.count
             on_device = None if count is None or part.start > 0 else count.on_device
-            s.backend.product_exponentials(
-                xs[0], s.terms[0].weight, tiles, call, slice_columns(factors, part), on_device
+            ctx.backend.product_exponentials(
+                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, part), on_device
             )
-            if s.problem.token_weight_grad:
-                slice_columns(factors, part).mul_(slice_columns(s.token_weights, part))
+            if ctx.problem.token_weight_grad:
+                slice_columns(factors, part).mul_(slice_columns(ctx.token_weights, part))
         else:
             self._compute_in_blocks(xs, tiles[0], part)
-        s.vocab.merge_factors(
-            part, slice_columns(factors, part)
-        )  # once for all rows: other processes may have other blocks
+        # Once for all rows of the part, because other processes may have other blocks.
+        ctx.vocab.merge_factors(part, slice_columns(factors, part))
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, part: slice) -> None:
-        s, previous_rows = self._context, None
-        for piece, cols, logits, exps in s.compute_logit_blocks(xs, part, s.all_classes, tile):
+        ctx, previous_rows = self._context, None
+        for piece, cols, logits, exps in ctx.compute_logit_blocks(xs, part, ctx.all_classes, tile):
             block_factors = slice_columns(self.factors, piece)
-            if piece != previous_rows:  # the next rows
-                previous_rows, call = piece, s.statistics_call(piece, with_gradient=True)
-                state = s.new(EXPONENTIAL_SLOTS, len(logits), dtype=s.normalizer.dtype)
-            s.backend.exponentials(logits, exps, call._replace(tile=s.tile(cols)), state, block_factors)
-            if s.vocab.is_sharded and cols.stop == s.vocab_size:
+            if piece != previous_rows:
+                previous_rows, call = piece, ctx.statistics_call(piece, with_gradient=True)
+                state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
+            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile(cols)), state, block_factors)
+            if ctx.vocab.is_sharded and cols.stop == ctx.vocab_size:
                 block_factors[0] = self._shard_factor(state[BASE], piece, exps.dtype)
 
     def _shard_factor(self, base: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        """(rows,) what makes `Backend.exponentials` relative to a base the derivative of the log-sum-exp of the slice's
-        logits, as a product left them."""
+        """Return (rows,) the factors by which exponentials relative to `base` become the derivative of the shard's
+        log-sum-exp with respect to its logits, before scale and softcap."""
         assert self._context.out is not None
         spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, rows)
         jacobian_factor = spec.scale * spec.cap
@@ -74,33 +73,34 @@ class Exponentials:
         return (relative - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
 
     def convert_to_gradient(self, exps: Tensor, part: slice) -> None:
-        """The gradient of the logits of some rows and all classes, in the place of exponentials."""
-        s = self._context
-        s.backend.gradient_of_exponentials(exps, slice_columns(self.factors, part), s.statistics_call(part))
+        """Overwrite exponentials of some rows and all classes with the gradient of the logits."""
+        ctx = self._context
+        ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, part), ctx.statistics_call(part))
 
     def scale_rows(self, x: Tensor, part: slice, out: Tensor) -> Tensor:
-        """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
+        """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for ignored rows. Return `out`."""
         self._combine_rows(x, part, out, None, None)
         return out
 
     def _combine_rows(self, x: Tensor, part: slice, out: Tensor, weight: Tensor | None, index: Tensor | None) -> None:
-        s = self._context
-        target, ignore_index = slice_columns(s.selection.target, part), s.problem.spec.ignore_index
-        s.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, part), ignore_index, index)
+        ctx = self._context
+        target, ignore_index = slice_columns(ctx.selection.target, part), ctx.problem.spec.ignore_index
+        ctx.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, part), ignore_index, index)
 
     def finish_input_gradient(self, term: int, product: Tensor, part: slice) -> None:
-        """dX of a term: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
-        s = self._context
-        index = None if s.selection.index is None else s.selection.index[part]
-        out = slice_rows(s.dx_memory(term), part) if index is None else s.dx_memory(term)
-        self._combine_rows(product, part, out, s.terms[term].weight, index)
+        """Write dX of a term: ``factors[0] * product`` plus the targets' terms. `product`: exponentials times
+        weight."""
+        ctx = self._context
+        index = None if ctx.selection.index is None else ctx.selection.index[part]
+        out = slice_rows(ctx.dx_memory(term), part) if index is None else ctx.dx_memory(term)
+        self._combine_rows(product, part, out, ctx.terms[term].weight, index)
         if index is None:
-            s.vocab.start_dx_sum(term, out)
+            ctx.vocab.start_dx_sum(term, out)
 
     def compute_weight_gradient(
         self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor
     ) -> None:
-        """dW of a term from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
+        """Compute dW of a term from exponentials of all rows. `grads`: dW of the classes of each tile."""
         if self._context.in_registers:
             self._context.backend.weight_gradient(grads, tiles, scaled, self._target_terms(term))
             return
@@ -109,29 +109,28 @@ class Exponentials:
         self.add_target_terms(term, grads)
 
     def add_target_terms(self, term: int, sums: Sequence[Tensor]) -> None:
-        """Adds the targets' terms to sums of dW, of consecutive classes."""
-        # Of fewer than 16 classes the first half is none, see `borrowing.second_half_start`, and a launch of nothing
-        # is dropped.
+        """Add the targets' terms to sums of dW of consecutive classes."""
+        # With fewer than 16 classes the first half is empty, see `borrowing.second_half_start`.
         self._context.backend.add_target_terms([part for part in sums if len(part)], self._target_terms(term))
 
     def add_bias_gradient(self, exps: Tensor, part: slice) -> None:
-        """``factors[0] @ exps`` to the gradient of the bias of the first classes: exps (rows, classes)."""
-        s, factor = self._context, self.factors[0, part]
-        # Two numbers of half precision have the digits of the factor.
+        """Add ``factors[0] @ exps`` to the gradient of the bias of the first classes. exps: (rows, classes)."""
+        ctx, factor = self._context, self.factors[0, part]
+        # The sum of two half-precision numbers is as precise as the factor needs.
         rounded_factor = factor.to(exps.dtype)
         pieces = torch.stack((rounded_factor, (factor - rounded_factor).to(exps.dtype)))
-        sums = s.new(len(pieces), exps.shape[1], dtype=torch.float32)
-        s.matmul(pieces, exps, out=sums)
-        s.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
+        sums = ctx.new(len(pieces), exps.shape[1], dtype=torch.float32)
+        ctx.matmul(pieces, exps, out=sums)
+        ctx.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
 
     def add_target_bias_terms(self, stop: int) -> None:
-        """The targets' terms to the gradient of the bias of the classes before `stop`."""
+        """Add the targets' terms to the gradient of the bias of the classes before `stop`."""
         terms = self._target_terms(0)
         ones = terms.x.new_ones(len(terms.x), 1)
         self._context.backend.add_target_terms([self._context.db_memory()[:stop, None]], replace(terms, x=ones))
 
     def _target_terms(self, term: int) -> TargetTerms:
-        s, rows = self._context, slice(0, self._context.selection.num_rows)
-        index = None if s.selection.index is None else s.selection.index[rows]
-        target, factor = slice_columns(s.selection.target, rows), self.factors[1, rows]
-        return TargetTerms(s.terms[term].input, index, target, factor, s.problem.spec.ignore_index)
+        ctx, rows = self._context, slice(0, self._context.selection.num_rows)
+        index = None if ctx.selection.index is None else ctx.selection.index[rows]
+        target, factor = slice_columns(ctx.selection.target, rows), self.factors[1, rows]
+        return TargetTerms(ctx.terms[term].input, index, target, factor, ctx.problem.spec.ignore_index)

@@ -1,12 +1,12 @@
-"""One call: the schedule of its plan, run on its tensors.
+"""The forward and the backward pass of a loss: run the schedule of a plan on the tensors of a call.
 
 For every tile of some tokens and some classes a schedule
 
-1. makes ``logits = sum of x W^T over the terms``, in memory or in registers only;
-2. turns them into row statistics and losses, and into their own gradient;
-3. adds ``dX (+)= dlogits W`` and ``dW (+)= dlogits^T x`` for each term.
+1. computes ``logits = sum of x W^T over the terms``, in memory or in registers;
+2. computes row statistics and losses, and the gradient of the logits;
+3. adds ``dX += dlogits W`` and ``dW += dlogits^T x`` for each term.
 
-`flce/engine/schedules/` has the loops: which tiles there are, where they lie, and what is made of them when.
+The loops over tiles are in `flce/engine/schedules/`. The operators in `flce/ops/` and the dry run call this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flce.engine.shards import FullVocab, build_vocab, gather_class_weights
 
 @dataclass(frozen=True)
 class Plan:
-    """A call and the schedule that it takes: all that its passes depend on beside tensors."""
+    """A case and its schedule: everything that its passes depend on, except tensors."""
 
     case: Case
     strategy: str
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def deferred(self) -> bool:
-        """Whether gradients are made in backward rather than in forward."""
+        """True if gradients are computed in backward instead of forward."""
         return self.schedule.deferred
 
     @functools.cached_property
     def has_forward_gradients(self) -> bool:
-        """Whether forward makes gradients."""
+        """True if forward computes gradients."""
         return self.case.needs.any and not self.deferred
 
     @functools.cached_property
@@ -57,12 +57,12 @@ class Plan:
 
     @functools.cached_property
     def in_registers(self) -> bool:
-        """Whether logits stay in registers where they are wanted for statistics or a second time."""
+        """True if logits stay in registers when they are computed for statistics or recomputed."""
         return self.case.in_registers and self.schedule.in_registers
 
 
 class Runtime(NamedTuple):
-    """What passes run with: memory and kernels of a device, or those that count (`planning.dry_run`)."""
+    """The backend and the memory of a pass: of a device, or counting ones of a dry run (`planning.dry_run`)."""
 
     backend: Backend
     arena: Arena
@@ -72,23 +72,22 @@ class Runtime(NamedTuple):
 
 @functools.cache
 def runtime_on(device: torch.device, backend: str) -> Runtime:
-    """What plans for a backend run with on a device."""
+    """Return the runtime of a backend on a device."""
     return Runtime(load_backend(backend), Arena(device))
 
 
 class ForwardResult(NamedTuple):
-    outputs: RowOutputs  # of all N rows, but the losses: () or (N,)
+    outputs: RowOutputs  # of all N rows; losses are () or (N,)
     grads: list[Tensor]  # of the loss, times gradient_scale; empty if the plan defers them
-    gradient_scale: Tensor | None  # () what the upstream gradient must be divided by; None: 1
-    token_weight_gradient: (
-        Tensor | None
-    )  # (N,) of the loss, or of each row's, in the weights of tokens; None: not asked for
+    gradient_scale: Tensor | None  # () divisor of the upstream gradient; None: 1
+    # (N,) gradient of the loss, or of each row's loss, with respect to token weights; None: not requested
+    token_weight_gradient: Tensor | None
 
 
 def forward(
     problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
 ) -> ForwardResult:
-    """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
+    """Compute losses and, if `gradients`, the gradients of inputs and weights, even if the schedule defers them."""
     problem = gather_class_weights(problem)
     none_ignored = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
@@ -98,17 +97,17 @@ def forward(
     skip_ignored = not none_ignored and plan.case.skip_ignored
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
-    rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
+    outputs = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
     context = build_context(
-        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     )
     schedule.forward(context)
     if not with_gradients:
         context.vocab.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
-    rows, weight = selection.scatter_outputs(rows), problem.token_weight
+    outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
     results, _, token_weight_gradient = vectors.reduce(
-        problem, runtime.backend, rows, scales.for_loss, problem.target, weight
+        problem, runtime.backend, outputs, scales.for_loss, problem.target, weight
     )
     if gradients and schedule.deferred:
         del context
@@ -123,10 +122,10 @@ def backward(
     upstream: Tensor,
     runtime: Runtime | None = None,
 ) -> list[Tensor]:
-    """The gradients, from recomputed logits.
+    """Compute the deferred gradients from recomputed logits.
 
     Args:
-        normalizer: (slots, N), as `forward` left it.
+        normalizer: (slots, N), from `forward`.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     problem = gather_class_weights(problem)
@@ -138,13 +137,12 @@ def backward(
         problem, runtime.backend, with_gradients=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    classes = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
-    context = build_context(plan, runtime, classes, gradient_scale=scales.gradient_scale)
+    vocab = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    context = build_context(plan, runtime, vocab, gradient_scale=scales.gradient_scale)
     plan.schedule.backward(context)
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, classes: FullVocab, **more: Any) -> PassContext:
-    """The context of a problem, or of the classes of it that this process has. `more`: other fields of
-    `PassContext`."""
-    return runtime.context_type(classes, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+def build_context(plan: Plan, runtime: Runtime, vocab: FullVocab, **more: Any) -> PassContext:
+    """Return the context of a pass over the classes of `vocab`. `more`: other fields of `PassContext`."""
+    return runtime.context_type(vocab, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

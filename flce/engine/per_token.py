@@ -1,11 +1,12 @@
-"""Results of each token in the place of a loss: log-probabilities, entropies and others, and their gradients.
+"""Results of each token instead of a loss: log-probabilities, entropies and others, and their gradients.
 
-Forward makes statistics of the logits and nothing else, by a plan that does not know which gradients will be asked for:
-a call has the same bits with them and without. Backward makes the logits again. With l the log-probabilities of a row,
-p = exp(l), H its entropy, and upstream gradients of its results, the gradient in its logits z is
+`ops/linear_logprobs.py` and the dry run call it. Forward computes only statistics. Its plan does not depend on the
+needed gradients, so that results have the same bits with and without gradients. Backward recomputes the logits. With l
+the log-probabilities of a row, p = exp(l), H its entropy and g the upstream gradients of its results, the gradient in
+its logits z is
 
-    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + H)), and at the target and at candidates what is
-    upstream of them.
+    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + H)),
+    plus g_logprob at the target and g_candidates at the candidates.
 
 (The derivative of H = -sum(p * l) in z is -p * (l + H).)
 """
@@ -41,7 +42,7 @@ from flce.engine.top_k import TopK
 
 
 class TokenResults(NamedTuple):
-    """What forward returns, of all N rows. None for what was not asked for."""
+    """Results of forward of all N rows. None for results that are not requested."""
 
     outputs: RowOutputs
     candidate_logprob: Tensor | None  # (N, K)
@@ -50,7 +51,7 @@ class TokenResults(NamedTuple):
 
 
 class UpstreamGradients(NamedTuple):
-    """Gradients of results, 0 for ignored rows. None for what has none."""
+    """Upstream gradients of results, 0 for ignored rows. None for results without a gradient."""
 
     logprob: Tensor | None  # (N,)
     entropy: Tensor | None  # (N,)
@@ -59,11 +60,11 @@ class UpstreamGradients(NamedTuple):
 
 
 class SavedRows(NamedTuple):
-    """What backward needs to know of forward."""
+    """Results of forward that backward reads."""
 
     normalizer: Tensor  # (slots, N)
-    entropy: Tensor | None  # (N,) where it has a gradient
-    candidate_logprob: Tensor | None  # (N, K) likewise
+    entropy: Tensor | None  # (N,) if it has a gradient
+    candidate_logprob: Tensor | None  # (N, K) if they have a gradient
 
 
 def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
@@ -74,7 +75,7 @@ def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
 def forward(
     problem: LinearCrossEntropyProblem, plan: Plan, candidates: Tensor | None, runtime: Runtime | None = None
 ) -> TokenResults:
-    """The results of all tokens. candidates: (N, K) int64."""
+    """Compute the results of all tokens. candidates: (N, K) int64."""
     spec, accum = logprob_spec(problem), accumulation_dtype(problem.dtype)
     none_ignored = vectors.check_targets(problem)
     vectors.check_candidates(candidates, problem.vocab_size)
@@ -84,8 +85,8 @@ def forward(
     rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
     top_k = TopK.allocate(selection.row_capacity, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    classes = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
-    context = build_context(plan, runtime, classes, top_k=top_k)
+    vocab = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    context = build_context(plan, runtime, vocab, top_k=top_k)
     plan.schedule.forward(context)
     context.vocab.merge_results(slice(0, selection.num_rows))
 
@@ -104,12 +105,12 @@ def forward(
     return TokenResults(selection.scatter_outputs(rows), candidate_logprob, top_logprob, top_ids)
 
 
-# The id of no class.
+# The id that is not a class.
 NO_CANDIDATE = -1
 
 
 def _sum_candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
-    """z of some classes of each selected row, (rows, K), of whatever process has them; 0 where an id is none."""
+    """Return z of some classes of each selected row, (rows, K), summed over processes; 0 where an id is not a class."""
     problem, local = context.problem, context.vocab.local_ids(ids)
     logits = context.arena.new(ids.shape, context.normalizer.dtype, zero=True)
     for term in context.terms:
@@ -121,8 +122,8 @@ def _sum_candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
 
 
 def _subtract_normalizer(z: Tensor, normalizer: Tensor) -> Tensor:
-    """Log-probabilities of z, (rows, K)."""
-    # The offset first: exact where all logits share a large one.
+    """Return the log-probabilities of z, (rows, K)."""
+    # The offset is subtracted first: exact if all logits share a large offset.
     return z.sub_(normalizer[OFFSET][:, None]).sub_(normalizer[LOG_SUM][:, None])
 
 
@@ -134,7 +135,7 @@ def backward(
     upstream: UpstreamGradients,
     runtime: Runtime | None = None,
 ) -> list[Tensor]:
-    """The gradients, from logits that are made again."""
+    """Compute the gradients from recomputed logits."""
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     saved = SavedRows(*(None if t is None else selection.take(t, dim) for t, dim in zip(saved, (1, 0, 0), strict=True)))  # type: ignore[arg-type]
@@ -154,14 +155,14 @@ def backward(
             if gradients is not None:
                 gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    classes = build_vocab(problem, selection, scales, runtime.arena, saved.normalizer)
-    row_gradient[TARGET] = classes.zero_remote_targets(row_gradient[TARGET])
+    vocab = build_vocab(problem, selection, scales, runtime.arena, saved.normalizer)
+    row_gradient[TARGET] = vocab.zero_remote_targets(row_gradient[TARGET])
     if candidate_grads is not None:
-        candidate_grads = candidate_grads._replace(ids=classes.local_ids(candidate_grads.ids))
+        candidate_grads = candidate_grads._replace(ids=vocab.local_ids(candidate_grads.ids))
     context = build_context(
         plan,
         runtime,
-        classes,
+        vocab,
         gradient_scale=gradient_scale,
         row_gradient=row_gradient,
         candidate_grads=candidate_grads,
@@ -173,7 +174,8 @@ def backward(
 def _compute_row_gradient(
     runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
-    """(slots, rows), see `TileCall.row_gradient`; NaN for wrong targets. ENTROPY, where entropies have a gradient."""
+    """Return `TileCall.row_gradient`, (slots, rows); NaN for wrong targets. It has the slot ENTROPY if entropies have a
+    gradient."""
     slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
     factors = runtime.arena.new((slots, selection.row_capacity), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
@@ -200,7 +202,7 @@ def _compute_row_gradient(
 def _compute_gradient_scale(
     selection: Selection, row_gradient: Tensor, candidate_grads: CandidateGrads | None
 ) -> Tensor:
-    """() the power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK."""
+    """Return the power of two, (), with which the largest gradient of float16 logits is near FLOAT16_GRAD_PEAK."""
     spec, row_factor = selection.problem.spec, selection.row_factor
     if not row_gradient.numel():
         return row_gradient.new_ones(())
@@ -215,7 +217,7 @@ def _compute_gradient_scale(
 def _compute_candidate_grads(
     runtime: Runtime, selection: Selection, ids: Tensor, saved: SavedRows, upstream: Tensor, row_gradient: Tensor
 ) -> CandidateGrads:
-    """The whole gradients of the logits of candidates, once for each of several equal ones."""
+    """Compute the complete gradients of the logits of candidates. Equal candidates of a row have equal values."""
     problem, logprob = selection.problem, saved.candidate_logprob
     assert logprob is not None
     spec, softmax_factor = problem.spec, row_gradient[SOFTMAX, :, None]

@@ -1,4 +1,4 @@
-"""Which tokens are worked on, and what belongs to them."""
+"""The selection of tokens that a pass processes: all tokens, or the tokens that are not ignored."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.core.slices import slice_columns
 
-# Gathering the rows that are not ignored pays if at least this share of them is dropped.
+# Rows that are not ignored are gathered if at least this share of all rows is dropped. Below, gathering is slower.
 MIN_IGNORED_SHARE = 1 / 16
 
 
 def _has_nonfinite_ignored_rows(p: LinearCrossEntropyProblem) -> bool:
-    """Whether the gradient of a weight is NaN if no row is dropped: the gradient of an ignored row's logits is 0, and 0
-    times an infinity of the row's input is NaN. The host waits for the answer."""
+    """Return True if the gradient of a weight is NaN unless ignored rows are dropped: the gradient of an ignored row's
+    logits is 0, and 0 times an infinity in the row's input is NaN. The host waits for the device."""
     ignored = p.target == p.spec.ignore_index
     inputs = [term.input for term, needed in zip(p.terms, p.needs.weights, strict=True) if needed]
     largest = (torch.linalg.vector_norm(x.detach(), torch.inf, dim=1) for x in inputs)
@@ -27,7 +27,7 @@ def _has_nonfinite_ignored_rows(p: LinearCrossEntropyProblem) -> bool:
 
 
 class _DeviceCount:
-    """A number on the device, which is on its way to the host while the device goes on."""
+    """A number on the device, copied to the host without waiting."""
 
     def __init__(self, count: Tensor) -> None:
         self.on_device = count
@@ -45,11 +45,11 @@ class _DeviceCount:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that are worked on: all of them, or those that are not ignored."""
+    """Selected rows: all N rows, or the rows that are not ignored."""
 
     problem: LinearCrossEntropyProblem
-    index: Tensor | None  # (rows,) into the N rows; None: all of them
-    # If the host does not know it yet: how many of `index`, which then has all N rows, are worked on. They come first.
+    index: Tensor | None  # (rows,) into the N rows; None: all rows
+    # The number of selected rows, if it is counted on the device. `index` then has all N rows, the selected rows first.
     count: _DeviceCount | None = None
 
     @staticmethod
@@ -60,23 +60,23 @@ class Selection:
         if count_on_device:
             numbers = torch.arange(p.num_tokens, device=p.device)
             before = valid.cumsum(0)
-            count = before[-1].clone()  # a kernel is built for addresses that are aligned
-            place = torch.where(valid, before - 1, count + numbers - before)
-            return Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _DeviceCount(count))
-        # The host needs the number of rows, and the device has nothing to do meanwhile. What it then waits for should
-        # be as little as possible, so vectors and gradients are made after the first logits.
+            count = before[-1].clone()  # A clone, because kernels are compiled for aligned addresses.
+            position = torch.where(valid, before - 1, count + numbers - before)
+            return Selection(p, torch.empty_like(position).scatter_(0, position, numbers), _DeviceCount(count))
+        # The host waits for the number of rows, and the device is idle. The first logits should be launched as early as
+        # possible afterwards, so vectors and gradients are allocated after them.
         index = valid.nonzero()[:, 0]
         is_worth_gathering = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
         return Selection(p, index if is_worth_gathering else None)
 
     @functools.cached_property
     def row_capacity(self) -> int:
-        """Rows that there may be results of: all that `index` has."""
+        """Upper bound of the selected rows, for allocation: the length of `index`."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property
     def upper_bound_rows(self) -> int:
-        """`num_rows` where the host knows it, else `row_capacity`."""
+        """`num_rows` if the host has read it, else `row_capacity`."""
         return self.row_capacity if "num_rows" not in vars(self) and self.count is not None else self.num_rows
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class Selection:
         return x if self.index is None else x.index_select(dim, self.index)
 
     def row_inputs(self, part: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-        """`weighted`: with the tokens' weights, if there are any."""
+        """Return the inputs of a part of the selected rows. `weighted`: with token weights, if there are any."""
         p = self.problem
         weight = self.token_weight if weighted and p.token_weight is not None else None
         factor = self.row_factor if p.row_factor is not None else None
@@ -112,16 +112,18 @@ class Selection:
         return RowInputs(slice_columns(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
 
     def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
-        """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
+        """Return results of all N rows from results of the selected rows. Other rows get the results of ignored
+        rows."""
         if self.index is None:
             return out
         return out.select_rows(slice(0, self.num_rows)).map(lambda values: self.scatter(values, -1))
 
     def scatter(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Values of the selected rows at their places among all N along `dim`."""
+        """Return values of all N rows along `dim` from values of the selected rows. Other rows get 0, or -1 for
+        indices."""
         if self.index is None:
             return values
         shape, index = list(values.shape), self.index[: self.num_rows]
         shape[dim] = self.problem.num_tokens
-        fill_value = 0 if values.is_floating_point() else -1  # an index is that of no class
+        fill_value = 0 if values.is_floating_point() else -1
         return values.new_full(shape, fill_value).index_copy_(dim, index, values)

@@ -1,14 +1,14 @@
-"""The classes of a pass: all of them, or those of one process of a head that is divided.
+"""The classes of a pass: all classes, or the shard of one process of a divided head. `passes.py` builds them.
 
-Each process of a divided head has some of the classes, and all have the same tokens. The classes of a process are a
-problem of their own (`VocabShard.problem`): schedules and kernels work on it as on any other. Where a token's target is
-elsewhere, one of the process's own classes stands in for it. Statistics of the slice leave a few numbers of each row.
-One collective gives those of all processes to all, and every process puts the same results together
+Each process of a divided head has a shard of the classes, and all processes have the same tokens. A shard is a separate
+problem (`VocabShard.problem`), which schedules and kernels process like any other. If a token's target is in another
+shard, a class of the process's own shard is its stand-in. Statistics of a shard are a few numbers for each row. One
+collective gathers the statistics of all shards, and every process merges them into the same results
 (`formulas.merge_shards`).
 
-The gradient of the logits is then made of the gradient of a row (`TileCall.row_gradient`) and the normalizer of all
-classes. Where kernels have left exponentials, what multiplies a row of them is that of the slice alone, times the
-factor of softmax and the probability of the slice's classes.
+The gradient of the logits is then computed from the row gradient (`TileCall.row_gradient`) and the normalizer of all
+classes. If kernels have written exponentials, the factor of a row is the factor for the shard alone, times the softmax
+factor and the probability of the shard's classes.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ from flce.engine.top_k import TopK
 from flce.engine.vectors import LossScales, allocate_outputs
 
 LOCAL_IGNORE_INDEX = -100
-"""`ignore_index` of a slice, whose classes have numbers of their own."""
-# A normalizer beside which no logit has a probability above 0. Not infinite, so that differences are numbers.
+"""`ignore_index` of a shard, whose targets are local class numbers."""
+# A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
-# Statistics that a slice sends, by the names of `RowResults`, in the order in which they are sent.
+# Statistics of a shard that are gathered, by the names of `RowResults`. They are sent in the order of its fields.
 GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
-# Fields of a LossSpec that make logits: those of a slice, too.
+# Fields of a LossSpec that change logits. The spec of a shard has the same values.
 LOGIT_FIELDS = ("softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature")
-# Fields that the results of all classes know, see `formulas.write_results` and `formulas.row_gradient`.
+# Fields that are used when results are merged, see `formulas.write_results` and `formulas.row_gradient`.
 RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats")
 
 
 def shard_spec(spec: LossSpec) -> LossSpec:
-    """Return what is asked of a slice: log-probabilities and other statistics of the full spec. With label smoothing
-    the loss is the sum of ``w[k] * (lse - z[k])`` over its classes, divided by their number; without, nothing reads it.
+    """Return the spec of a shard: log-probabilities and the other statistics of the full spec. With label smoothing the
+    loss of the shard is the sum of ``w[k] * (lse - z[k])`` over its classes, divided by their number. Otherwise the
+    loss is not read.
 
     Raises:
-        NotImplementedError: the spec has a field that a divided head does not know.
+        NotImplementedError: the spec has a field that a divided head does not support.
     """
     names = {field.name for field in fields(spec)}
-    unknown = names.difference(LOGIT_FIELDS, RESULT_FIELDS)
-    for name in sorted(unknown):
+    unsupported = names.difference(LOGIT_FIELDS, RESULT_FIELDS)
+    for name in sorted(unsupported):
         if getattr(spec, name) != getattr(type(spec), name):
             raise NotImplementedError(f"a head that is divided over processes has no {name} yet")
     stats = {"argmax" if name == "correct" else name for name in spec.stats} & set(GATHERED_STATS)
@@ -84,16 +85,16 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 @dataclass
 class FullVocab:
-    """The classes of a pass that has all of them. What a `VocabShard` does beside is nothing here.
+    """The classes of a pass that has all classes. `VocabShard` overrides the methods that merge results of processes.
 
     Attributes:
-        full_problem: the call.
-        full_selection: the tokens that are worked on.
-        scales: of the loss.
-        arena: where memory comes from.
+        full_problem: the problem of all classes.
+        full_selection: the selected tokens of the full problem.
+        scales: loss scales.
+        arena: allocator.
         normalizer: (slots, rows).
-        out: where the results of these rows go. None in backward.
-        upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
+        out: memory for the results of these rows. None in backward.
+        upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
     """
 
     full_problem: LinearCrossEntropyProblem
@@ -105,36 +106,36 @@ class FullVocab:
     upstream: Tensor | None = None
 
     is_sharded = False
-    """Whether there are other processes with other classes."""
+    """True if other processes have other classes."""
     first_class = 0
-    """The number of the first of these classes among all."""
+    """Index of the first of these classes among all classes."""
 
     def __post_init__(self) -> None:
         self.problem, self.selection, self.local_out = self.full_problem, self.full_selection, self.out
-        """What schedules work on, and where statistics of these classes go."""
+        """Inputs of schedules, and memory for statistics of these classes."""
         self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
-        """What the gradient of the logits of these classes is made of."""
+        """Inputs of the gradient of the logits of these classes."""
 
     def merge_results(self, part: slice) -> None:
-        """Write the results of some rows, from what all processes have of them. One collective."""
+        """Merge the statistics of some rows of all processes into their results. One collective."""
 
     def merge_factors(self, part: slice, factors: Tensor) -> None:
-        """Write the results of some rows, and what their exponentials are multiplied by.
+        """Merge the results of some rows, and replace the factors of their exponentials.
 
         Args:
-            factors: (2 or 3, rows), see `Backend.exponentials`. The first is what makes exponentials the derivative of
-                the slice's own log-sum-exp; all are written.
+            factors: (2 or 3, rows), see `Backend.exponentials`. On entry the first are the factors for the derivative
+                of the shard's own log-sum-exp. On return all are the factors for the full loss.
         """
 
     def compute_row_gradient(self, part: slice) -> Tensor:
-        """Return `TileCall.row_gradient` of some rows, from the normalizer of all classes."""
+        """Compute `TileCall.row_gradient` of some rows from the normalizer of all classes."""
         call = self._call(part, out=None)
         factors = self.arena.new((LOSS_GRADIENT_SLOTS, part.stop - part.start), self.normalizer.dtype)
         self.scales.backend.row_gradient(call, factors)
         return factors
 
     def _call(self, part: slice, out: RowOutputs | None) -> TileCall:
-        """The call of the full loss, for results or gradients of some rows; its tile is that of these classes."""
+        """Return the call of the full loss for results or gradients of some rows. Its tile has these classes."""
         size = self.full_problem.local_vocab_size
         tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.full_selection.row_inputs(part, self.scales.for_gradient()), self.full_problem.spec
@@ -142,30 +143,30 @@ class FullVocab:
         return TileCall(inputs, spec, tile, None if out is None else out.select_rows(part), normalizer, upstream)
 
     def zero_remote_targets(self, factor: Tensor) -> Tensor:
-        """``factor``, (rows,), of targets: 0 where they are classes of other processes."""
+        """Return ``factor``, (rows,), set to 0 for rows whose target is a class of another process."""
         return factor
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Classes by their numbers here; -1 for those of other processes."""
+        """Return the local indices of classes; -1 for classes of other processes."""
         return ids
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
-        """`x`, summed over all processes in place. One collective."""
+        """Sum `x` over all processes in place and return it. One collective."""
         return x
 
     def merge_top_k(self, top_k: TopK) -> TopK:
-        """The largest logits of all classes, from those of each process. Two collectives."""
+        """Return the largest logits of all classes from the largest of each process. Two collectives."""
         return top_k
 
     def start_dx_sum(self, term: int, share: Tensor) -> None:
-        """Begin to sum a part of dX of a term over all processes, in place."""
+        """Start to sum a part of dX of a term over all processes, in place."""
 
     def finish_dx_sum(self, term: int, grad: Tensor) -> None:
-        """Wait for the sums of dX of a term, and begin them if no part of it was summed."""
+        """Wait for the sums of dX of a term. If none was started, sum all of dX."""
 
 
 class VocabShard(FullVocab):
-    """The classes of this process in a pass, and what is known of all."""
+    """The shard of this process in a pass, with the results of all classes."""
 
     is_sharded = True
 
@@ -193,17 +194,17 @@ class VocabShard(FullVocab):
         self.local_out = (
             None if self.out is None else allocate_outputs(self.problem, self.full_selection.row_capacity, self.arena)
         )
-        # Scales of 1, and the sum of the slice's class weights.
+        # Scales of 1, and the sum of the shard's class weights.
         self.local_scales = LossScales(self.problem, self.scales.backend, with_gradients=True)
-        # The class that stands for a slice without any may be above all others, which has no probability.
+        # An empty shard has a stand-in class. Its logit may be the largest of all, but its probability must be 0.
         if shard.is_empty:
             self.gradient_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
         else:
             self.gradient_normalizer = self.normalizer
 
     def _local_target(self) -> Tensor:
-        """(N,) Targets that are elsewhere are replaced by classes of this process, each by another: the terms of equal
-        targets are summed one after the other."""
+        """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes,
+        because the terms of equal targets are summed one after the other."""
         target, ignored = self.full_problem.target, self.full_problem.spec.ignore_index
         local = self.local_ids(target)
         stand_in = torch.arange(len(target), device=target.device) % self.full_problem.local_vocab_size
@@ -218,9 +219,10 @@ class VocabShard(FullVocab):
             self._merge_results(part)
 
     def _merge_results(self, part: slice) -> tuple[TileCall, Targets, RowResults, RowResults]:
-        """The results of some rows and those of each process, with the call that they are for."""
+        """Write the results of some rows. Return the call, its targets, the results, and the results of each
+        process."""
         p, call = self.full_problem, self._call(part, self.out)
-        if p.token_weight_grad:  # which is made of losses without the weights
+        if p.token_weight_grad:  # It is computed from losses without token weights.
             call = call._replace(inputs=call.inputs._replace(token_weight=None))
         targets, (sent, names) = Targets.from_call(call), self._gather_results(part)
         shards = unpack_shard_results(sent, names, self.shard)
@@ -229,7 +231,8 @@ class VocabShard(FullVocab):
         return call, targets, results, shards
 
     def _gather_results(self, part: slice) -> tuple[Tensor, Sequence[str]]:
-        """What all processes say of some rows, see `unpack_shard_results`, and its names. One collective."""
+        """Gather the results of some rows of all processes. Return them packed, see `unpack_shard_results`, and their
+        names. One collective."""
         assert self.local_out is not None
         local = self.local_out.select_rows(part)
         offset, smooth = local.normalizer[OFFSET], None
@@ -238,7 +241,7 @@ class VocabShard(FullVocab):
         if self.full_problem.spec.label_smoothing:
             smooth = local.loss * self.full_problem.local_vocab_size
         stats = {name: getattr(local, name) for name in GATHERED_STATS}
-        if local.argmax is not None:  # an index below 2^24 is a float32
+        if local.argmax is not None:  # An index below 2^24 is exact in float32.
             stats["argmax"] = local.argmax + self.shard.start
         local_results = RowResults(offset=offset, log_sum=local.normalizer[LOG_SUM], smooth=smooth, **stats)
         return gather_shard_results(
@@ -247,7 +250,7 @@ class VocabShard(FullVocab):
 
     @property
     def _class_weight_of_targets(self) -> Tensor | None:
-        """(rows,) class weights of the slice's own targets, with label smoothing."""
+        """Class weights of the local targets, (rows,), with label smoothing."""
         weight = self.problem.class_weight
         return None if weight is None else weight[self.selection.target.clamp(0, self.problem.local_vocab_size - 1)]
 
@@ -256,8 +259,8 @@ class VocabShard(FullVocab):
 
     def local_ids(self, ids: Tensor) -> Tensor:
         start = self.shard.start
-        here = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
-        return torch.where(here, ids - start, -1)
+        is_local = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
+        return torch.where(is_local, ids - start, -1)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
@@ -266,14 +269,14 @@ class VocabShard(FullVocab):
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]
         nothing = -torch.inf if top_k.largest else torch.inf
-        # A process with fewer than k classes has found as many; one without any, none.
+        # A shard with fewer than k classes has as many results as classes.
         found = 0 if self.shard.is_empty else min(k, self.full_problem.local_vocab_size)
         top_k.logits[:, found:], top_k.ids[:, found:] = nothing, 0
         logits, ids = (
             all_gather(x, self.group).movedim(0, 1).flatten(1) for x in (top_k.logits, top_k.ids + self.shard.start)
         )
-        best, place = logits.topk(k, largest=top_k.largest)
-        return replace(top_k, logits=best, ids=ids.gather(1, place))
+        best, position = logits.topk(k, largest=top_k.largest)
+        return replace(top_k, logits=best, ids=ids.gather(1, position))
 
     # ---------------------------------------------------------------------------------------- exponentials
 
@@ -285,16 +288,17 @@ class VocabShard(FullVocab):
         if self.full_problem.token_weight_grad:
             call = call._replace(inputs=self._call(part, None).inputs)
         softmax_factor, target_factor, classes_factor = row_gradient(call, targets)
-        # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
+        # An empty shard, or one with only logits of -inf, has no probabilities: they would be NaN.
         own = RowResults(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
         share = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
-        counts, factor = share != -torch.inf, call.inputs.row_factor
-        own_logit = torch.where(counts, own.offset + (own.log_sum + own.logprob), 0.0)
+        has_share, factor = share != -torch.inf, call.inputs.row_factor
+        own_logit = torch.where(has_share, own.offset + (own.log_sum + own.logprob), 0.0)
         jacobian = call.spec.jacobian(own_logit[:, None], factor)
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
-        # a p - o, of which a is nearly o and p nearly 1 where a model is certain.
+        # softmax_factor * p - target_factor without cancellation: if a model is certain, p is nearly 1 and both factors
+        # are nearly equal.
         grad_at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(results.logprob)
-        stand_in_probability = torch.where(counts, (own.logprob + share).exp(), 0.0)
+        stand_in_probability = torch.where(has_share, (own.logprob + share).exp(), 0.0)
         grad_at_own_target = where(targets.in_tile, grad_at_target, softmax_factor * stand_in_probability)
         if call.spec.label_smoothing:
             weight = self._class_weight_of_targets
@@ -302,7 +306,7 @@ class VocabShard(FullVocab):
                 classes_factor if weight is None else classes_factor * weight[part]
             )
             factors[2] = classes_factor * call.spec.scale
-        factors[0] = softmax_factor * torch.where(counts, factors[0] * share.exp(), 0.0)
+        factors[0] = softmax_factor * torch.where(has_share, factors[0] * share.exp(), 0.0)
         factors[1] = grad_at_own_target * jacobian
         factors.copy_(where(targets.valid, factors, 0.0))
 
@@ -313,10 +317,10 @@ class VocabShard(FullVocab):
 
     @functools.cached_property
     def _has_merge_kernel(self) -> bool:
-        """Whether one launch puts rows together: where a product makes exponentials, whose losses have no more."""
+        """True if a kernel can merge the rows: for losses that fused products with exponentials support."""
         p, in_float32 = self.full_problem, self.normalizer.dtype == torch.float32
-        unknown = unsupported_by_products(p.spec) or set(p.spec.stats) - EXPONENTIAL_STATS or p.token_weight_grad
-        return self.scales.backend.name == "triton" and in_float32 and not unknown
+        unsupported = unsupported_by_products(p.spec) or set(p.spec.stats) - EXPONENTIAL_STATS or p.token_weight_grad
+        return self.scales.backend.name == "triton" and in_float32 and not unsupported
 
     # ---------------------------------------------------------------------------------------- sums over processes
 
@@ -332,27 +336,29 @@ class VocabShard(FullVocab):
 
 
 def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> FullVocab:
-    """The classes of a problem that this process has. The arguments are those of `FullVocab`."""
+    """Return the classes of a problem that this process has. The arguments are the fields of `FullVocab`."""
     return (FullVocab if problem.shard is None else VocabShard)(problem, *rest)
 
 
 def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
-    """The same problem with the weights of all classes, where it has those of this process. Then, one collective."""
+    """Return the problem with the weights of all classes. If it has only the weights of this shard, they are gathered
+    with one collective."""
     weight, shard = p.class_weight, p.shard
     if shard is None or weight is None or shard.process_group.size() == 1:
         return p
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # Of the process that has all classes these may be its own. The others, which have none, ask for them then.
+        # One process has all classes: `weight` may be the weights of its shard, and empty shards gather them then.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))
 
 
 def gather_shard_results(local_results: RowResults, width: int, shard: Shard) -> tuple[Tensor, Sequence[str]]:
-    """Send results of rows over the classes of this process, `width` of them, to all. One collective.
+    """Gather the results of rows over the classes of each process. One collective. `width`: classes of this process.
 
-    Returns (processes, names * rows + 1), and the names. At the end is the number of classes of each process.
+    Return them, (processes, names * rows + 1), and their names in order. The last number is the process's number of
+    classes.
     """
     values = {
         name: value.to(local_results.offset.dtype)
@@ -365,9 +371,8 @@ def gather_shard_results(local_results: RowResults, width: int, shard: Shard) ->
 
 
 def unpack_shard_results(sent: Tensor, names: Sequence[str], shard: Shard) -> RowResults:
-    """Return results of all processes, (processes, rows) each, see `gather_shard_results`. They are NaN where
-    processes have
-    other numbers of classes than `shard` takes them to have: nothing waits for that."""
+    """Return the results of all processes, (processes, rows) each, from `gather_shard_results`. They are NaN if
+    processes have other numbers of classes than `shard` expects. The host does not wait to check this."""
     values = dict(zip(names, sent[:, :-1].view(len(sent), len(names), -1).unbind(1), strict=True))
     differ = (sent[:, -1] != shard.local_vocab_sizes(sent)).any()
     values["offset"] = torch.where(differ, torch.nan, values["offset"])
@@ -375,7 +380,7 @@ def unpack_shard_results(sent: Tensor, names: Sequence[str], shard: Shard) -> Ro
 
 
 def merge_shard_results(shards: RowResults, target: Tensor, class_weight: Tensor | None, shard: Shard) -> RowResults:
-    """Results of all classes from those of processes. `class_weight`: of all classes."""
+    """Return the results of all classes from the results of processes. `class_weight`: of all classes."""
     widths = shard.local_vocab_sizes(shards.offset)
     sums = widths if class_weight is None or shards.smooth is None else shard.sums_by_process(class_weight)
     owner = target.clamp(0, shard.vocab_size - 1) // shard.max_local_vocab_size

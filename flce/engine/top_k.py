@@ -1,4 +1,4 @@
-"""The largest logits of each row, collected from blocks of classes."""
+"""The k largest logits of each row, collected from blocks of classes by `PassContext.collect_top_k`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from torch import Tensor
 
 from flce.engine.arena import Arena
 
-# Logits to which a bias is added at a time: they are copied for that.
+# Logits to which a bias is added at a time, because they are copied for it.
 BIASED_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TopK:
-    """What has been found so far: logits a, bias included, which become z by an increasing function (or, of a negative
-    scale, a decreasing one: then these are the smallest). While fewer than k classes have been seen, only as many
-    columns are written."""
+    """The k largest logits of each row so far, bias included, before scale and softcap. The k smallest if the scale is
+    negative, because they have the largest z. If fewer than k classes were added, only as many columns are written."""
 
     logits: Tensor  # (rows, k)
     ids: Tensor  # (rows, k) int64
@@ -25,11 +24,11 @@ class TopK:
 
     @staticmethod
     def allocate(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> TopK:
-        """Room for the results. `scale`: what z is a multiple of."""
+        """Allocate the results. `scale`: factor of z."""
         return TopK(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
 
     def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:
-        """The logits of some rows and classes, as products left them, the classes in their order; bias: (cols,)."""
+        """Merge the logits of some rows and classes. Classes must be added in their order. bias: (cols,)."""
         k = self.ids.shape[1]
         before, after = min(k, cols.start), min(k, cols.stop)
         step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])

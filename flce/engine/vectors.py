@@ -1,4 +1,5 @@
-"""What both losses, the fused one and the one of logits that exist, do with vectors of one value per row."""
+"""Vectors of one value per row: allocation, loss scales, reduction, and checks of targets. The linear losses and the
+loss of given logits call it."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from flce.backends.contract import Backend, RowOutputs, RowProblem
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.engine.arena import Arena
 
-# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
-# room of 2^6 is for what `LossSpec.typical_gradient` leaves out.
+# The largest entry that the gradient of float16 logits should have. The range of float16 is 6e-8 to 65504. The headroom
+# of 2^6 is for factors that `LossSpec.typical_gradient` does not include.
 FLOAT16_GRAD_PEAK = 2.0**10
 
 
 def allocate_outputs(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
-    """Memory for what the backend makes of `num_rows` rows."""
+    """Allocate memory for the results of `num_rows` rows."""
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return arena.new((*slots, num_rows), dtype)
@@ -28,12 +29,13 @@ def allocate_outputs(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
 
 
 def pack_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
-    """As custom operators return them: what was not asked for is empty, of shape (0,). None share memory."""
+    """Return the outputs as custom operators return them: results that are not requested have shape (0,). No two
+    tensors share memory."""
     return tuple(rows.loss.new_empty(0) if t is None else t for t in rows)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
-    """What `pack_outputs` of the reduced rows of a problem looks like; `like` says of which kind."""
+    """Return tensors with the shapes and dtypes of `pack_outputs` after the reduction, on the device of `like`."""
     tokens = tuple(p.target.shape)
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -48,12 +50,13 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass
 class LossScales:
-    """Loss scales of a pass, made at first use, so that the first matmul is launched before these small kernels.
+    """Loss scales of a pass. They are computed at first use, so that the first matmul is launched before these small
+    kernels.
 
     Attributes:
-        with_gradients: whether the pass makes gradients.
-        has_gradient_scale: whether these are multiples of `gradient_scale`.
-        upstream: () what they are multiplied by, or (N,) the gradient of each row's loss; None: 1.
+        with_gradients: True if the pass computes gradients.
+        has_gradient_scale: True if gradients are multiplied by `gradient_scale`.
+        upstream: upstream gradient of the loss, (), or of each row's loss, (N,); None: 1.
     """
 
     problem: RowProblem
@@ -65,13 +68,14 @@ class LossScales:
 
     @functools.cached_property
     def for_loss(self) -> Tensor | None:
-        """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
+        """Scales of the loss. None for statistics of unweighted classes: `reduce` then computes them in its own
+        kernel."""
         needed = self.with_gradients or self.problem.class_weight is not None
         return self.backend.loss_scales(self.problem) if needed else None
 
     @functools.cached_property
     def gradient_scale(self) -> Tensor | None:
-        """() what gradients are too large by; None: 1."""
+        """Scalar to divide the gradients by, (), or None for 1."""
         if not self.has_gradient_scale or self.for_loss is None:
             return None
         if self.upstream is None or self.upstream.dim():
@@ -79,7 +83,7 @@ class LossScales:
         return compute_gradient_scale(self.problem, self.for_loss[0] * self.upstream)
 
     def for_gradient(self) -> Tensor | None:
-        """Return the scales times the gradient scale and the upstream gradient of all. The first call launches
+        """Return the scales times the gradient scale and the upstream gradient of the loss. The first call launches
         kernels."""
         if self._for_gradient is None:
             self._for_gradient = self.for_loss
@@ -91,16 +95,16 @@ class LossScales:
 
 
 def compute_gradient_scale(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
-    """() what brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK. Nothing waits for the device.
+    """Return the gradient scale, (), with which the largest gradient of float16 logits is near FLOAT16_GRAD_PEAK. The
+    host does not wait for the device.
 
-    ``1 / N``, a small weight or a small upstream gradient would push float16 gradients into the subnormal range. What
-    is made of them is divided by this gradient scale in float32. `scale` times the gradient scale is a power of two:
-    the gradients of many
-    targets' logits are nearly minus this, and would all be rounded alike.
+    ``1 / N``, a small weight or a small upstream gradient would make float16 gradients subnormal. Sums of them are
+    divided by the gradient scale in float32. `scale` times the gradient scale is a power of two: the gradients of many
+    targets' logits are nearly minus this number, and would otherwise all have the same rounding error.
 
     Args:
-        scale: () what the cross entropy is multiplied by.
-        upstream: (N,) gradient of each row's loss; None: 1.
+        scale: () factor of the cross entropy.
+        upstream: (N,) upstream gradient of each row's loss; None: 1.
     """
     peak, ignored = scale * p.spec.typical_gradient, p.target == p.spec.ignore_index
     if p.class_weight is not None:
@@ -114,21 +118,23 @@ def compute_gradient_scale(p: RowProblem, scale: Tensor, upstream: Tensor | None
 
 
 def floor_power_of_two(x: Tensor) -> Tensor:
-    """The largest that is no larger than the absolute value of x, within bounds; 1 where that is 0 or no number."""
-    # Of no valid row, or of weights of 0, any gradient scale will do.
+    """Return the largest power of two that is at most ``abs(x)``, clamped to 2^-60 ... 2^60; 1 if x is 0, inf or
+    NaN."""
+    # x is not finite if there is no valid row or all weights are 0. Then any gradient scale is correct.
     return torch.exp2(torch.log2(x.abs()).floor().nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
 def reduce(
     p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, weight: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """The results with the whole loss; the scales, if there are some; the gradient in the weights of tokens, if needed.
+    """Return the results with the reduced loss; the scales, if they were computed; the gradient of the token weights,
+    if it is needed.
 
-    That gradient is for an upstream gradient of 1, or of 1 for each row's loss. With it the losses of `out` come
-    without weights, which multiply them here, in place.
+    The gradient of the token weights is for an upstream gradient of 1, or of 1 for each row's loss. If it is needed,
+    the losses of `out` do not contain the token weights: they are multiplied here, in place.
 
     Args:
-        target, weight: of these rows.
+        target, weight: targets and token weights of these rows.
     """
     grad = None
     if p.token_weight_grad:
@@ -137,7 +143,7 @@ def reduce(
             scales = backend.loss_scales(p)
         ignored = target == p.spec.ignore_index
         grad = _token_weight_gradient(p.spec, out, scales, ignored)
-        # Losses are 0 where rows are ignored, and stay so whatever the weights are there.
+        # Losses of ignored rows are 0. They must stay 0 for weights of inf or NaN.
         weight = weight.masked_fill(ignored, 0.0)
         for losses in out.losses:
             if losses is not None:
@@ -152,7 +158,7 @@ def reduce(
 
 
 def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ignored: Tensor) -> Tensor:
-    """See `reduce`; in memory of its own."""
+    """Compute the gradient of the token weights, see `reduce`, in new memory."""
     cross_entropy, z_loss = out.losses
     if spec.reduction == "none":
         return cross_entropy.clone() if z_loss is None else cross_entropy + z_loss
@@ -160,26 +166,30 @@ def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | Non
     total = cross_entropy * scales[0]
     if z_loss is not None:
         total.addcmul_(z_loss, scales[1])
-    # The scales of a mean over nothing are infinite.
+    # If all tokens are ignored, the scales of a mean are infinite.
     return total.masked_fill_(ignored, 0.0)
 
 
 def can_read_values(device: torch.device) -> bool:
-    """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
+    """Return True if the host may read values: on a CPU, or with FLCE_DEBUG=1.
+
+    Raises:
+        ValueError: FLCE_DEBUG is not 0 or 1.
+    """
     debug = os.environ.get("FLCE_DEBUG", "")
     if debug not in ("", "0", "1"):
         raise ValueError(f"FLCE_DEBUG must be 0 or 1, got {debug!r}")
-    return device.type == "cpu" or (debug == "1" and device.type != "meta")  # which has no values
+    return device.type == "cpu" or (debug == "1" and device.type != "meta")  # Meta tensors have no values.
 
 
 def check_num_items(num_items: Tensor) -> None:
-    """ValueError for a negative number."""
+    """Raise ValueError for a negative number."""
     if bool(num_items < 0):
         raise ValueError(f"num_items must be > 0, got {num_items.item()}")
 
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
-    """IndexError for a candidate that is no class and not -1, where the host looks at values."""
+    """Raise IndexError for a candidate that is neither a class nor -1, if the host may read values."""
     if ids is None or not can_read_values(ids.device):
         return
     wrong = (ids < -1) | (ids >= vocab_size)
@@ -192,15 +202,18 @@ def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
 
 
 def check_row_factor(factor: Tensor | None) -> Tensor | None:
-    """One over the temperature of each row: NaN where that is no number > 0, or ValueError where the host looks at
-    values."""
+    """Return ``1 / temperature`` of each row, NaN where it is not a finite number > 0.
+
+    Raises:
+        ValueError: an entry is not a finite number > 0, and the host may read values.
+    """
     if factor is None:
         return None
-    right = (factor > 0) & (factor < torch.inf)
+    is_valid = (factor > 0) & (factor < torch.inf)
     if not can_read_values(factor.device):
-        return torch.where(right, factor, torch.nan)
-    if not bool(right.all()):
-        position = int((~right).nonzero()[0, 0])
+        return torch.where(is_valid, factor, torch.nan)
+    if not bool(is_valid.all()):
+        position = int((~is_valid).nonzero()[0, 0])
         temperature = float(1.0 / factor[position])
         raise ValueError(
             f"temperature must be a finite number > 0 for each token, got {temperature:g} at position {position} of "
@@ -210,8 +223,13 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 
 
 def check_targets(p: RowProblem) -> bool:
-    """IndexError for a target out of range, and ValueError for a negative `num_items`, where the host looks at values.
-    Return whether it is known that no target is ignored."""
+    """Check targets and `num_items`, if the host may read values. Return True if no target is ignored; False if some
+    are or values were not read.
+
+    Raises:
+        IndexError: a target is out of range.
+        ValueError: `num_items` is negative.
+    """
     if not can_read_values(p.target.device):
         return False
     if p.num_items is not None:
@@ -219,9 +237,9 @@ def check_targets(p: RowProblem) -> bool:
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():
-        least, most = (bound.item() for bound in target.aminmax())
-        if 0 <= least <= most < vocab_size:  # mostly, and then there is no more to look for
-            return not least <= p.spec.ignore_index <= most
+        lowest, highest = (bound.item() for bound in target.aminmax())
+        if 0 <= lowest <= highest < vocab_size:
+            return not lowest <= p.spec.ignore_index <= highest
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])

@@ -36,7 +36,7 @@ from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 # The results of `vectors.pack_outputs`, loss first; the gradients times a gradient scale, in the order of `Needs.flat`
 # (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
 _RESULTS = ", ".join(
-    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor grad_unit", "Tensor weight_grad"]
+    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor gradient_scale", "Tensor weight_grad"]
 )
 
 

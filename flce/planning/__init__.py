@@ -1,1 +1,1 @@
-"""Which schedule a call takes: the plan, the search for it, and what a schedule costs in memory and time."""
+"""The choice of a schedule: plans, their costs, and the search. `flce.plan` and `flce/ops/` call it."""

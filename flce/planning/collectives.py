@@ -1,4 +1,4 @@
-"""What the processes of a divided head tell each other in a call: counted while a plan is rehearsed."""
+"""The collectives of a call with a divided head, counted in a dry run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from flce.engine.shards import FullVocab, shard_spec
 from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
-# Vectors of a number for each process and token that are alive at once while results are put together, beside what the
-# processes have sent: of the three numbers of any loss, and of more.
+# Vectors of a number for each process and token that are live at once while results are merged, in addition to the
+# gathered numbers: if three numbers are gathered for each token, and if more are gathered.
 MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Calls of one kind."""
+    """Calls of one collective with the same operands."""
 
     operation: Operation
     what: str
     """Operands, in words."""
     calls: int
     bytes: int
-    """Bytes of all calls together: of the results of gathers, of the operands of reductions."""
+    """Total bytes of all calls: of the results of gathers, of the operands of reductions."""
 
     def sent_bytes(self, processes: int) -> int:
-        """What each process sends in a ring: of a gather or a scatter all but its own share, of a sum twice that."""
+        """Return the bytes that each process sends in a ring: (processes - 1) / processes of `bytes`, twice as many for
+        an all-reduce."""
         return round(self.bytes * (1 + (self.operation == "all-reduce")) * (processes - 1) / processes)
 
     def __str__(self) -> str:
@@ -44,7 +45,12 @@ class Collective:
 
 
 def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSplit | None:
-    """The arguments of `flce.plan`, checked."""
+    """Check the arguments of `flce.plan` and return the split; None without `shards`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `shards` is missing or not positive, or does not divide `num_tokens`.
+    """
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
     if shards is None:
@@ -63,7 +69,7 @@ def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens
 
 
 class Tally:
-    """Adds collectives up: numbers of calls and bytes, by operation and what it is of."""
+    """Numbers of calls and bytes of collectives, by operation and operand."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[Operation, str]] = Counter()
@@ -74,12 +80,12 @@ class Tally:
         self._bytes[operation, what] += size
 
     def copy(self) -> Tally:
-        made = Tally()
-        made._calls, made._bytes = self._calls.copy(), self._bytes.copy()
-        return made
+        tally = Tally()
+        tally._calls, tally._bytes = self._calls.copy(), self._bytes.copy()
+        return tally
 
     def repeat_since(self, before: Tally, times: float) -> None:
-        """What was added since then, so many times in the place of once."""
+        """Count collectives that were added since `before` `times` times instead of once."""
         for now, then in ((self._calls, before._calls), (self._bytes, before._bytes)):
             for key, value in now.items():
                 now[key] = then[key] + math.ceil(times * (value - then[key]))
@@ -90,13 +96,13 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Numbers of a token that each process sends, see `VocabShard.merge_results`: 3 to 7."""
+    """Return how many numbers each process sends for a token, see `VocabShard.merge_results`: 3 to 7."""
     return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
 
 
 @dataclass
 class CountingShard(FullVocab):
-    """In the place of a `VocabShard`, in a rehearsal: counts what it sends and the memory that this takes."""
+    """Classes of a process in a dry run: count the collectives of a `VocabShard` and their memory."""
 
     split: HeadSplit = field(kw_only=True)
     tally: Tally = field(kw_only=True)
@@ -106,11 +112,11 @@ class CountingShard(FullVocab):
     def __post_init__(self) -> None:
         super().__post_init__()
         p, rows = self.full_problem, self.full_selection.num_rows
-        # What is known of the slice alone: targets, and in forward results.
+        # Local targets, and local results in forward.
         if self.out is not None:
             self._local = vectors.allocate_outputs(replace(p, spec=shard_spec(p.spec)), rows, self.arena)
         self._targets = self.arena.new((rows,), torch.int64)
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     def merge_results(self, part: slice) -> None:
         rows, processes = part.stop - part.start, self.split.num_processes
@@ -125,12 +131,12 @@ class CountingShard(FullVocab):
         self.merge_results(part)
 
     def start_dx_sum(self, term: int, share: Tensor) -> None:
-        self._begun.add(term)
+        self._started.add(term)
         if self.split.num_processes > 1 and not self.split.sequence_parallel:
             self.tally.add("all-reduce", "gradients of inputs", share.nbytes)
 
     def finish_dx_sum(self, term: int, grad: Tensor) -> None:
-        if term not in self._begun:
+        if term not in self._started:
             self.start_dx_sum(term, grad)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:

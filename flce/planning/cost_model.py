@@ -1,7 +1,7 @@
-"""What products and passes are estimated to take in time: flops / F + bytes / B + launches * L.
+"""The estimated time of products and passes, flops / F + bytes / B + launches * L, for dry runs and the default plan.
 
-The constants were measured on an H200. On another GPU calls are assumed to reach the same share of the data sheet's
-rates, and all that is of the host, of launches and of blocks is assumed to be the same. A CPU has constants of its own.
+The constants were measured on an H200. For another GPU we assume the same share of the data sheet's rates, and the same
+constants of the host, of launches and of blocks. A CPU has separate constants.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from flce.engine.case import ceil_div
 
 
 class Rates(NamedTuple):
-    """What calls reach on a device."""
+    """Rates that calls reach on a device."""
 
     half_flops: float
-    """Flops a second of products in half precision."""
+    """Flops per second of products in half precision."""
     wide_flops: float
-    """Flops a second of products in float32 and float64."""
+    """Flops per second of products in float32 and float64."""
     bandwidth: float
-    """Bytes a second, of passes and of sums that products add to."""
+    """Bytes per second of passes, and of sums that products accumulate into."""
     operand_bandwidth: float
-    """Bytes a second that a product reads and writes while it multiplies."""
+    """Bytes per second that a product reads and writes while it multiplies."""
     launch_seconds: float
-    """Seconds from the end of one kernel to the beginning of the next."""
+    """Seconds from the end of one kernel to the start of the next."""
     block_shape: tuple[int, int]
-    """Rows and columns of the result that a multiprocessor makes at a time."""
+    """Rows and columns of the result that a multiprocessor computes at a time."""
     min_block_depth: int
-    """The least inner dimension of a block that is worth a multiprocessor of its own."""
+    """The least inner dimension of a block for which a separate multiprocessor is used."""
     host_seconds_per_tile: float
-    """Seconds that Python takes to launch what a tile needs, while the device has the tile before."""
+    """Seconds in which Python launches the kernels of a tile, while the device processes the tile before."""
     host_seconds_per_block: float
-    """The same of a block of logits: a product and a kernel."""
+    """Seconds in which Python launches the product and the kernel of a block of logits."""
 
 
 # Fitted to benchmarks/results/h200-earlier.json and the run before it.
@@ -42,9 +42,9 @@ _ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 130e-6, 20
 
 @functools.cache
 def rates(device: DeviceRecord) -> Rates:
-    """What calls reach on a device: of its data sheet's rates the share that they reached on an H200.
+    """Return the rates that calls reach on a device: the same share of its data sheet's rates as on an H200.
 
-    Every Hopper is counted as an H200, because plans of all of them were measured so.
+    Every Hopper GPU has the rates of an H200, because plans of all of them were measured with these.
     """
     if not device.arch:
         flops = device.half_flops, device.wide_flops
@@ -62,16 +62,18 @@ def rates(device: DeviceRecord) -> Rates:
 
 @functools.lru_cache(maxsize=4096)
 def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int) -> float:
-    """Seconds for (m, k) times (k, n), with the launch.
+    """Return the seconds for (m, k) times (k, n), with the launch.
 
-    Blocks of the result are made in waves, one block for each multiprocessor. Where k is long, a block is made by
-    several of them, so that the last wave is shorter.
+    Blocks of the result are computed in waves, one block for each multiprocessor. If k is large, several
+    multiprocessors share a block, so that the last wave is shorter.
     """
-    reached = rates(device)
-    tall, wide = reached.block_shape
+    device_rates = rates(device)
+    tall, wide = device_rates.block_shape
     blocks = min(ceil_div(m, tall) * ceil_div(n, wide), ceil_div(m, wide) * ceil_div(n, tall))
-    parts = max(1, k // reached.min_block_depth)
+    parts = max(1, k // device_rates.min_block_depth)
     waves = ceil_div(blocks * parts, device.multiprocessors) / parts
-    rate = reached.half_flops if itemsize < 4 else reached.wide_flops
+    rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
     compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
-    return max(compute, (m * k + k * n + m * n) * itemsize / reached.operand_bandwidth) + reached.launch_seconds
+    return (
+        max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
+    )

@@ -1,14 +1,12 @@
-"""The plan of a call that has no budget, by a rule.
+"""The plan of a call without a budget. `search.py` calls `default_plan`.
 
-* All tokens are one chunk where their logits take at most `DefaultBytes.one_chunk`: then no gradient is summed over
-chunks.
-  More are cut into chunks of `DefaultBytes.chunk`, so that the workspace does not grow with their number. Where tokens
-  are
-  not too many, exponentials are borrowed from the weight gradient.
-* Where no gradient of a weight is summed, a large chunk gains little. A frozen head takes the chunks of
-  `_frozen_rows`. ``reduction="none"`` takes the smallest blocks of classes that are nearly as fast as the fastest, and
-  of plans that take no more than these the fastest. Results of tokens keep `PER_TOKEN_BYTES`.
-* ``strategy="vocab"`` takes blocks of a quarter of `DefaultBytes.chunk`.
+* If all logits have at most `DefaultBytes.one_chunk` bytes, all tokens are one chunk: then no gradient is summed over
+  chunks. Otherwise chunks have at most `DefaultBytes.chunk` bytes, so that the workspace does not grow with the number
+  of tokens. With at most `MAX_BORROWED_RATIO` * H tokens in one chunk, exponentials are borrowed from dW.
+* If no gradient of a weight is summed, large chunks are hardly faster. A frozen head has chunks of `_frozen_rows`.
+  ``reduction="none"`` chooses the smallest blocks of classes that are nearly as fast as the fastest plan, and then the
+  fastest plan of this size. Results of tokens have at most `PER_TOKEN_BYTES`.
+* ``strategy="vocab"`` has blocks of a quarter of `DefaultBytes.chunk`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,17 @@ from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
 from flce.planning.plan import ChunkPlan, fastest_near, plan_for_size, smallest_near
 
-# What the smallest plan may take of time, times the fastest.
+# Maximum time of the smallest plan, in multiples of the time of the fastest.
 MAX_SLOWDOWN = 1.03
-# Results of tokens take no more than this, if there is such a plan; of those the smallest within TOKEN_SLOWDOWN. Larger
-# blocks are no faster in fact: 16384 x 1024 x 151936 takes 1.17 of its products with 1057 MiB, 1.12 with 352 (H200).
+# Maximum workspace for results of tokens, if there is such a plan. Of these plans the smallest within TOKEN_SLOWDOWN is
+# chosen. We measured that larger blocks are not faster: 16384 x 1024 x 151936 takes 1.17 times its products with 1057
+# MiB, and 1.12 times with 352 MiB (H200).
 PER_TOKEN_BYTES = 512 << 20
 TOKEN_SLOWDOWN = 1.005
-# Classes of a block among which the smallest is chosen.
+# Candidates for the number of classes of a block.
 CANDIDATE_BLOCK_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
-# N / H, at most, with which exponentials are borrowed. With more tokens there is little to borrow. Borrowing takes no
-# more time where it takes less memory:
+# Maximum N / H with which exponentials are borrowed. With more tokens borrowing saves little memory. Where it saves
+# memory, it does not take more time:
 #
 # | times the bare products | borrowed | not borrowed |
 # |-------------------------|----------|--------------|
@@ -41,12 +40,12 @@ CANDIDATE_BLOCK_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 
 # | 2048 x 4096 x 128256    | 1.07     | 1.13         |
 # | 8192 x 3584 x 152064    | 1.02     | 1.04         |
 MAX_BORROWED_RATIO = 4
-# Of the time in which a product of a frozen head reads the weight, what it may have too little to multiply in.
+# A chunk of a frozen head has enough tokens that multiplying takes at least this share of the time to read the weight.
 READ_SHARE = 0.9
 
 
 def default_plan(c: Case) -> ChunkPlan:
-    """The plan without a budget."""
+    """Return the plan for a case without a budget."""
     strategy = c.options.strategy
     if not c.needs.any:
         entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
@@ -55,16 +54,14 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
     if strategy == "vocab":
         return plan_for_size(c, Blocks, _default_cols(c))
-    rows, has_default_rows = (
-        c.options.chunk_rows,
-        c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu",
-    )
+    rows = c.options.chunk_rows
+    has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
     if has_default_rows and not c.needs.weights[0]:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
     if has_default_rows and plan.deferred and strategy == "auto":
-        # Logits are made twice in any case, and blocks of classes sum no gradient of a weight. They sum that of inputs,
-        # which takes more where tokens are very many.
+        # Logits are computed twice by any deferred schedule. Blocks of classes sum no gradient of a weight. They sum
+        # dX, which needs more memory if there are very many tokens.
         blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         if not isinstance(c.spec, LogprobSpec):
@@ -74,19 +71,20 @@ def default_plan(c: Case) -> ChunkPlan:
     at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
     if not (at_once and Borrowed.sizes(c)) or c.num_tokens > MAX_BORROWED_RATIO * c.hidden_sizes[0]:
         return plan
-    # The float32 gradient of the inputs takes memory, too.
+    # The float32 gradient of the inputs needs memory, too, so that borrowing may not save any.
     borrowing = (plan_for_size(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
     return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
 
 
 def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
-    """The plan of chunks of `rows` tokens."""
+    """Return the plan for chunks of `rows` tokens."""
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
     if few or type(plan.schedule) is not Chunks or not dtypes.has_wider_logits or c.options.chunk_rows is not None:
         return plan
-    # Float32 logits of a whole chunk take twice what their gradient does. Fewer rows take no more, with sums of dW.
+    # Float32 logits of a full chunk need twice the memory of their gradient. Chunks of fewer rows, with sums of dW, may
+    # need less.
     extra = rows * padded_cols(c.vocab_size) * (dtypes.logits.itemsize - dtypes.logits_grad.itemsize)
     fewer = [c.equal_chunk_rows(max(ROW_MULTIPLE, rows // parts)) for parts in (2, 4)]
     plans = [plan, *(plan_for_size(c, Chunks, size) for size in fewer)]
@@ -95,7 +93,7 @@ def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
 
 
 def _default_rows(c: Case) -> int:
-    """Tokens of a chunk with all classes."""
+    """Return the number of tokens of a chunk with all classes."""
     if not c.needs.any and c.defaults.statistics is not None:
         return STATISTICS_ROWS
     per_row = padded_cols(c.vocab_size) * _entry_bytes(c)
@@ -109,23 +107,23 @@ def _default_rows(c: Case) -> int:
 
 
 def _entry_bytes(c: Case) -> int:
-    """Bytes that a chunk takes for a class of a token."""
+    """Return the bytes of a chunk for each token and class."""
     dtypes = c.dtypes(False)
     gradient = c.spec.reduction == "none" or c.has_unnormalized_products or c.has_block_exponentials
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 
 def _default_cols(c: Case) -> int:
-    """Classes of a block with all tokens. It takes a quarter of the memory of a chunk: `vocab` is for saving memory.
-    With fewer tokens it is no wider: its weight gradient has to be summed over them."""
+    """Return the number of classes of a block with all tokens. A block has a quarter of the bytes of a chunk, because
+    users choose `vocab` to save memory. With smaller chunks it is not wider: its dW is summed over chunks."""
     cols = c.logits_per_chunk // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 
 def _frozen_rows(c: Case) -> int:
-    """Tokens of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor. Where so
-    few take less time to multiply than the weight takes to be read, several waves."""
-    # Measured on an H200, in times all tokens at once:
+    """Return the number of tokens of a chunk for a frozen head. The blocks of its dX fill nearly one wave, one block
+    for each multiprocessor; or several waves, if multiplying takes less time than reading the weight."""
+    # Measured on an H200, in multiples of the time of all tokens at once:
     #
     # | H                 | 4096  | 3584  | 2304  | 1024  |
     # |-------------------|-------|-------|-------|-------|

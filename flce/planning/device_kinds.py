@@ -1,4 +1,4 @@
-"""The device that `flce.plan` plans for: one of this machine, or one that is described."""
+"""The device that `flce.plan` plans for: a device of this machine, or a device described by its kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flce.core.numbers import check_int
 
 
 class DescribedDevice(NamedTuple):
-    """What a plan depends on of a device: fields of a `Case`."""
+    """Properties of a device that a plan depends on: fields of a `Case`."""
 
     backend: str
     has_product: bool
@@ -21,10 +21,11 @@ class DescribedDevice(NamedTuple):
 
 
 def resolve_device(device: torch.device, kind: str | None, memory: int | None) -> DescribedDevice:
-    """A device of this machine; with a kind, one that need not be there.
+    """Return a device of this machine, or, with a kind, a device that this machine may not have.
 
     Raises:
-        TypeError, ValueError: what is wrong with the kind or the memory.
+        TypeError: `kind` is not a str or `memory` is not an int.
+        ValueError: `kind` is unknown or `device` is not a GPU, or `memory` is not positive.
     """
     if memory is not None:
         memory = check_int("device_memory", memory)
@@ -33,19 +34,19 @@ def resolve_device(device: torch.device, kind: str | None, memory: int | None) -
     if kind is None:
         if device.index is not None:
             find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
-        found, backend, own = device_record(device), choose_backend(device).name, has_product(device)
+        record, backend, own = device_record(device), choose_backend(device).name, has_product(device)
     else:
-        found = _record_of_named_kind(device, kind)
-        backend = choose_backend(device, target=found).name
-        own = device_has_product(backend, found)
-    return DescribedDevice(backend, own, found if memory is None else found._replace(memory=memory))
+        record = _record_of_named_kind(device, kind)
+        backend = choose_backend(device, target=record).name
+        own = device_has_product(backend, record)
+    return DescribedDevice(backend, own, record if memory is None else record._replace(memory=memory))
 
 
 def kind_text(device: torch.device, kind: str | None) -> str:
-    """The kind of a device that is described, in words."""
+    """Return the name of a device, or of the device that `kind` describes."""
     if kind is not None:
-        found = _record_of_named_kind(device, kind)
-        return found.name if normalize_name(found.name) == normalize_name(kind) else kind
+        record = _record_of_named_kind(device, kind)
+        return record.name if normalize_name(record.name) == normalize_name(kind) else kind
     return UNKNOWN_DEVICE.name if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
 
 
@@ -54,10 +55,10 @@ def _record_of_named_kind(device: torch.device, kind: str) -> DeviceRecord:
         raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
     if device.type != "cuda":
         raise ValueError(f"device_kind={kind!r} is a kind of GPU, got device={str(device)!r}: give device='cuda'")
-    found = record_of_kind(kind)
-    if found is None:
+    record = record_of_kind(kind)
+    if record is None:
         raise ValueError(
             f"device_kind must be one of {', '.join(KNOWN_KINDS)}, or a compute capability such as 'sm_90', "
             f"got {kind!r}"
         )
-    return found
+    return record

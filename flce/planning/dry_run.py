@@ -1,4 +1,7 @@
-"""What a plan takes: the engine, run on tensors without memory, with an arena, products and passes that count."""
+"""Dry runs: memory, FLOPs and time of a plan. The engine runs on meta tensors, and an arena and a backend count.
+
+`ChunkPlan` calls `count_costs`.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,25 @@ from flce.engine.selection import Selection
 from flce.planning import cost_model
 from flce.planning.collectives import Collective, CountingShard, Tally
 
-# About the number of borrowed blocks that a count looks at.
+# About the number of borrowed blocks that a dry run executes.
 BLOCK_SAMPLES = 6
 
 
 @dataclass(frozen=True)
 class PlanCosts:
     workspace_bytes: int
-    """Peak of memory above the inputs and the returned gradients, over forward and backward."""
+    """Peak memory beyond the inputs and the returned gradients, over forward and backward."""
     retained_workspace_bytes: int
-    """The same with ``retain_graph=True``."""
+    """Peak memory beyond these with ``retain_graph=True``."""
     flops: int
     """Work of the matrix products."""
     seconds: float
-    """An estimate, without collectives."""
+    """Estimated time, without collectives."""
     collectives: tuple[Collective, ...]
 
 
 def count_costs(plan: Plan) -> PlanCosts:
-    """What the plan takes. Its own code runs, on tensors without values."""
+    """Return the costs of a plan, counted by a dry run of its passes on tensors without values."""
     c, arena = plan.case, CountingArena()
     meter = CountingBackend(c, arena)
     with private.disable_current_modes(), private.disable_torch_function(), torch.no_grad():
@@ -55,7 +58,7 @@ def count_costs(plan: Plan) -> PlanCosts:
             if needed:
                 meter.tally.add("reduce-scatter", "gradients of inputs", input_bytes)
     workspace = arena.peak_bytes - c.returned_bytes
-    if not plan.deferred:  # Those that are scaled in place are copied instead.
+    if not plan.deferred:  # With retain_graph, gradients that are scaled in place otherwise are copied.
         saved = grads[: sum(c.needs.flat)]
         grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
     retained = arena.peak_bytes - c.returned_bytes
@@ -63,9 +66,9 @@ def count_costs(plan: Plan) -> PlanCosts:
 
 
 def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
-    """Forward and backward of a call, as `ops.linear_cross_entropy` makes them, on operands without values.
+    """Run forward and backward of a call as `ops.linear_cross_entropy` does, on operands without values.
 
-    The gradients are returned, with all memory in the arena."""
+    Return the gradients, allocated from the arena."""
 
     c, arena = plan.case, runtime.arena
     n, accum = c.num_tokens, accumulation_dtype(c.dtype)
@@ -73,8 +76,8 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     def new_operand(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=arena.device)
 
-    # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, their targets, and their
-    # results at their places among all.
+    # Memory of a call's vectors: the target that was shifted or cast to int64, and a mask. If rows are gathered, also
+    # their indices, their targets, and the results scattered to all rows.
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
@@ -92,13 +95,13 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     grads = result.grads
     del result
     selection.live_vectors.clear()
-    # They are multiplied by the upstream gradient, and cast.
+    # Gradients are multiplied by the upstream gradient, and cast.
     scaled = [g for g in grads if not _is_scaled_in_place(g, plan)]
     return [*grads, *(arena.new(g.shape, c.dtype if g.dim() == 2 else g.dtype) for g in scaled)]
 
 
 def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
-    """Return whether backward multiplies a gradient by the upstream gradient in the gradient's own memory."""
+    """Return True if backward multiplies a gradient by the upstream gradient in place."""
     has_gradient_scale = plan.dtypes.logits_grad == torch.float16
     return not has_gradient_scale and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
 
@@ -106,7 +109,8 @@ def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
 def _dry_run_token_passes(
     problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime, num_candidates: int
 ) -> list[Tensor]:
-    """Forward and, if the plan is of gradients, backward. Forward is that of another plan, which takes as long."""
+    """Run forward and, if gradients are needed, backward. A call runs forward by the plan without gradients, which
+    takes as long."""
     n, arena, accum = problem.num_tokens, runtime.arena, accumulation_dtype(problem.dtype)
     candidates = arena.new((n, num_candidates), torch.int64) if num_candidates else None
     per_token.forward(problem, plan, candidates, runtime)
@@ -116,15 +120,16 @@ def _dry_run_token_passes(
     def vector() -> Tensor:
         return arena.new((n,), accum)
 
-    of_candidates = arena.new((n, num_candidates), accum) if num_candidates else None
-    kept = per_token.SavedRows(arena.new((contract.normalizer_slots(problem.spec), n), accum), vector(), of_candidates)
-    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), of_candidates)
-    return per_token.backward(problem, plan, candidates, kept, upstream, runtime)
+    candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
+    normalizer = arena.new((contract.normalizer_slots(problem.spec), n), accum)
+    saved = per_token.SavedRows(normalizer, vector(), candidate_values)
+    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values)
+    return per_token.backward(problem, plan, candidates, saved, upstream, runtime)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllRows(Selection):
-    """All rows, gathered or not. Their vectors are kept to the end of both passes."""
+    """Selection of all rows, gathered or not. Their vectors stay allocated until the end of both passes."""
 
     arena: Arena
     live_vectors: list[Any]
@@ -134,12 +139,13 @@ class AllRows(Selection):
         return out
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
-        # Normalizers of gathered rows are among those that are kept.
+        # Gathered normalizers are part of `live_vectors`.
         return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
 
 
 class CountingBackend:
-    """Adds up the time of what is launched. It stands for a backend, too."""
+    """Backend of a dry run: it adds up the time and the FLOPs of products and passes, and counts their temporary
+    memory."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops, self.tally = c, 0.0, 0.0, Tally()
@@ -150,13 +156,17 @@ class CountingBackend:
         self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
-        """A pass that reads or writes each of these."""
+        """Count a pass that reads or writes each of these tensors once."""
         self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.rates.bandwidth
         self.seconds += launches * self.rates.launch_seconds
 
     def repeat_tiles(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
-        """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
-        what the next needs, in `host` seconds."""
+        """Yield the slices of `items`, and count the costs of each `times` times. A slice takes at least the `host`
+        seconds in which the host launches its kernels.
+
+        Args:
+            items: (slice, times).
+        """
         for item, times in items:
             seconds, flops, tally = self.seconds, self.flops, self.tally.copy()
             yield item
@@ -164,7 +174,7 @@ class CountingBackend:
             self.seconds = seconds + times * max(self.seconds - seconds, host)
             self.flops = flops + times * (self.flops - flops)
 
-    # ----------------------------------------------------------------------------- as a backend, see `Backend`
+    # ----------------------------------------------------------------------------- the methods of `Backend`
 
     def _pass(self, tile: Tensor, grad: Tensor | None = None, keep_logits: bool = False) -> None:
         self.add_pass(tile, *(() if grad is None else (grad,)))
@@ -172,7 +182,7 @@ class CountingBackend:
             self.add_scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep_logits))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
-        """Three numbers, which are not counted."""
+        """Return None. The three numbers are not counted."""
 
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return (*rows.losses, None)
@@ -186,7 +196,11 @@ class CountingBackend:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
-    loss_and_gradient = exponentials = gradient
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
+        self._pass(logits, grad)
+
+    def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
+        self._pass(logits, exps)
 
     def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
         self._pass(exps, exps)
@@ -209,17 +223,17 @@ class CountingBackend:
         self.add_scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
-        """A row of the weight for each of the ids."""
+        # Each id reads a row of the weight.
         self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.rates.bandwidth
         self.add_pass(x)
-        self._add_entry_scratch(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
+        self._add_entry_scratch(ids, 2 * x.shape[1])  # rows of the weight, and a copy in another dtype
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
         self.add_pass(ids, values, out)
         self._add_entry_scratch(ids, ids.shape[1])
 
     def _add_entry_scratch(self, ids: Tensor, numbers: int) -> None:
-        """What so many numbers for each of the ids take for a moment."""
+        """Count the temporary memory of `numbers` numbers for each id."""
         if self.case.backend == "torch":
             row_bytes = ids.shape[1] * numbers * accumulation_dtype(self.case.dtype).itemsize
             self.add_scratch(row_bytes * eager.slab_rows(self.case.device_type, len(ids), row_bytes, 1))
@@ -244,7 +258,7 @@ class CountingBackend:
 
 
 class CountingContext(PassContext):
-    """A stage that measures what it is asked for. Its loops are shortened, see `_sample_equal_tiles`."""
+    """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_tiles`."""
 
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.vocab
@@ -297,8 +311,8 @@ class CountingContext(PassContext):
 
 
 def _sample_equal_tiles(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
-    """Pieces of `step`, each with the number of pieces that it stands for: the second stands for all whole ones between
-    the first and the last."""
+    """Yield some of the pieces of `step`, each with the number of pieces that it represents: the second represents all
+    full pieces between the first and the last."""
     num_full, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: num_full - 2, num_full - 1: 1} if num_full > 2 else dict.fromkeys(range(num_full), 1)
     for number, times in numbers.items():
@@ -308,7 +322,8 @@ def _sample_equal_tiles(start: int, stop: int, step: int) -> Iterator[tuple[slic
 
 
 def _sample_blocks(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
-    """Some of the blocks, which become smaller: each stands for all classes up to the next."""
+    """Yield some of the blocks, each with a weight: a block represents all classes up to the next. Later blocks have
+    fewer classes."""
     step = max(1, len(blocks) // BLOCK_SAMPLES)
     for number in range(0, len(blocks), step):
         block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]

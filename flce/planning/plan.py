@@ -1,4 +1,4 @@
-"""What a call will do: a schedule of some size."""
+"""Plans with their costs: what `flce.plan` returns and every linear loss runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from flce.planning.dry_run import PlanCosts, count_costs
 
 
 class ChunkPlan(Plan):
-    """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+    """The plan of a call: its case, its schedule and their costs. Returned by `flce.plan`. ``str(plan)`` is a
+    summary."""
 
     device_kind: str | None = None
-    """The device that it was made for, in words; None: that of the call."""
+    """Name of the device that the plan is for; None: the device of the call."""
 
     def made_for(self, device_kind: str) -> ChunkPlan:
-        """The same plan, whose summary names a device."""
+        """Return the same plan with the name of a device in its summary."""
         named = copy.copy(self)
-        vars(named)["device_kind"] = device_kind  # which no pass depends on
+        vars(named)["device_kind"] = device_kind  # Passes do not read it.
         return named
 
     @functools.cached_property
@@ -31,59 +32,61 @@ class ChunkPlan(Plan):
 
     @property
     def workspace_bytes(self) -> int:
-        """Peak bytes above the inputs and the returned gradients, over forward and backward."""
+        """Peak bytes beyond the inputs and the returned gradients, over forward and backward."""
         return self._costs.workspace_bytes
 
     @property
     def retained_workspace_bytes(self) -> int:
-        """The same for a backward with ``retain_graph=True``, which leaves gradients that forward made with the graph,
-        and returns copies of them."""
+        """`workspace_bytes` for a backward with ``retain_graph=True``. It returns copies of gradients that forward
+        computed, because the graph keeps these."""
         return self._costs.retained_workspace_bytes
 
     @property
     def flops(self) -> int:
-        """Work of the matrix products of forward and backward."""
+        """FLOPs of the matrix products of forward and backward."""
         return self._costs.flops
 
     @property
     def seconds(self) -> float:
-        """An estimate for the device, with nothing else to do, and without `collectives`."""
+        """Estimated time on the device, if it is otherwise idle, without `collectives`."""
         return self._costs.seconds
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What the processes of a divided head tell each other, over forward and backward."""
+        """Collectives of the processes of a divided head, over forward and backward."""
         return self._costs.collectives
 
     def __str__(self) -> str:
         c = self.case
-        one = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size  # flops of a product
+        product_flops = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size
+        products = self.flops / product_flops if product_flops else 0
         logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
         profile = f", profile {c.device.profile}" if c.device.profile else ""
         return (
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
-            f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
+            f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB" + "".join(f"; {each}" for each in self.collectives)
         )
 
 
 def plan_for_size(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
-    """The plan of a call with a schedule of some size."""
-    without = "vocab" if c.options.strategy == "vocab" else "tokens"
-    return _cached_plan(c, kind.strategy if c.needs.any else without, kind.from_size(c, size))
+    """Return the plan of a case with the schedule `kind` of a size."""
+    strategy_without_gradients = "vocab" if c.options.strategy == "vocab" else "tokens"
+    return _cached_plan(c, kind.strategy if c.needs.any else strategy_without_gradients, kind.from_size(c, size))
 
 
-_cached_plan = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
+_cached_plan = functools.lru_cache(maxsize=4096)(ChunkPlan)  # The costs of a plan are counted once in a search.
 
 
 def fastest_near(chosen: ChunkPlan, plans: Sequence[ChunkPlan]) -> ChunkPlan:
-    """The fastest of the plans that take about the workspace of one of them."""
+    """Return the fastest of the plans with at most about the workspace of `chosen`."""
     limit = 1.01 * chosen.workspace_bytes
     return min((plan for plan in plans if plan.workspace_bytes <= limit), key=lambda plan: plan.seconds)
 
 
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
-    """The smallest of the plans that take at most `within` times as long as the fastest."""
+    """Return the plan with the least workspace among the plans that take at most `within` times as long as the
+    fastest."""
     limit = within * min(plan.seconds for plan in plans)
     return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)

@@ -1,9 +1,9 @@
-"""Which schedule a call takes, and of which size.
+"""The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
-* **Without a budget** a rule says so: see `defaults`.
-* **With a budget** that the default does not keep, the plan is the fastest that keeps it, of all schedules and sizes
-  (`_fastest`). What a plan takes in memory and time is counted: see `dry_run`.
-* Without a budget the workspace is at most `MEMORY_SHARE` of the device's memory, which is then the budget.
+* **Without a budget** the plan follows a rule: see `defaults`. The workspace is at most `MEMORY_SHARE` of the device's
+  memory; if the default needs more, this is the budget.
+* **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
+  (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
 Every call of one shape and options has the same plan on devices of one kind.
 """
@@ -22,13 +22,13 @@ from flce.planning.defaults import default_plan
 from flce.planning.plan import ChunkPlan, plan_for_size, smallest_near
 
 MEMORY_SHARE = 1 / 24
-# CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
-# to keep the budget too.
+# CUDA's caching allocator returns blocks that are up to 1 MiB larger than requested. The bytes that it counts as
+# allocated should be within the budget, too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
 
 
 class BudgetError(ValueError):
-    """No plan of a case keeps its budget."""
+    """Every plan of a case exceeds the budget."""
 
     def __init__(self, c: Case, least: int) -> None:
         options, self.least = c.options, least
@@ -40,8 +40,9 @@ class BudgetError(ValueError):
 
 @functools.lru_cache(maxsize=64)
 def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
-    """The plan of a process that has fewer classes than the one that `plan` is for. It meets the others as that does.
-    Smaller gradients are returned, so that more of the same memory may count as workspace: that is no error."""
+    """Return the plan of a process with fewer classes than the process that `plan` is for. Both call the same
+    collectives. The workspace may exceed the budget without an error: the returned gradients are smaller, so that more
+    of the same memory counts as workspace."""
     c = replace(plan.case, vocab_size=vocab_size)
     schedule = plan.schedule.for_shard(c)
     if schedule is not None:
@@ -51,31 +52,35 @@ def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
 
 
 def make_plan(c: Case) -> ChunkPlan:
-    """The plan of a case, searched anew."""
+    """Search the plan of a case, without a cache.
+
+    Raises:
+        BudgetError: every plan exceeds the budget.
+    """
     c.check()
     plan = _default_or_fastest(c)
     if plan is not None:
         return plan
-    least = _smallest_plan(c)
+    smallest = _smallest_plan(c)
     if c.options.max_workspace_bytes is None:
-        return least
-    raise BudgetError(c, least.workspace_bytes)
+        return smallest
+    raise BudgetError(c, smallest.workspace_bytes)
 
 
 plan_for_case = functools.lru_cache(maxsize=1024)(make_plan)
 
 
 def _default_or_fastest(c: Case) -> ChunkPlan | None:
-    """The plan of a case; None: there is none that keeps the budget."""
+    """Return the default plan of a case, or the fastest within the budget; None if every plan exceeds it."""
     default, budget = default_plan(c), c.options.max_workspace_bytes
-    # Blocks of classes are for saving memory: a budget says how much there is of it.
+    # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
         if c.device.memory is None:
             return default
         budget = int(c.device.memory * MEMORY_SHARE)
-    most = int(budget)
-    for limit in (most - ALLOCATOR_SLACK.get(c.device_type, 0), most):
+    budget = int(budget)
+    for limit in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
         if default.workspace_bytes <= limit and not searched:
             return default
         fastest = _fastest(c, limit)
@@ -85,7 +90,7 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
 
 
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
-    """Schedules for a call, and their sizes."""
+    """Yield the schedules that support a case, with their sizes."""
     for kind in SCHEDULES:
         if c.needs.any and c.spec.reduction == "none" and not kind.deferred:
             continue
@@ -97,35 +102,36 @@ def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
 
 
 def _fastest(c: Case, budget: int) -> ChunkPlan | None:
-    """The fastest of all plans that keep the budget; None if none does."""
+    """Return the fastest of all plans within the budget; None if every plan exceeds it."""
     best = None
     for kind, sizes in _allowed_schedules(c):
-        # Not worth a search if it is slower even with all the memory that it could use.
+        # A schedule is skipped if its largest size is slower than the best plan so far.
         if best is None or plan_for_size(c, kind, sizes[-1]).seconds < best.seconds:
-            plan = _largest_plans(c, kind, sizes, budget)
+            plan = _best_plan_of_schedule(c, kind, sizes, budget)
             if best is None or (plan is not None and plan.seconds < best.seconds):
                 best = plan
     return best
 
 
-def _largest_plans(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:
-    """The best plan of one schedule: of the largest size that keeps the budget, or of some sizes below."""
+def _best_plan_of_schedule(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:
+    """Return the best plan of one schedule: of the largest size within the budget, or of some smaller sizes."""
     size = _largest_size(lambda size: plan_for_size(c, kind, size).workspace_bytes, sizes, budget)
     if size is None:
         return None
-    below = [size, *(size // multiple * multiple for multiple in kind.multiples)]
+    candidates = [size, *(size // multiple * multiple for multiple in kind.multiples)]
     if kind.sized_by_tokens:
-        below += [c.equal_chunk_rows(size) for size in below]
-    plans = [plan_for_size(c, kind, size) for size in dict.fromkeys(below) if size in sizes]
+        candidates += [c.equal_chunk_rows(size) for size in candidates]
+    plans = [plan_for_size(c, kind, size) for size in dict.fromkeys(candidates) if size in sizes]
     return smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)
 
 
 def _largest_size(bytes_of: Callable[[int], int], sizes: range, budget: int) -> int | None:
-    """The largest size, or nearly so, with ``bytes_of(size) <= budget``; None if there is none.
+    """Return the largest size, or nearly the largest, with ``bytes_of(size) <= budget``; None if there is none.
 
-    What is taken is nearly affine in the size: most tries are where the line through the last two meets the budget.
+    Bytes are nearly an affine function of the size: the next size is usually where the line through the last two points
+    reaches the budget.
     """
-    low, high = sizes[0] - 1, sizes[-1]  # the largest size known to fit, and the smallest known not to
+    low, high = sizes[0] - 1, sizes[-1]  # The largest size that fits, and the smallest that does not.
     bytes_high = bytes_of(high)
     if bytes_high <= budget:
         return high
@@ -137,7 +143,7 @@ def _largest_size(bytes_of: Callable[[int], int], sizes: range, budget: int) -> 
         bytes_ = bytes_of(size)
         low, high = (size, high) if bytes_ <= budget else (low, size)
         slope = (bytes_ - last[1]) / (size - last[0])
-        # The number of sizes that this one is below the budget, or above it.
+        # The distance to the size whose bytes equal the budget.
         more = (budget - bytes_) / slope if slope > 0 else 0.0
         if low == size and 0 < more < max(1, low / 64):
             break
@@ -146,9 +152,9 @@ def _largest_size(bytes_of: Callable[[int], int], sizes: range, budget: int) -> 
 
 
 def _smallest_plan(c: Case) -> ChunkPlan:
-    """The plan with the least workspace.
+    """Return the plan with the least workspace.
 
-    Not always that of the smallest size: a single tile needs no sums over tiles, an aligned one no float32 copy.
+    It is not always the smallest size: a single tile needs no sums over tiles, an aligned tile no float32 copy.
     """
     plans = [
         plan_for_size(c, kind, size)

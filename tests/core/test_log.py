@@ -126,7 +126,7 @@ def test_why_logits_are_in_memory() -> None:
     for dtype, ranks, hidden, why in (
         (torch.float32, (), x, "float32"),
         (torch.bfloat16, adapter, x, "adapters"),
-        (torch.bfloat16, (), x + 1, "H is no multiple"),
+        (torch.bfloat16, (), x + 1, "H is not divisible"),
         (torch.bfloat16, (), x, None),
     ):
         c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case

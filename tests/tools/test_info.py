@@ -90,7 +90,7 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = info("--json")
     assert facts["packages"]["torch"] == torch.__version__
     cpu = facts["devices"][-1]
-    assert (cpu["device"], cpu["backend"], cpu["why"]) == ("cpu", "torch", "FLCE_BACKEND asks for it")
+    assert (cpu["device"], cpu["backend"], cpu["why"]) == ("cpu", "torch", "FLCE_BACKEND selects it")
     assert facts["variables"]["FLCE_BACKEND"] == "torch"
     monkeypatch.setenv("FLCE_BACKEND", "fortran")
     facts = info("--json")

@@ -167,7 +167,8 @@ class TritonBackend:
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         run(_cross_entropy, logits, grad, call, None)
 
-    loss_and_gradient = gradient
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+        run(_cross_entropy, logits, grad, call, None)
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)

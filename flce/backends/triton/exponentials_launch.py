@@ -255,12 +255,14 @@ def _weight_gradients(
         yield _weight_gradient(tile, scaled, grad, of_targets, None)
 
 
-def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
-    run(_divided_weight_gradient, grad, dlogits, product.align_for_descriptor(x), unit)
+def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
+    run(_divided_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
 
 
-def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> Iterator[Launch]:
-    yield _weight_gradient(dlogits, x, grad, None, unit)
+def _divided_weight_gradient(
+    grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
+) -> Iterator[Launch]:
+    yield _weight_gradient(dlogits, x, grad, None, gradient_scale)
 
 
 def _weight_gradient(
@@ -268,7 +270,7 @@ def _weight_gradient(
     scaled: Tensor,
     grad: Tensor,
     of_targets: dict[str, Any] | None,  # arguments of the kernel
-    unit: Tensor | None,
+    gradient_scale: Tensor | None,
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
     unused: dict[str, Any] = dict.fromkeys(("start_ptr", "x_ptr", "target_ptr", "row_ptr", "factor_ptr"), scaled)
@@ -277,13 +279,13 @@ def _weight_gradient(
         "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         "grad_desc": TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        "unit_ptr": scaled if unit is None else unit,
+        "gradient_scale_ptr": scaled if gradient_scale is None else gradient_scale,
         "rows": len(exps),
         "classes": len(grad),
         **(unused if of_targets is None else of_targets),
     }
     options = {
-        "HAS_TARGETS": of_targets is not None, "HAS_UNIT": unit is not None,
+        "HAS_TARGETS": of_targets is not None, "HAS_GRADIENT_SCALE": gradient_scale is not None,
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,
         "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip

@@ -13,17 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import TileCall
+from flce.backends.formulas import RowResults
 from flce.backends.triton.launch import Launch, build_launch
 from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p
 
 ROWS = 64
+# The order of the gathered numbers of a row is the order of the fields of `RowResults`.
+_OFFSET = tl.constexpr(RowResults._fields.index("offset"))
+_LOG_SUM = tl.constexpr(RowResults._fields.index("log_sum"))
+_LOGPROB = tl.constexpr(RowResults._fields.index("logprob"))
 
 
 @triton.jit
 def load_log_sum_exp(sent_ptr, process, stride, row, rows, exists):
     """(m, log(sum(exp(z - m)))) of a process's classes; m is -inf where it has none."""
-    offset = tl.load(sent_ptr + process * stride + row, mask=exists, other=0.0)
-    return offset, tl.load(sent_ptr + process * stride + rows + row, mask=exists, other=0.0)
+    sent_ptr += process * stride + row
+    offset = tl.load(sent_ptr + _OFFSET * rows, mask=exists, other=0.0)
+    return offset, tl.load(sent_ptr + _LOG_SUM * rows, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -108,7 +114,7 @@ def finish_sharded_rows_kernel(
         owner_lse = tl.where(owner == process, lse, owner_lse)
         own_lse = tl.where(process == rank, lse, own_lse)
     log_sum = tl.log2(tl.where(valid, total, 1.0)) * LN_2
-    target_logprob_ptr = sent_ptr + owner.to(tl.int64) * sent_stride + 2 * rows + row
+    target_logprob_ptr = sent_ptr + owner.to(tl.int64) * sent_stride + _LOGPROB * rows + row
     nll = -tl.load(target_logprob_ptr, mask=exists & in_range, other=0.0)
     # log(1 + exp(x)), x being what the others weigh beside the owner of the target.
     x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - owner_lse)
@@ -128,7 +134,7 @@ def finish_sharded_rows_kernel(
     share = own_lse - log_sum
     # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
     counts = share != float("-inf")
-    own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
+    own = tl.load(sent_ptr + rank * sent_stride + _LOGPROB * rows + row, mask=exists, other=0.0)
     # Of the target, or of the class that stands in for one that is elsewhere.
     stand_in_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
     grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * stand_in_probability)

@@ -50,7 +50,7 @@ def weight_gradient_kernel(
     row_ptr,  # (rows,) int64: rows of x, in that order
     factor_ptr,  # (rows,) t, in that order
     start_ptr,  # (blocks of classes + 1,) int32: the first of the sorted rows with a target in a block, or behind it
-    unit_ptr,  # () with HAS_UNIT
+    gradient_scale_ptr,  # () with HAS_GRADIENT_SCALE
     x_stride,
     rows,
     hidden,
@@ -58,7 +58,7 @@ def weight_gradient_kernel(
     classes,
     ignore_index,
     HAS_TARGETS: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
+    HAS_GRADIENT_SCALE: tl.constexpr,
     CLASSES: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -98,6 +98,6 @@ def weight_gradient_kernel(
                     target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
                 )
                 a = _add_targets(a, first_class + class_start, target, factor, x)
-        if HAS_UNIT:
-            a *= 1.0 / tl.load(unit_ptr)
+        if HAS_GRADIENT_SCALE:
+            a *= 1.0 / tl.load(gradient_scale_ptr)
         grad_desc.store([class_start, col_start], a.to(grad_desc.dtype))

@@ -1,4 +1,4 @@
-"""The schedules. The planner chooses among those of this list."""
+"""The schedules. `planning/search.py` chooses one of `SCHEDULES`."""
 
 from __future__ import annotations
 

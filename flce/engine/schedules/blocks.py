@@ -1,4 +1,4 @@
-"""Some classes at a time. The logits are made twice, in forward and in backward."""
+"""Schedules whose tiles have some classes. The logits are computed twice, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flce.engine.sums import InputSum, add_tile, block_sum_builder, finish_sums
 
 @dataclass(frozen=True)
 class Blocks(Deferred):
-    """Four products: the blocks of classes one after the other, and all tokens for each.
+    """Four products: for each block of classes all tokens.
 
-    dW of a block is made at once. dX is summed over blocks, for all tokens, in float32. Tiles are borrowed from dW
-    where that makes them larger.
+    dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. Tiles are borrowed
+    from dW if borrowed tiles are larger.
     """
 
     rows: int
@@ -42,12 +42,12 @@ class Blocks(Deferred):
             return DeferredChunks(statistics, rows)
         return cls(statistics, rows, size, _borrowed_blocks(c, rows, size))
 
-    def backward(self, s: PassContext) -> None:
-        for k in s.dx_terms:
-            s.dx_memory(k, s.dtypes.sums)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
-        for k in s.dx_terms:
-            s.set_dx_memory(k, s.round_to(s.dx_memory(k), s.problem.dtype))
+    def backward(self, ctx: PassContext) -> None:
+        for k in ctx.dx_terms:
+            ctx.dx_memory(k, ctx.dtypes.sums)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size)
+        for k in ctx.dx_terms:
+            ctx.set_dx_memory(k, ctx.round_to(ctx.dx_memory(k), ctx.problem.dtype))
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.block_widths(c.vocab_size)
@@ -55,11 +55,11 @@ class Blocks(Deferred):
 
 @dataclass(frozen=True)
 class BlocksAroundSum(Blocks):
-    """The same with the float32 sum of dX in the memory of dW of the last classes. Their logits are made three times:
-    for dX, which is then rounded to memory of its own, and for dW."""
+    """`Blocks` with the float32 sum of dX in the memory of dW of the last classes. The logits of the last classes are
+    computed three times: for statistics, for dX, which is then rounded to separate memory, and for dW."""
 
     start: int
-    """The first of the classes whose dW lends its memory."""
+    """The first of the last classes."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -69,11 +69,11 @@ class BlocksAroundSum(Blocks):
             and c.can_borrow
             and len(c.hidden_sizes) == 1
             and sums != c.dtype
-            and not c.skip_ignored  # rows of the sum would have to be dealt out to others
+            and not c.skip_ignored  # Rows of the sum would have to be scattered.
             and 0 < c.num_tokens <= c.chunk_rows
         )
-        # Logits of those classes are made three times. If they were half of all, that would be half a product more;
-        # gradients in loops of their own take a whole one.
+        # Recomputing the logits of the last classes costs less than half a product if they are less than half of all
+        # classes. `SeparatePasses` costs a full product.
         start = first_lending_class(c.num_tokens, c.vocab_size, sums, c.dtype)
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
@@ -83,20 +83,21 @@ class BlocksAroundSum(Blocks):
         rows = c.chunk_rows
         return cls(statistics_schedule(c, rows, size), rows, size, _borrowed_blocks(c, rows, size), start)
 
-    def backward(self, s: PassContext) -> None:
-        x, dW = s.terms[0].input, s.dw_memory()
-        total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
-        s.set_dx_memory(0, total)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
+    def backward(self, ctx: PassContext) -> None:
+        x, dW = ctx.terms[0].input, ctx.dw_memory()
+        total = borrow_as(dW[self.start :], x.shape, ctx.dtypes.sums)
+        ctx.set_dx_memory(0, total)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
-        compute_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, with_dw=False)
-        s.set_dx_memory(0, s.round_to(total, s.problem.dtype))
-        compute_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, with_dx=False)
+        compute_blocks(ctx, self.rows, self.cols, not_borrowed, self.start, ctx.vocab_size, with_dw=False)
+        ctx.set_dx_memory(0, ctx.round_to(total, ctx.problem.dtype))
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, self.start, ctx.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)
 class ChunksOfBlocks(Deferred):
-    """dX of some tokens at a time, summed over blocks of classes in float32. For a frozen head: three products."""
+    """Three products for a frozen head: for each chunk all blocks of classes. dX of a chunk is summed over blocks in
+    float32."""
 
     rows: int
     cols: int
@@ -110,20 +111,20 @@ class ChunksOfBlocks(Deferred):
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> ChunksOfBlocks:
-        # The sum, R x H in float32, and the tile, R x C, get about the same memory.
+        # The sum, R x H in float32, and the tile, R x C, have about the same size.
         cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
         return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
 
-    def backward(self, s: PassContext) -> None:
-        tile = s.new_gradient_tile(self.rows, self.cols)
-        sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
-        for part in s.chunks(self.rows):
-            for cols in s.blocks(self.cols):
-                dlogits = tile[: part.stop - part.start, : cols.stop - cols.start]
-                s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
+    def backward(self, ctx: PassContext) -> None:
+        tile = ctx.new_gradient_tile(self.rows, self.cols)
+        sums = [InputSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
+        for chunk in ctx.chunks(self.rows):
+            for block in ctx.blocks(self.cols):
+                dlogits = tile[: chunk.stop - chunk.start, : block.stop - block.start]
+                ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
                 for total in sums:
-                    total.add(dlogits, part, cols)
+                    total.add(dlogits, chunk, block)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -131,7 +132,7 @@ class ChunksOfBlocks(Deferred):
 
 @dataclass(frozen=True)
 class SeparatePasses(Deferred):
-    """Five products, for the least memory: dX in chunks of tokens, and dW in blocks of classes afterwards."""
+    """Five products, for the least memory: first dX in chunks of tokens, then dW in blocks of classes."""
 
     dx_schedule: ChunksOfBlocks
     rows: int
@@ -148,16 +149,16 @@ class SeparatePasses(Deferred):
     def from_size(cls, c: Case, size: int) -> SeparatePasses:
         dx_schedule = ChunksOfBlocks.from_size(c, size)
         rows = c.chunk_rows
-        # A tile for dW takes about the memory of the sum and the tile for dX.
+        # A tile for dW has about the size of the sum and the tile for dX.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
         return SeparatePasses(
             statistics_schedule(c, rows, cols), dx_schedule, rows, cols, _borrowed_blocks(c, rows, cols)
         )
 
-    def backward(self, s: PassContext) -> None:
-        self.dx_schedule.backward(s)
-        compute_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, with_dx=False)
+    def backward(self, ctx: PassContext) -> None:
+        self.dx_schedule.backward(ctx)
+        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size, with_dx=False)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.block_widths(c.vocab_size)
@@ -172,27 +173,27 @@ def _borrowed_blocks(c: Case, rows: int, cols: int) -> BorrowedBlocks:
 
 
 def compute_blocks(
-    s: PassContext,
-    rows_step: int,
-    cols_step: int,
+    ctx: PassContext,
+    chunk_rows: int,
+    block_cols: int,
     borrowed: BorrowedBlocks,
     start: int,
     stop: int,
     with_dx: bool = True,
     with_dw: bool = True,
 ) -> None:
-    """dW of the classes from `start` to `stop`, and what these add to dX."""
-    own_tile = s.new_gradient_tile(rows_step, cols_step)
-    build_sums = block_sum_builder(s, rows_step, cols_step) if with_dw else lambda cols: None
-    for cols in s.blocks(cols_step, start, stop, leading_blocks=borrowed.blocks(start, stop)):
-        width = cols.stop - cols.start
-        tile, sums = own_tile[:, :width], build_sums(cols)
-        for part in s.chunks(rows_step):
-            size = part.stop - part.start
-            if width > cols_step:  # borrowed
-                tile = borrow(s.dw_memory()[cols.stop :], size, width)
+    """Compute dW of the classes from `start` to `stop`, and add their share to dX."""
+    separate_tile = ctx.new_gradient_tile(chunk_rows, block_cols)
+    build_sums = block_sum_builder(ctx, chunk_rows, block_cols) if with_dw else lambda cols: None
+    for block in ctx.blocks(block_cols, start, stop, leading_blocks=borrowed.blocks(start, stop)):
+        width = block.stop - block.start
+        tile, sums = separate_tile[:, :width], build_sums(block)
+        for chunk in ctx.chunks(chunk_rows):
+            size = chunk.stop - chunk.start
+            if width > block_cols:  # The tile of this block is borrowed.
+                tile = borrow(ctx.dw_memory()[block.stop :], size, width)
             dlogits = tile[:size]
-            s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
-            add_tile(s, dlogits, part, cols, sums, with_dx)
+            ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
+            add_tile(ctx, dlogits, chunk, block, sums, with_dx)
         finish_sums(sums or {})
-    s.release_inputs()
+    ctx.release_inputs()

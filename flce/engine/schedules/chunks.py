@@ -1,4 +1,4 @@
-"""Some tokens and all classes at a time."""
+"""Schedules whose tiles have some tokens and all classes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flce.engine.sums import add_tile, build_weight_sums, finish_sums
 
 @dataclass(frozen=True)
 class Chunks(Schedule):
-    """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass, over
-    all logits of a chunk."""
+    """Three products: the logits of a chunk, and its share of dX and dW. Losses and gradients are computed in one pass
+    over all logits of a chunk."""
 
     rows: int
 
@@ -30,14 +30,14 @@ class Chunks(Schedule):
     def from_size(cls, c: Case, size: int) -> Chunks:
         return cls(size)
 
-    def forward(self, s: PassContext) -> None:
-        logits, dlogits = s.new_overlapping_tiles(self.rows, s.vocab_size)
-        sums = build_weight_sums(s, self.rows)
-        for part in s.chunks(self.rows):
-            z, dz = (slice_rows(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
-            s.write_logits(s.term_inputs(part), s.all_classes, z)
-            s.compute_statistics_and_gradient(z, dz, part)
-            add_tile(s, dz, part, s.all_classes, sums)
+    def forward(self, ctx: PassContext) -> None:
+        logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
+        sums = build_weight_sums(ctx, self.rows)
+        for chunk in ctx.chunks(self.rows):
+            z, dz = (slice_rows(tile, slice(0, chunk.stop - chunk.start)) for tile in (logits, dlogits))
+            ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, z)
+            ctx.compute_statistics_and_gradient(z, dz, chunk)
+            add_tile(ctx, dz, chunk, ctx.all_classes, sums)
         finish_sums(sums)
 
     def for_shard(self, c: Case) -> Chunks:
@@ -46,27 +46,27 @@ class Chunks(Schedule):
 
 @dataclass(frozen=True)
 class NormalizedChunks(Chunks):
-    """The same, with logits in memory a block at a time. What is kept of a block are exponentials, which become the
-    gradient when the row is complete."""
+    """Three products, with the logits of one block in memory at a time. Exponentials of each block are stored. They are
+    converted to the gradient when the row is complete."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
         return super().sizes(c) if c.has_block_exponentials and not c.has_unnormalized_products else NO_SIZES
 
-    def forward(self, s: PassContext) -> None:
-        tile, exponentials = s.new_gradient_tile(self.rows, s.vocab_size), Exponentials(s)
-        sums = build_weight_sums(s, self.rows)
-        for part in s.chunks(self.rows):
-            dlogits = slice_rows(tile, slice(0, part.stop - part.start))
-            exponentials.compute(s.term_inputs(part), [dlogits], part)
-            exponentials.convert_to_gradient(dlogits, part)
-            add_tile(s, dlogits, part, s.all_classes, sums)
+    def forward(self, ctx: PassContext) -> None:
+        tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        sums = build_weight_sums(ctx, self.rows)
+        for chunk in ctx.chunks(self.rows):
+            dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
+            exponentials.compute(ctx.term_inputs(chunk), [dlogits], chunk)
+            exponentials.convert_to_gradient(dlogits, chunk)
+            add_tile(ctx, dlogits, chunk, ctx.all_classes, sums)
         finish_sums(sums)
 
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Four products: the logits are made twice. For an upstream gradient of each token."""
+    """Four products: the logits are computed twice. For an upstream gradient of each token."""
 
     rows: int
 
@@ -78,11 +78,11 @@ class DeferredChunks(Deferred):
     def from_size(cls, c: Case, size: int) -> DeferredChunks:
         return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
 
-    def backward(self, s: PassContext) -> None:
-        tile = s.new_gradient_tile(self.rows, s.vocab_size, is_recomputed=s.is_single_chunk(self.rows))
-        sums = build_weight_sums(s, self.rows)
-        for part in s.chunks(self.rows):
-            dlogits = slice_rows(tile, slice(0, part.stop - part.start))
-            s.compute_gradient(s.term_inputs(part), part, s.all_classes, dlogits)
-            add_tile(s, dlogits, part, s.all_classes, sums)
+    def backward(self, ctx: PassContext) -> None:
+        tile = ctx.new_gradient_tile(self.rows, ctx.vocab_size, is_recomputed=ctx.is_single_chunk(self.rows))
+        sums = build_weight_sums(ctx, self.rows)
+        for chunk in ctx.chunks(self.rows):
+            dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
+            ctx.compute_gradient(ctx.term_inputs(chunk), chunk, ctx.all_classes, dlogits)
+            add_tile(ctx, dlogits, chunk, ctx.all_classes, sums)
         finish_sums(sums)

@@ -1,4 +1,4 @@
-"""What a schedule is."""
+"""The base class of schedules."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import ClassVar
 from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 
-# The sizes of a schedule that is not for such a call.
+# The sizes of a schedule that does not support a case.
 NO_SIZES = range(0)
 
 
 def sizes_up_to(size: int) -> range:
-    """All sizes to this one."""
+    """Return all sizes from 1 to `size`, at least 1."""
     return range(1, max(1, size) + 1)
 
 
 class Schedule:
-    """One way through the tiles of logits: a frozen dataclass of sizes, and the loops.
+    """A loop over the tiles of logits: a frozen dataclass of sizes with the methods `forward` and `backward`.
 
-    A schedule comes in several sizes, of which the planner chooses one: tokens of a chunk or classes of a block, as a
-    rule. A larger size takes more memory and should be faster.
+    The planner chooses one of several sizes: usually tokens of a chunk or classes of a block. A larger size needs more
+    memory and should be faster.
 
     Attributes:
-        strategy: "tokens" or "vocab", as users choose it. With "vocab" gradients are made in backward.
-        deferred: whether gradients are made in backward, from logits that are made again. A schedule that is not
-            deferred is never taken for ``reduction="none"``, whose upstream gradient it does not know.
-        can_count_on_device: whether the first chunk can be begun before the host knows how many tokens there are.
-        in_registers: whether logits stay in registers where the backend's products can do that. False for a schedule
-            that makes losses and gradients of one tile in one pass.
-        sized_by_tokens: whether a size is a number of tokens. Then `ChunkOptions.chunk_rows` chooses it; any other
-            schedule has to take `Case.chunk_rows` into account by itself.
-        multiples: sizes that are multiples of these may be faster.
+        strategy: "tokens" or "vocab", as users choose it. With "vocab" gradients are deferred.
+        deferred: True if gradients are computed in backward from recomputed logits. A schedule that is not deferred
+            cannot be used with ``reduction="none"``, because the upstream gradient of each token is not known in
+            forward.
+        can_count_on_device: True if the first chunk can be launched before the host knows the number of selected
+            tokens.
+        in_registers: True if logits stay in registers where fused products support the case. False for a schedule that
+            computes losses and gradients of a tile in one pass over its logits.
+        sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
+            schedule must apply `Case.chunk_rows` itself.
+        multiples: numbers; sizes that are divisible by them may be faster.
     """
 
     strategy: ClassVar[str] = "tokens"
@@ -43,33 +45,34 @@ class Schedule:
 
     def __init_subclass__(cls) -> None:
         if cls.strategy == "vocab" and not cls.deferred:
-            raise TypeError(f"{cls.__name__} must be deferred: with strategy 'vocab' gradients are made in backward")
+            raise TypeError(f"{cls.__name__} must be deferred: strategy 'vocab' computes gradients in backward")
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        """From the smallest to the largest; `NO_SIZES` if the schedule is not for such a call."""
+        """Return the possible sizes in increasing order; `NO_SIZES` if the schedule does not support the case."""
         raise NotImplementedError
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Schedule:
-        """The schedule of one of these sizes."""
+        """Return the schedule of one of these sizes."""
         raise NotImplementedError
 
-    def forward(self, s: PassContext) -> None:
-        """Losses and, unless `deferred`, gradients."""
+    def forward(self, ctx: PassContext) -> None:
+        """Compute losses and, unless `deferred`, gradients."""
         raise NotImplementedError
 
-    def backward(self, s: PassContext) -> None:
-        """Gradients, if `deferred`."""
+    def backward(self, ctx: PassContext) -> None:
+        """Compute the gradients, if `deferred`."""
         raise NotImplementedError
 
     def for_shard(self, c: Case) -> Schedule | None:
-        """The schedule of a process of a divided head that has fewer classes, where this is that of the process with
-        most: both meet equally often, with the same tokens. None: they do with any that makes gradients in backward."""
+        """Return the schedule of a process of a divided head with fewer classes, if `self` is the schedule of the
+        process with most classes. Both must call the same collectives for the same tokens. Return None if every
+        deferred schedule does."""
         return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        """Tokens of a chunk, and classes of each block."""
+        """Return the number of tokens of a chunk and the number of classes of each block."""
         return getattr(self, "rows", c.num_tokens), [c.vocab_size]
 
     def describe(self, c: Case) -> str:

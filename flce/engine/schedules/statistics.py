@@ -1,4 +1,4 @@
-"""Losses and statistics without gradients."""
+"""Schedules for losses and statistics without gradients, and the base class of deferred schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
 
 def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
-    """The schedule for statistics alone, beside tiles of this size for gradients."""
+    """Return the schedule for statistics. `rows`, `cols`: of a tile for gradients."""
     if not c.in_registers:
         return Statistics(*c.statistics_tile_size(rows, cols, False))
-    # The product with an epilogue does not find the largest logits of a row. They take another product.
+    # The fused product does not compute the largest logits of a row. They need another product.
     has_top_k = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
     top_k = TopKLogits(*c.statistics_tile_size(rows, cols, False)) if has_top_k else None
     return Statistics(c.statistics_tile_size(rows, cols, True)[0], c.vocab_size, top_k)
@@ -22,14 +22,14 @@ def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
 
 @dataclass(frozen=True)
 class Statistics(Schedule):
-    """Logits of some tokens and some classes are in memory at a time; a running state goes from tile to tile. Or they
-    stay in registers: a product leaves two numbers for each token and 256 classes."""
+    """One product: statistics of a chunk, block by block. A running state is updated after each tile. Or logits stay in
+    registers: a fused product writes two or more numbers for each token and 256 classes."""
 
     rows: int
     cols: int
     top_k: TopKLogits | None = None
 
-    sized_by_tokens = False  # but by logits in memory
+    sized_by_tokens = False  # A size is a number of logits in memory.
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -41,12 +41,12 @@ class Statistics(Schedule):
             return statistics_schedule(c, c.chunk_rows, max(1, size // c.chunk_rows))
         return statistics_schedule(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
 
-    def forward(self, s: PassContext) -> None:
-        logits = None if s.in_registers else s.new_tile(self.rows, self.cols, s.dtypes.logits)
-        for part in s.chunks(self.rows):
-            s.compute_statistics(s.term_inputs(part), part, logits)
+    def forward(self, ctx: PassContext) -> None:
+        logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            ctx.compute_statistics(ctx.term_inputs(chunk), chunk, logits)
         if self.top_k is not None:
-            self.top_k.forward(s)
+            self.top_k.forward(ctx)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -54,27 +54,28 @@ class Statistics(Schedule):
 
 @dataclass(frozen=True)
 class TopKLogits(Schedule):
-    """The largest logits of each token, from logits in memory, beside statistics that leave none there."""
+    """The largest logits of each token, computed from logits in memory in addition to statistics in registers."""
 
     rows: int
     cols: int
 
-    def forward(self, s: PassContext) -> None:
-        logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
-        for part in s.chunks(self.rows):
-            for cols in s.blocks(self.cols):
-                block = logits[: part.stop - part.start, : cols.stop - cols.start]
-                s.write_logits(s.term_inputs(part), cols, block)
-                s.collect_top_k(block, part, cols)
+    def forward(self, ctx: PassContext) -> None:
+        logits = ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
+        for chunk in ctx.chunks(self.rows):
+            for block in ctx.blocks(self.cols):
+                tile = logits[: chunk.stop - chunk.start, : block.stop - block.start]
+                ctx.write_logits(ctx.term_inputs(chunk), block, tile)
+                ctx.collect_top_k(tile, chunk, block)
 
 
 @dataclass(frozen=True)
 class Deferred(Schedule):
-    """Statistics in forward. The gradients follow in backward, when every row's normalizer and upstream are known."""
+    """A schedule with statistics in forward and gradients in backward, where every row's normalizer and upstream
+    gradient are known."""
 
     statistics: Schedule
 
     deferred = True
 
-    def forward(self, s: PassContext) -> None:
-        self.statistics.forward(s)
+    def forward(self, ctx: PassContext) -> None:
+        self.statistics.forward(ctx)

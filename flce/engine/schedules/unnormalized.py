@@ -1,12 +1,12 @@
-"""Some tokens and all classes at a time, with exponentials in the place of the gradient of the logits.
+"""Schedules that multiply exponentials, instead of the gradient of the logits, with W and x.
 
-With e = exp(z - m) for a reference m of each row, the gradient of row i's logits is f_i e_i but in the target's column,
-where it is t_i. The factors f and t are known when the row is complete. So products with e come first, and
+With e = exp(z - m) for a reference m of each row, the gradient of row i's logits is f_i e_i, and in the target's column
+t_i. The factors f and t are known when the row is complete. So products with e are computed first, and
 
     dX_i = f_i (e_i W) + t_i W[y_i]        dW = e^T (f x) + sum over i of t_i x_i in row y_i
 
-Each logit is made once. All stay in registers where products can write exponentials; elsewhere a block at a time is in
-memory.
+Each logit is computed once. Logits stay in registers if fused products can write exponentials. Otherwise one block of
+logits is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from flce.engine.schedules.blocks import compute_blocks
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.sums import build_weight_sums
 
-# Tiles that `Borrowed` has in the memory of dW. More of them take less memory of their own, and more time.
+# Numbers of tiles that `Borrowed` stores in the memory of dW. More borrowed tiles need less separate memory and more
+# time.
 #
-# | borrowed tiles | share with memory of its own, 4096 x 4096 x 128256 |
+# | borrowed tiles | share in separate memory, 4096 x 4096 x 128256     |
 # |----------------|----------------------------------------------------|
 # | 1              | 1/2                                                |
 # | 3              | 1/4                                                |
@@ -46,7 +47,7 @@ BORROWED_TILE_COUNTS = (1, 3, 7)
 
 @dataclass(frozen=True)
 class Unnormalized(Schedule):
-    """Three products."""
+    """Three products: the exponentials of a chunk, and its share of dX and dW."""
 
     rows: int
 
@@ -64,63 +65,64 @@ class Unnormalized(Schedule):
     def from_size(cls, c: Case, size: int) -> Unnormalized:
         return Unnormalized(size)
 
-    def forward(self, s: PassContext) -> None:
-        self._run_chunks(s, s.vocab_size)
+    def forward(self, ctx: PassContext) -> None:
+        self._run_chunks(ctx, ctx.vocab_size)
 
-    def _run_chunks(self, s: PassContext, stop: int) -> None:
-        """dW is made of the classes before `stop` only."""
-        memory, exponentials = s.new_gradient_tile(self.rows, s.vocab_size), Exponentials(s)
-        sums = build_weight_sums(s, self.rows, stop)
-        for part in s.chunks(self.rows):
-            xs = s.term_inputs(part)
-            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], part)
-            # If the host does not know the number of rows yet, it waits now, when the device has something to do.
-            part = slice(part.start, max(part.start, min(part.stop, s.selection.num_rows)))
-            valid_rows = slice(0, part.stop - part.start)
+    def _run_chunks(self, ctx: PassContext, stop: int) -> None:
+        """Compute losses, dX, and dW of the classes before `stop`."""
+        memory, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        sums = build_weight_sums(ctx, self.rows, stop)
+        for chunk in ctx.chunks(self.rows):
+            xs = ctx.term_inputs(chunk)
+            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], chunk)
+            # If the host does not know the number of rows yet, it waits here, while the device is busy.
+            chunk = slice(chunk.start, max(chunk.start, min(chunk.stop, ctx.selection.num_rows)))
+            valid_rows = slice(0, chunk.stop - chunk.start)
             if valid_rows.stop == 0:
                 break
             exps, xs = slice_rows(memory, valid_rows), [slice_rows(x, valid_rows) for x in xs]
             for k, total in sums.items():
-                scaled = exponentials.scale_rows(xs[k], part, self._scaling_memory(s, k, xs[k], part))
-                if s.is_single_chunk(self.rows):
-                    exponentials.compute_weight_gradient(k, [s.dw_memory(k)], [exps], scaled)
+                scaled = exponentials.scale_rows(xs[k], chunk, self._scaling_memory(ctx, k, xs[k], chunk))
+                if ctx.is_single_chunk(self.rows):
+                    exponentials.compute_weight_gradient(k, [ctx.dw_memory(k)], [exps], scaled)
                 else:
                     total.add(exps, scaled)
                 del scaled
-            if s.problem.needs.bias:
-                exponentials.add_bias_gradient(exps[:, :stop], part)
-            for k in s.dx_terms:
-                self._add_dx(s, exponentials, k, exps, part)
-            del xs  # gathered rows, before the next are
+            if ctx.problem.needs.bias:
+                exponentials.add_bias_gradient(exps[:, :stop], chunk)
+            for k in ctx.dx_terms:
+                self._add_dx(ctx, exponentials, k, exps, chunk)
+            del xs  # Gathered rows are freed before the next chunk is gathered.
         for k, total in sums.items():
             total.finish(functools.partial(exponentials.add_target_terms, k))
-        if s.problem.needs.bias:
+        if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
 
     def for_shard(self, c: Case) -> Unnormalized:
         return type(self).from_size(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
 
-    def _add_dx(self, s: PassContext, exponentials: Exponentials, term: int, exps: Tensor, part: slice) -> None:
-        """dX of a term. The float32 product of logits that were in memory takes no more room than these did."""
-        weight = s.terms[term].weight
-        step = len(exps) if s.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
-        for piece in s.pieces(part.start, part.stop, step):
-            product = s.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
-            s.matmul(exps[piece.start - part.start : piece.stop - part.start], weight, out=product)
+    def _add_dx(self, ctx: PassContext, exponentials: Exponentials, term: int, exps: Tensor, chunk: slice) -> None:
+        """Compute dX of a term. If logits were in memory, the float32 product has at most the size of a block of
+        logits."""
+        weight = ctx.terms[term].weight
+        step = len(exps) if ctx.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
+        for piece in ctx.pieces(chunk.start, chunk.stop, step):
+            product = ctx.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
+            ctx.matmul(exps[piece.start - chunk.start : piece.stop - chunk.start], weight, out=product)
             exponentials.finish_input_gradient(term, product, piece)
             del product
 
-    def _scaling_memory(self, s: PassContext, term: int, x: Tensor, part: slice) -> Tensor:
-        """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
-        if s.selection.index is not None:
+    def _scaling_memory(self, ctx: PassContext, term: int, x: Tensor, chunk: slice) -> Tensor:
+        """Return memory for scaled rows of x: x itself if it is gathered; else the memory of dX, or new memory."""
+        if ctx.selection.index is not None:
             return x
-        return slice_rows(s.dx_memory(term), part) if term in s.dx_terms else s.new(*x.shape, dtype=x.dtype)
+        return slice_rows(ctx.dx_memory(term), chunk) if term in ctx.dx_terms else ctx.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
 class Recomputed(Unnormalized):
-    """Three products, and for the last classes a fourth: their dW is not summed over chunks. Their logits are made once
-    more, of all tokens at once, when every row's normalizer is known."""
+    """Three products, and a fourth for the last classes, whose dW is not summed over chunks: when every row's
+    normalizer is known, their logits are recomputed, block by block for all tokens."""
 
     num_recomputed: int
     cols: int
@@ -135,18 +137,19 @@ class Recomputed(Unnormalized):
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:
-        """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
+        """Return the schedule that recomputes the second half of the classes, whose sums do not fit into the memory of
+        dW."""
         classes = c.vocab_size - second_half_start(c.vocab_size)
-        # A block has the room that the chunks had.
+        # The tile of a block has the size of the tile of a chunk.
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
         return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
 
-    def forward(self, s: PassContext) -> None:
-        first_recomputed = s.vocab_size - self.num_recomputed
-        self._run_chunks(s, first_recomputed)
-        tokens = s.problem.num_tokens
+    def forward(self, ctx: PassContext) -> None:
+        first_recomputed = ctx.vocab_size - self.num_recomputed
+        self._run_chunks(ctx, first_recomputed)
+        tokens = ctx.problem.num_tokens
         compute_blocks(
-            s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, s.vocab_size, with_dx=False
+            ctx, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, ctx.vocab_size, with_dx=False
         )
 
     def describe(self, c: Case) -> str:
@@ -155,8 +158,8 @@ class Recomputed(Unnormalized):
 
 @dataclass(frozen=True)
 class Borrowed(Schedule):
-    """All tokens at once, three products. All tiles but the first lie in the memory of dW, which is written from its
-    last class backwards."""
+    """Three products for all tokens at once. All tiles except the first are borrowed from dW, which is written from the
+    last tile to the first."""
 
     exponentials: tuple[ExponentialTile, ...]
 
@@ -168,7 +171,7 @@ class Borrowed(Schedule):
         possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.in_registers
         if not (at_once and possible and Unnormalized.sizes(c)):
             return NO_SIZES
-        # With few classes or very many tokens there is nothing to borrow for.
+        # With few classes or very many tokens no tile can be borrowed.
         return range(1, 1 + len([k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1]))
 
     @classmethod
@@ -177,23 +180,23 @@ class Borrowed(Schedule):
             _exponential_tiles(c, [k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1][-size])
         )
 
-    def forward(self, s: PassContext) -> None:
-        (part,) = s.chunks(s.problem.num_tokens)
-        (x,), size = s.term_inputs(part), s.problem.num_tokens
-        weight, dW = s.terms[0].weight, s.dw_memory()
+    def forward(self, ctx: PassContext) -> None:
+        (chunk,) = ctx.chunks(ctx.problem.num_tokens)
+        (x,), size = ctx.term_inputs(chunk), ctx.problem.num_tokens
+        weight, dW = ctx.terms[0].weight, ctx.dw_memory()
         own, *others = self.exponentials
-        tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
+        tiles = [ctx.new_tile(size, own.stop - own.start, ctx.dtypes.logits_grad)]
         tiles += [borrow(dW[t.borrowed_class :], size, t.stop - t.start) for t in others]
-        exponentials = Exponentials(s)
-        exponentials.compute([x], tiles, part)
+        exponentials = Exponentials(ctx)
+        exponentials.compute([x], tiles, chunk)
         scaled = None
-        if s.problem.needs.inputs[0]:
-            product = s.new(size, x.shape[1], dtype=torch.float32)
+        if ctx.problem.needs.inputs[0]:
+            product = ctx.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
-                s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            exponentials.finish_input_gradient(0, product, part)
+                ctx.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
+            exponentials.finish_input_gradient(0, product, chunk)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = exponentials.scale_rows(x, part, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         exponentials.compute_weight_gradient(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
 
     def for_shard(self, c: Case) -> Schedule:
