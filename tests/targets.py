@@ -239,7 +239,7 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
 
 
 def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:
-    """Yield softmax calls with adjacent columns, rows of one level and of two, and with columns that are not adjacent."""
+    """Yield softmax calls with adjacent columns, rows of one level and of two, and with columns that lie apart."""
     backend = kernels.TritonBackend()
     layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
     for (x, dim), log in itertools.product(layouts, (False, True)):
