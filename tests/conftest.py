@@ -1,4 +1,4 @@
-"""Fixtures, markers and the settings that have to be made before Triton is imported."""
+"""Fixtures and markers of all tests, and settings that must precede the import of Triton."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if not HAS_CUDA:
     # Triton reads this when a kernel is defined: the kernels then run in the interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
     interpreted_masks.fix_interpreter()
-    # Threads that wait for one another are what takes the time where several processes share few cores.
+    # If several processes share few cores, most of the time is spent by threads that wait for each other.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
     with contextlib.suppress(ImportError):  # of Triton
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_launches_of_other_tests() -> None:
-    """Some change what launches are made of."""
+    """Delete stored launches, because some tests change the inputs of launches."""
     replay = sys.modules.get("flce.backends.triton.replay")
     if replay is not None:
         replay.clear()
@@ -58,11 +58,11 @@ def no_launches_of_other_tests() -> None:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test once with each backend."""
+    """Run the test once with each backend."""
     if request.param == "triton":
         pytest.importorskip("triton")
         if HAS_CUDA and "device" not in request.fixturenames:
-            pytest.skip("a test on CPU tensors: Triton takes them under the interpreter only")
+            pytest.skip("a test on CPU tensors: Triton runs on them only under the interpreter")
     monkeypatch.setenv("FLCE_BACKEND", request.param)
     return str(request.param)
 
@@ -82,13 +82,13 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def device() -> torch.device:
-    """CUDA where there is one: the same tests then check the compiled kernels."""
+    """Return the CUDA device if there is one, so that the tests check compiled kernels, otherwise the CPU."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
 @pytest.fixture
 def _no_compiled_code() -> Iterator[None]:
-    """What other tests have compiled is not there, and what this one compiles goes."""
+    """Delete compiled code before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -96,13 +96,13 @@ def _no_compiled_code() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _steady_heap() -> None:
-    """The libraries are not looked through again in every collection, of which trainers and benchmarks ask for many."""
+    """Exclude the libraries from garbage collections, because trainers and benchmarks run many collections."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same generator state and without debug switches."""
+    """Reset the generator state and the debug switches before each test."""
     monkeypatch.delenv("FLCE_DEBUG", raising=False)
     torch.manual_seed(0)

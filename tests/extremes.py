@@ -1,7 +1,7 @@
-"""Rows of logits at the edges of what numbers can be: one table, for every way that logits become a loss or a softmax.
+"""Rows of logits with extreme values: one table for the tests of all losses and softmaxes.
 
-What is right of them is what the float64 oracle says. Where it says nothing, because a row has no largest number, it is
-what PyTorch makes of it in float64.
+The float64 oracle has the correct results. If the largest logit of a row is not finite, the oracle has no result: then
+PyTorch's result in float64 is correct.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OFFSET = 2.0**15
 
 
 def extremes(vocab: int) -> dict[str, Tensor]:
-    """Rows of float64, by name. Those of moderate size are multiples of 1/8, also with the offset."""
+    """Return rows of float64, by name. Values of moderate size are multiples of 1/8, also after adding OFFSET."""
     usual = torch.randint(-24, 25, (vocab,), generator=torch.Generator().manual_seed(vocab)).double() / 8
     middle, last = vocab // 2, vocab - 1
     places: dict[str, slice | list[int]] = {
@@ -25,8 +25,8 @@ def extremes(vocab: int) -> dict[str, Tensor]:
         "the last": [last],
         "the middle": [middle],
         "a few at the edges": [0, 1, 2, last - 1, last],
-        "every other": slice(None, None, 2),  # every lane of some kernels
-        "a stretch": slice(vocab // 5, 2 * vocab // 3),  # whole blocks, with the middle
+        "every other": slice(None, None, 2),  # all columns of some lanes
+        "a stretch": slice(vocab // 5, 2 * vocab // 3),  # full blocks, with the middle
         "all but a stretch": [*range(vocab // 5), *range(2 * vocab // 3, vocab)],
         "all but the last": slice(0, last),
         "all but the edges": slice(3, last),
@@ -51,18 +51,18 @@ def extremes(vocab: int) -> dict[str, Tensor]:
 
 
 def targets(vocab: int) -> Tensor:
-    """The targets of each row: at its beginning, in its middle, at its end, and none."""
+    """Return the targets of each row: its first, middle and last class, and IGNORED."""
     return torch.tensor([0, vocab // 2, vocab - 1, IGNORED])
 
 
 def every_extreme(vocab: int) -> tuple[Tensor, Tensor]:
-    """All rows with all targets, (rows, vocab), and these."""
+    """Return each row with each target: logits (rows, vocab) and targets (rows,)."""
     rows, each = torch.stack(list(extremes(vocab).values())), targets(vocab)
     return rows.repeat_interleave(len(each), 0), each.repeat(len(rows))
 
 
 def has_softmax(logits: Tensor) -> Tensor:
-    """For each row, whether its largest logit is a number."""
+    """Return a mask of the rows whose largest logit is finite."""
     return logits.amax(-1).isfinite()
 
 

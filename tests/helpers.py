@@ -1,4 +1,4 @@
-"""Comparing a call of `flce.testing.problem` with the oracle; plans and budgets of a problem; tables of cases."""
+"""Helpers of the tests: comparison of a call with the oracle, plans and budgets of a problem, tables of cases."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ STRATEGIES = ("tokens", "vocab")
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def assert_near(actual: Tensor | None, expected: Tensor, tolerance: float, what: str) -> None:
-    """Within ``tolerance`` of the largest element of ``expected``; NaN and infinities in the same places."""
-    assert actual is not None, f"{what} is missing"
+def assert_near(actual: Tensor | None, expected: Tensor, tolerance: float, name: str) -> None:
+    """Assert errors up to ``tolerance`` times the largest element of ``expected``, and equal NaN and infinities."""
+    assert actual is not None, f"{name} is missing"
     a, e = actual.detach().double(), expected.detach().double()
-    assert a.shape == e.shape, f"{what}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
+    assert a.shape == e.shape, f"{name}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
     if not e.numel():
         return
     finite = e.isfinite()
     same = torch.equal(a.isnan(), e.isnan()) and torch.equal(a[e.isinf()], e[e.isinf()])
-    assert same, f"{what}: NaN or infinities differ: {a} instead of {e}"
+    assert same, f"{name}: NaN or infinities differ: {a} instead of {e}"
     if not finite.any():
         return
     difference = float((a - e)[finite].abs().max())
     allowed = tolerance * (float(e[finite].abs().max()) + 1e-2)
-    assert difference <= allowed, f"{what}: off by {difference:.3e}, allowed are {allowed:.3e}"
+    assert difference <= allowed, f"{name}: the error is {difference:.3e}, allowed are {allowed:.3e}"
 
 
 def assert_outcome(
@@ -56,7 +56,7 @@ def assert_outcome(
     grads: str = ALL_GRADS,
     stats: Sequence[str] = (),
 ) -> None:
-    """Compares everything that was asked for, its dtype too, and checks that nothing else was computed."""
+    """Compare all requested results and their dtypes, and assert that no other result was computed."""
     dtype = problem.input.dtype
     out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert outcome.loss.dtype == out_dtype
@@ -67,24 +67,26 @@ def assert_outcome(
         ("b", outcome.grad_bias, expected.grad_bias, problem.linear_bias),
         ("t", outcome.grad_token_weight, expected.grad_token_weight, problem.token_weight),
     ]
-    for got_pair, want_pair, pair in zip(outcome.grad_adapters, expected.grad_adapters, problem.adapters, strict=True):
-        compared += zip("aB", got_pair, want_pair, pair, strict=True)
-    for key, got, want, tensor in compared:
+    for grad_pair, expected_pair, pair in zip(
+        outcome.grad_adapters, expected.grad_adapters, problem.adapters, strict=True
+    ):
+        compared += zip("aB", grad_pair, expected_pair, pair, strict=True)
+    for key, grad, expected_grad, tensor in compared:
         if tensor is None:
             continue
         if key not in grads:
-            assert got is None, f"gradient {key} was not asked for"
+            assert grad is None, f"gradient {key} was not requested"
             continue
-        assert want is not None
-        assert got is not None
-        assert got.dtype == tensor.dtype
-        assert_near(got, want, tolerance, f"gradient {key}")
+        assert expected_grad is not None
+        assert grad is not None
+        assert grad.dtype == tensor.dtype
+        assert_near(grad, expected_grad, tolerance, f"gradient {key}")
     if not stats:
         return
     for name in STATS:
         value = getattr(outcome.output, name)
         if name not in stats:
-            assert value is None, f"{name} was not asked for"
+            assert value is None, f"{name} was not requested"
             continue
         assert not value.requires_grad, name
         assert value.shape == problem.target.shape, name
@@ -113,7 +115,7 @@ def check(
     grad_output: Tensor | float | None = None,
     tolerance: float | None = None,
 ) -> CallResult:
-    """Runs flce and the oracle and compares them."""
+    """Run flce and the oracle and compare the results."""
     outcome = run_fused(problem, options=options, stats=stats, grads=grads, grad_output=grad_output)
     expected = run_oracle(problem, grad_output=grad_output)
     allowed = TOLERANCE[problem.input.dtype] if tolerance is None else tolerance
@@ -122,7 +124,8 @@ def check(
 
 
 def least_budget(message: str, works: Any) -> int:
-    """The least budget that the message of the error names: one of its numbers, and it has to work."""
+    """Return the least budget that an error message names: the least of its numbers for which `works` raises no
+    ValueError."""
     numbers = sorted({int(n.replace(",", "").replace("_", "")) for n in re.findall(r"\d[\d,_]*", message)})
     for number in numbers:
         try:
@@ -134,7 +137,7 @@ def least_budget(message: str, works: Any) -> int:
 
 
 def least_budget_unless_accepted(budget: int, works: Callable[[int], Any]) -> int | None:
-    """None if this budget works; otherwise the least that the error names, which works."""
+    """Return None if `works` accepts the budget, otherwise the least budget that the error names, which works."""
     try:
         works(budget)
         return None
@@ -148,7 +151,7 @@ def least_budget_unless_accepted(budget: int, works: Callable[[int], Any]) -> in
 
 
 def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """The gradients for each of a batch of upstream gradients, by one of the ways that PyTorch has for that."""
+    """Return the gradients for a batch of upstream gradients, computed by the feature `kind` of PyTorch."""
     if kind == "is_grads_batched":
         return torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
     assert kind == "vmap"
@@ -156,8 +159,8 @@ def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstrea
 
 
 def count_flops(function: Callable[[], Any]) -> int:
-    """Of all matrix products, as PyTorch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+    """Return the FLOPs of all matrix products, as PyTorch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode  # here, because it imports Triton
 
     with FlopCounterMode(display=False) as counter:
         function()
@@ -170,12 +173,12 @@ BATCHED = ("is_grads_batched", "vmap")
 def plan_for(
     problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:
-    """The plan of this problem's call. Not by `flce.plan`, which takes all gradients of adapters to be asked for."""
+    """Return the plan of this problem's call. `flce.plan` is different: it assumes that all adapters need gradients."""
     return make_plan(case_of(problem, options, grads, stats))
 
 
 def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()) -> Case:
-    """What this problem's call is planned for."""
+    """Return the case of this problem's call."""
     spec = {field.name: problem.kwargs[field.name] for field in fields(LossSpec) if field.name in problem.kwargs}
     adapters, device = problem.adapters, problem.input.device
     return Case(
@@ -198,14 +201,14 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
 
 
 def num_blocks(plan: flce.ChunkPlan) -> int:
-    """Into how many blocks the classes are cut."""
+    """Return the number of blocks of classes."""
     return len(plan.schedule.tile_sizes(plan.case)[1])
 
 
 def least_budget_for(
     problem: Problem, strategy: str, grads: str = ALL_GRADS, stats: Sequence[str] = (), **options: Any
 ) -> int:
-    """The least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
+    """Return the least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
 
     def attempt(budget: int) -> None:
         chunking = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget, **options)  # type: ignore[arg-type]
@@ -219,7 +222,7 @@ def least_budget_for(
 
 
 def options_for_several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
-    """Options under which the vocabulary is worked through in two to ``most`` blocks."""
+    """Return options with which the vocabulary has two to ``most`` blocks."""
     budget = least_budget_for(problem, "vocab", **kwargs)
     while True:
         options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
@@ -231,7 +234,7 @@ def options_for_several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -
 
 
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
-    """A small set of rows in which every pair of levels of every two factors occurs (greedy)."""
+    """Return a small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)
     names = list(factors)
     levels = {name: range(len(factors[name])) for name in names}
@@ -259,16 +262,16 @@ def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8
 
 
 def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """`parametrize` by several factors at once, of whose combinations a few suffice: see `allpairs`.
+    """Return a `parametrize` mark with a few combinations of the factors, in which every pair occurs: see `allpairs`.
 
-    `backend` is the fixture of that name, for which its levels stand in.
+    The factor `backend` parametrizes the fixture `backend`.
     """
     return _parametrize(list(factors), [tuple(row.values()) for row in allpairs(factors)])
 
 
 def parametrize_combinations(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """As `parametrize_pairs` with Triton, whose interpreter is slow; every combination with PyTorch's backend, which
-    is not."""
+    """Return a mark with every combination for PyTorch's backend, and with the rows of `parametrize_pairs` for Triton,
+    whose interpreter is slow."""
     rows = [("torch", *levels) for levels in itertools.product(*factors.values())]
     rows += [("triton", *row.values()) for row in allpairs(factors)]
     return _parametrize(["backend", *factors], rows)
@@ -296,9 +299,9 @@ TRANSFORMS: dict[str, dict[str, float]] = {
     "temp": {"temperature": 1.7},
     "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
 }
-# Another value than the default for each number of `LossSpec`. It changes every loss and gradient.
+# A value for each number of `LossSpec` that differs from the default and changes every loss and gradient.
 OTHER_VALUES = {"label_smoothing": 0.3, "softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3, "z_loss": 0.1}
-# What the grids of both losses combine, each with factors of its own.
+# Factors of the grids of both losses. Each grid adds more factors.
 LOSS_FACTORS: dict[str, Sequence[Any]] = {
     "transform": list(TRANSFORMS),
     "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
@@ -318,7 +321,7 @@ def row_id(row: Mapping[str, Any]) -> str:
 
 
 def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The arguments of `make_problem` for a row of `LOSS_FACTORS`, and the statistics."""
+    """Return the arguments of `make_problem` for a row of `LOSS_FACTORS`, and the statistics."""
     arguments = {
         **TRANSFORMS[row["transform"]],
         "reduction": row["reduction"].split("/")[0],
@@ -340,13 +343,13 @@ def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[s
 
 
 def upstream_of(problem: Problem) -> Tensor:
-    """A random upstream gradient of the problem's loss."""
+    """Return a random upstream gradient of the problem's loss."""
     shape = problem.target.shape if problem.kwargs.get("reduction") == "none" else ()
     return torch.randn(shape, dtype=torch.float64, device=problem.input.device)
 
 
 def skip_where_old_transformers_fails(stock: Callable[[], Any]) -> None:
-    """Skips the test if a stock model of Transformers 4 fails at what is tested. Of a later version it may not."""
+    """Skip the test if `stock`, the tested operation of an unpatched model, fails with Transformers 4."""
     transformers = pytest.importorskip("transformers")
     if transformers.__version__.startswith("4."):
         try:

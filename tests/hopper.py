@@ -1,4 +1,4 @@
-"""Products with an epilogue, which are for Hopper, in tests that also run elsewhere."""
+"""Plans and fused products of Hopper GPUs, for tests that also run on other machines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flce.planning import search
 def logits_dtypes_on_a_gpu(
     dtype: torch.dtype, device_type: str, options: ChunkOptions
 ) -> tuple[torch.dtype, torch.dtype]:
-    """In the place of `case.logits_dtypes`."""
+    """Return the dtypes of logits and of their gradient on a GPU. Replaces `case.logits_dtypes` on the CPU."""
     return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
 def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For a fixture: plans as on such a GPU, on the CPU too, where logits of half precision are taken as well."""
+    """Plan as on a Hopper GPU, also on the CPU, where half-precision logits are then possible. For fixtures."""
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -42,8 +42,8 @@ def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-    """PyTorch tells of an H100 with as many bytes, though none is there. What was known of devices is forgotten."""
-    found = SimpleNamespace(
+    """Let PyTorch report an H100 with `memory` bytes. Clear the caches of device records."""
+    properties = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
         minor=0,
@@ -53,25 +53,27 @@ def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties.name)
     monkeypatch.setattr(torch.version, "hip", None)
     clear_device_caches()
 
 
 def clear_device_caches() -> None:
-    """The next look at a device asks PyTorch, and the environment."""
+    """Clear the caches of device records, so that the next call reads PyTorch and the environment again."""
     for cached in (load_profile, devices._detected_record, devices._profiled_record, search.plan_for_case):
         cached.cache_clear()
 
 
 def misaligned(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:
-    """The same at an address that is no multiple of 16 bytes. Such operands have no descriptors: they are copied, from
-    here on a few classes of the weight at a time."""
+    """Return a copy of `t` at an address that is not divisible by 16 bytes, and reduce COPY_BYTES.
+
+    Descriptors cannot describe such operands. The product copies them, a weight in blocks of few classes.
+    """
     monkeypatch.setattr("flce.backends.triton.product.COPY_BYTES", 256 * t.shape[-1] * 2)
-    moved = t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
-    assert moved.data_ptr() % 16
-    return moved
+    copy = t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+    assert copy.data_ptr() % 16
+    return copy
 
 
 def case_on_hopper(
@@ -85,7 +87,7 @@ def case_on_hopper(
     spec: LossSpec | None = None,
     **options: Any,
 ) -> Case:
-    """A call there, for plans that are made and not run."""
+    """Return the case of a call on a Hopper GPU, for plans that are not run."""
     adapters = (True,) * len(ranks)
     return Case(
         num_tokens=tokens,

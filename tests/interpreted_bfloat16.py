@@ -1,4 +1,4 @@
-"""bfloat16 under Triton's interpreter, which multiplies its bits as if they were integers, and truncates to it."""
+"""A fix for bfloat16 under Triton's interpreter, which multiplies the bits as integers and truncates when it rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def fix_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in float32, and rounding to nearest, as on a GPU."""
+    """Compute products in float32 and round to nearest, as on a GPU."""
     import triton.language as tl
     from triton.runtime import interpreter
 

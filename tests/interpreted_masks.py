@@ -1,6 +1,6 @@
-"""Masks under Triton's interpreter, where a comparison of scalars, broadcast to a tile, is a tile of integers.
+"""A fix for masks under Triton's interpreter: a comparison of scalars, broadcast to a tile, becomes a tile of integers.
 
-Loads and stores of Triton 3.9 take no such mask ("mask has unsupported dtype"); those of before cast it.
+Loads and stores of Triton 3.9 reject such a mask ("mask has unsupported dtype"). Earlier versions cast the mask.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def fix_interpreter() -> None:
-    """For good: nothing else changes by it."""
+    """Convert scalar comparisons to tiles of booleans, for the rest of this process."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
@@ -19,7 +19,7 @@ def fix_interpreter() -> None:
     create_splat = builder.create_splat
 
     def splat(self: Any, shape: Any, value: Any) -> Any:
-        if value.data.dtype == bool:  # the handle has the dtype of what was compared
+        if value.data.dtype == bool:  # the handle has the dtype of the compared scalars
             value = interpreter.TensorHandle(value.data, tl.int1)
         return create_splat(self, shape, value)
 

@@ -1,4 +1,4 @@
-"""Logits (B, S, V) with the values that one wants, in the memory that one wants."""
+"""Problems with given logits, and memory layouts of logits (B, S, V), for the tests of `flce.cross_entropy`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce.testing.problem import Problem, make_problem
 
-# Shape of the memory for (b, s, v), the view of it, and whether its gradient can be written in place.
+# For (b, s, v): the shape of the memory, the view of the memory, and True if the gradient can be written in place.
 Shape = Callable[[int, int, int], tuple[int, ...]]
 View = Callable[[Tensor, int, int, int], Tensor]
 LAYOUTS: dict[str, tuple[Shape, View, bool]] = {
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[Shape, View, bool]] = {
 
 
 def place_in_layout(values: Tensor, layout: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Memory, and the view of it that has these values."""
+    """Return memory that has these values in a layout, and a function that returns the view of such memory."""
     b, s, v = values.shape
     shape, view, _ = LAYOUTS[layout]
     memory = values.new_full(shape(b, s, v), 77.0)
@@ -45,6 +45,6 @@ def make(
     token_weight: bool = False,
     **kwargs: Any,
 ) -> Problem:
-    """Logits, as a problem without a head."""
+    """Return a problem with given logits instead of a head."""
     kwargs |= {"ignored": ignored, "class_weight": class_weight, "token_weight": token_weight}
     return make_problem(leading, None, vocab, dtype=dtype, device=device, **kwargs)

@@ -1,8 +1,8 @@
-"""Code for an older NVIDIA device, run on the GPU that is here: a plugin of pytest, `-p tests.older`.
+"""A pytest plugin, `-p tests.older`, that runs code for an older NVIDIA device on the local GPU.
 
-A driver compiles the PTX of an older device for its own. So kernels are compiled for the device that FLCE_OLDER names
-(`tests.targets.TARGETS`), launched as they would be there, and their PTX goes to the loader in the binary's place. Each
-kernel that is compiled so adds its name to the file FLCE_OLDER_LOG.
+A driver compiles the PTX of an older device for the local device. Kernels are compiled for the device that FLCE_OLDER
+names (`tests.targets.TARGETS`) and launched with its launch sizes. The loader receives their PTX instead of a binary.
+Each kernel that is compiled this way appends its name to the file FLCE_OLDER_LOG.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     target = TARGETS[os.environ["FLCE_OLDER"]]
     capability = divmod(target.capability, 10)
-    asked = torch.cuda.get_device_properties
-    told = {
+    get_properties = torch.cuda.get_device_properties
+    replaced = {
         "major": capability[0],
         "minor": capability[1],
         "multi_processor_count": target.multiprocessors,
@@ -37,35 +37,36 @@ def pytest_configure(config: pytest.Config) -> None:
     }
 
     def properties(device: Any = None) -> SimpleNamespace:
-        real = asked(torch.cuda.current_device() if device is None else device)
-        return SimpleNamespace(**{n: getattr(real, n) for n in dir(real) if not n.startswith("_")} | told)
+        real = get_properties(torch.cuda.current_device() if device is None else device)
+        return SimpleNamespace(**{n: getattr(real, n) for n in dir(real) if not n.startswith("_")} | replaced)
 
-    # Triton asks PyTorch for the capability, and PyTorch these properties.
+    # Triton reads the capability from PyTorch, and PyTorch reads it from these properties.
     torch.cuda.get_device_properties = properties  # type: ignore[assignment]
     assert torch.cuda.get_device_capability() == capability
     compiler.max_shared_mem = lambda device: target.shared_memory
     log, cuda = os.environ["FLCE_OLDER_LOG"], _driver()
-    knobs.cache.dir = f"{log}.kernels"  # what is no binary is to be found by nothing else
+    knobs.cache.dir = f"{log}.kernels"  # a separate cache, because its files are PTX and not binaries
 
-    def ptx_itself(self: Any, ptx: str, metadata: dict[str, Any], options: Any, capability: int) -> bytes:
+    def return_ptx(self: Any, ptx: str, metadata: dict[str, Any], options: Any, capability: int) -> bytes:
         assert capability == target.capability
         with open(log, "a") as file:
             file.write(f"{metadata['name']}\n")
-        return readable(ptx, cuda).encode() + b"\0"
+        return limit_ptx_version(ptx, cuda).encode() + b"\0"
 
-    CUDABackend.make_cubin = ptx_itself
+    CUDABackend.make_cubin = return_ptx
 
 
-def readable(ptx: str, cuda: int) -> str:
-    """With a version that a driver of this CUDA (12080: 12.8) knows. Code for an older device has nothing new in it."""
+def limit_ptx_version(ptx: str, cuda: int) -> str:
+    """Return the PTX with a version that a driver of this CUDA (12080: 12.8) supports. Code for an older device uses no
+    newer instructions."""
     major, minor = cuda // 1000, cuda % 1000 // 10
-    # CUDA 11.x has PTX 7.x; 12.0 to 12.5 8.0 to 8.5, and from 12.6 on one less; 13.x 9.x.
-    most = (major - 4, minor - (major == 12 and minor > 5))
-    found = re.search(r"\.version (\d+)\.(\d+)", ptx)
-    assert found is not None
-    if (int(found[1]), int(found[2])) <= most:
+    # CUDA 11.x has PTX 7.x, 12.0 to 12.5 have 8.0 to 8.5, later 12.x have one minor version less, 13.x has 9.x.
+    newest = (major - 4, minor - (major == 12 and minor > 5))
+    version = re.search(r"\.version (\d+)\.(\d+)", ptx)
+    assert version is not None
+    if (int(version[1]), int(version[2])) <= newest:
         return ptx
-    return ptx.replace(found[0], f".version {most[0]}.{most[1]}", 1)
+    return ptx.replace(version[0], f".version {newest[0]}.{newest[1]}", 1)
 
 
 def _driver() -> int:

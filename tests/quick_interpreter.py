@@ -1,9 +1,9 @@
-"""Triton's interpreter without what it does over and over: the same results in a fifth of the time.
+"""A patch of Triton's interpreter that avoids repeated work: the same results in a fifth of the time.
 
-It looks through all of `triton.language` for every call of every function in a kernel, makes a table of dtypes
-whenever it needs one of them, makes the shape of every value anew, converts bfloat16 by its parts, and calls the
-function of a reduction once for each element. All of that is private to Triton. Of a version that has it otherwise
-nothing is changed, and the tests only take longer.
+`tests/conftest.py` applies it. The interpreter searches all of `triton.language` for every call of every function in a
+kernel, builds a table of dtypes for each lookup, builds the shape of every value again, converts bfloat16 part by part,
+and calls the function of a reduction once for each element. These functions are private to Triton. If a version of
+Triton has no such functions, nothing is patched, and the tests only take longer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def speed_up_interpreter() -> None:
-    """For the rest of this process."""
+    """Patch the interpreter for the rest of this process."""
     from triton.runtime import interpreter
 
     call, scope = interpreter.InterpretedFunction.__call__, getattr(interpreter, "_LangPatchScope", None)
@@ -31,23 +31,23 @@ def speed_up_interpreter() -> None:
 
 
 def _check_no_overflow(interpreter: Any) -> None:
-    """It would compute each sum of integers in int64 too, compare the two, and drop what comes of that."""
+    """Switch off the overflow check, which computes each sum of integers a second time in int64 and has no effect."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_once(interpreter: Any) -> None:
-    """For a launch: what it calls finds the language as it left it."""
+    """Patch the language once for each launch instead of once for each call of a function."""
     import triton.language as tl
 
     patch_lang, builtins = interpreter._patch_lang, {}
 
     class Everything:
-        __globals__ = {"tl": tl, "core": tl.core}  # noqa: RUF012 - as of a function, which this stands for
+        __globals__ = {"tl": tl, "core": tl.core}  # noqa: RUF012 - the attribute of a function, which this replaces
 
     def with_semantic(member: Any) -> Any:
-        function = getattr(member, "__wrapped__", member)  # without the question whether it is called by a kernel
+        function = getattr(member, "__wrapped__", member)  # without the check that a kernel calls it
 
         def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
@@ -75,18 +75,18 @@ def _patch_once(interpreter: Any) -> None:
 
 
 def _keep_dtypes(interpreter: Any) -> None:
-    look_up, known = interpreter._get_np_dtype, {}
+    look_up, cache = interpreter._get_np_dtype, {}
 
-    def kept(dtype: Any) -> Any:
-        if dtype.name not in known:
-            known[dtype.name] = look_up(dtype)
-        return known[dtype.name]
+    def cached(dtype: Any) -> Any:
+        if dtype.name not in cache:
+            cache[dtype.name] = look_up(dtype)
+        return cache[dtype.name]
 
-    interpreter._get_np_dtype = kept
+    interpreter._get_np_dtype = cached
 
 
 def _keep_shapes() -> None:
-    """What a block or a value says of its shape is made once for each shape."""
+    """Build the attributes of a block or a value once for each shape."""
     import triton.language as tl
 
     first_block, blocks, shapes = tl.block_type.__init__, {}, {}
@@ -123,7 +123,7 @@ def _broadcast_what_differs(tl: Any) -> None:
 
 
 def _convert_at_once(interpreter: Any) -> None:
-    """bfloat16 is the upper half of float32."""
+    """Convert bfloat16 as the upper half of float32."""
     import triton.language as tl
 
     by_parts = interpreter._convert_float
@@ -140,7 +140,7 @@ def _convert_at_once(interpreter: Any) -> None:
 
 
 def _reduce_in_pairs(interpreter: Any) -> None:
-    """Neighbours first, then the pairs, and so on: a few calls with tiles, in an order like that of a GPU."""
+    """Reduce neighbours first, then the results of two neighbours, and so on, as a GPU does: a few calls with tiles."""
     one_by_one = interpreter.ReduceOps.generic_reduce
 
     def in_pairs(self: Any, parts: tuple[Any, ...]) -> list[Any]:
@@ -153,8 +153,8 @@ def _reduce_in_pairs(interpreter: Any) -> None:
                 for first in (0, 1)
                 for x in parts
             ]
-            made = self.combine_fn.fn(*neighbours)
-            parts = made if isinstance(made, tuple) else (made,)
+            combined = self.combine_fn.fn(*neighbours)
+            parts = combined if isinstance(combined, tuple) else (combined,)
         return [self.to_tensor(x.handle.data.squeeze(self.axis), dtype) for x, dtype in zip(parts, dtypes, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = in_pairs

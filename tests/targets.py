@@ -1,8 +1,8 @@
-"""GPUs that are not here: every kernel is compiled for each of them, as it would be launched there.
+"""Compilation of every kernel for GPUs that this machine does not have, with the launch sizes of these GPUs.
 
-`python -m tests.targets` takes all of them, or those that it is given, and prints what does not fit. It needs no GPU.
-The launch code runs on tensors without memory; a driver that launches nothing tells Triton what to compile for. Not for
-a process with TRITON_INTERPRET, where there is nothing to compile.
+`python -m tests.targets [names]` compiles for all or the given GPUs and prints faults. It needs no GPU: the launch code
+runs on meta tensors, and a driver that launches no kernel gives Triton the target. Do not set TRITON_INTERPRET, because
+the interpreter compiles nothing.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES
 from flce.planning import dry_run
 
-# Bytes that a thread may keep in memory for want of registers.
+# Bytes that a thread may spill to memory.
 MAX_SPILLED_BYTES = 64
 
 
 # A device of each architecture.
 TARGETS = {
-    # Nothing is planned for it. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute
-    # Capability"; the others: NVIDIA T4, data sheet, and Turing architecture.
+    # No plan uses the T4. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+    # the other numbers: NVIDIA T4, data sheet, and Turing architecture.
     "T4": KNOWN_KINDS["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
     **{name: KNOWN_KINDS[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
 }
-# What only calls with products of our own launch, which are for Hopper.
+# Kernels that only calls with fused products launch, on Hopper.
 PRODUCT_KERNELS = {
     "product_kernel",
     "finish_statistics_kernel",
@@ -77,13 +77,13 @@ PRODUCT_KERNELS = {
 
 
 class CompiledKernel(NamedTuple):
-    """A kernel that was compiled."""
+    """The properties of a compiled kernel."""
 
     name: str
     constants: str
-    shared: int  # bytes of a program
-    spilled: int  # of a thread
-    early: bool  # launched while the kernel before may still run
+    shared: int  # bytes of shared memory of a program
+    spilled: int  # bytes that a thread spills
+    early: bool  # launched with launch_pdl
 
     def faults(self, target: DeviceRecord) -> list[str]:
         found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MAX_SPILLED_BYTES else []
@@ -95,13 +95,13 @@ class CompiledKernel(NamedTuple):
 
 
 def gpu_target(device: DeviceRecord) -> GPUTarget:
-    """As Triton says it."""
+    """Return Triton's description of the device."""
     number = device.capability
     return GPUTarget("cuda", number, device.warp_size) if number else GPUTarget("hip", device.arch, device.warp_size)
 
 
 class _CompileOnlyDriver:
-    """Stands for that of a device: nothing is loaded, and nothing is launched."""
+    """A Triton driver for a device that is not present: it loads and launches no kernel."""
 
     def __init__(self, name: str, target: DeviceRecord) -> None:
         self.utils = SimpleNamespace(
@@ -109,14 +109,14 @@ class _CompileOnlyDriver:
             get_device_properties=lambda device: {"max_shared_mem": target.shared_memory},
         )
         self.launcher_cls = lambda src, metadata: lambda *args: None
-        self.get_current_device = lambda: name  # Triton keeps by this what it has compiled
+        self.get_current_device = lambda: name  # the key of Triton's compiled kernels
         self.get_current_stream = lambda device: 0
         self.get_current_target = lambda: gpu_target(target)
 
 
 @contextlib.contextmanager
 def compiling(name: str) -> Iterator[list[CompiledKernel]]:
-    """What is launched on tensors without memory is compiled for a device. Yields all that is, as it grows."""
+    """Compile each kernel that is launched on meta tensors for a device. Yield the growing list of compiled kernels."""
     target, built, log = TARGETS[name], list[CompiledKernel](), io.StringIO()
 
     def compiled(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
@@ -134,12 +134,12 @@ def compiling(name: str) -> Iterator[list[CompiledKernel]]:
         early = bool(metadata.get("launch_pdl"))
         built.append(CompiledKernel(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
 
-    asking = [module for module in _modules() if hasattr(module, "device_record")]
+    modules = [module for module in _modules() if hasattr(module, "device_record")]
     before = device_record
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
         driver.set_active(cast(Any, _CompileOnlyDriver(name, target)))
-        for module in asking:
+        for module in modules:
             module.device_record = lambda device: target
         for cached in (kernels._launch_size, softmax_launch._choose):
             cached.cache_clear()
@@ -147,7 +147,7 @@ def compiling(name: str) -> Iterator[list[CompiledKernel]]:
             yield built
         finally:
             knobs.compilation.listener = None
-            for module in asking:
+            for module in modules:
                 module.device_record = before
 
 
@@ -162,7 +162,7 @@ def every_kernel() -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is launched
+# Launches
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -198,7 +198,7 @@ def _padded(cols: int, dtype: torch.dtype) -> Tensor:
 
 
 def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
-    """What is done to rows of logits: a user's, which begin anywhere, and tiles, which are aligned."""
+    """Yield the operations on rows of logits: a user's rows, which begin at any address, and aligned tiles."""
     backend, accum = kernels.TritonBackend(), accumulation_dtype(dtype)
     fields = dict(FEATURES[feature])
     sizes = {"bias": 3 * cols, "class_weight": 3 * cols, "token_weight": ROWS}
@@ -215,9 +215,9 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     yield partial(backend.statistics, logits, first, None)
     yield partial(backend.loss_and_gradient, logits, logits, first)
     yield partial(backend.gradient, logits, logits, second)
-    of_rows = _new(ROW_GRADIENT_SLOTS if "entropy" in spec.stats else LOSS_GRADIENT_SLOTS, ROWS, dtype=accum)
-    yield partial(backend.row_gradient, second, of_rows)
-    yield partial(backend.gradient, logits, logits, second._replace(upstream=None, row_gradient=of_rows))
+    row_gradient = _new(ROW_GRADIENT_SLOTS if "entropy" in spec.stats else LOSS_GRADIENT_SLOTS, ROWS, dtype=accum)
+    yield partial(backend.row_gradient, second, row_gradient)
+    yield partial(backend.gradient, logits, logits, second._replace(upstream=None, row_gradient=row_gradient))
     for part in parts:
         yield partial(backend.statistics, tile, first._replace(tile=part), state)
     factor = _new(ROWS, dtype=accum)
@@ -231,15 +231,15 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
         yield partial(backend.gradient, tile, grad, second._replace(tile=full_tile))
         if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
             factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
-            kept = _new(EXPONENTIAL_SLOTS, ROWS)
+            exps_state = _new(EXPONENTIAL_SLOTS, ROWS)
             for part in parts:
-                of_part = exps[:, part.start : part.start + cols]
-                yield partial(backend.exponentials, tile, of_part, first._replace(tile=part), kept, factors)
+                part_exps = exps[:, part.start : part.start + cols]
+                yield partial(backend.exponentials, tile, part_exps, first._replace(tile=part), exps_state, factors)
             yield partial(backend.gradient_of_exponentials, exps, factors, first)
 
 
 def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:
-    """Along adjacent columns, of one level and of two, and along columns that lie apart."""
+    """Yield softmax calls with adjacent columns, rows of one level and of two, and with columns that lie apart."""
     backend = kernels.TritonBackend()
     layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
     for (x, dim), log in itertools.product(layouts, (False, True)):
@@ -250,7 +250,7 @@ def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:
 
 
 def operator_calls(case: Case) -> Calls:
-    """A call of the operator by each schedule that there is for it, large and small."""
+    """Yield calls of the operator with each schedule that the case allows, in a small and a large size."""
     runtime = Runtime(cast(Any, kernels.TritonBackend()), CountingArena())
     for kind in SCHEDULES:
         sizes = kind.sizes(case) if kind.deferred or case.spec.reduction != "none" or not case.needs.any else ()
@@ -260,7 +260,7 @@ def operator_calls(case: Case) -> Calls:
 
 
 def slice_calls() -> Calls:
-    """Rows of a head that is divided over processes."""
+    """Yield calls for the rows of a head that is divided over processes."""
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
         out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
@@ -283,7 +283,7 @@ def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
 def all_calls(target: DeviceRecord) -> Calls:
     for dtype, cols in itertools.product(DTYPES, COLUMNS):
         for feature in FEATURES:
-            if dtype != torch.float16 or feature in ("plain", "all"):  # the others are those of bfloat16
+            if dtype != torch.float16 or feature in ("plain", "all"):  # bfloat16 covers the other features
                 yield from row_calls(dtype, cols, feature)
         yield from softmax_calls(dtype, cols)
     for dtype in DTYPES:
@@ -294,7 +294,7 @@ def all_calls(target: DeviceRecord) -> Calls:
 
 
 def sample_calls(target: DeviceRecord) -> Calls:
-    """Three seconds of that: what takes most registers, and what every call launches."""
+    """Yield three seconds of calls: with the most registers, and with the kernels that every call launches."""
     yield from itertools.islice(row_calls(torch.bfloat16, 50257, "all"), 2)
     yield from itertools.islice(row_calls(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
     yield from itertools.islice(softmax_calls(torch.bfloat16, 50257), 2)
@@ -304,7 +304,8 @@ def sample_calls(target: DeviceRecord) -> Calls:
 
 
 def faults(name: str, calls: Iterable[Callable[[], Any]], require_all: bool) -> tuple[int, list[str]]:
-    """How many kernels were compiled, and what does not fit. `require_all`: no kernel may be missing."""
+    """Return the number of compiled kernels and the faults. With `require_all` a kernel that was not compiled is a
+    fault."""
     target, found = TARGETS[name], list[str]()
     with compiling(name) as built:
         for call in calls:
@@ -312,15 +313,15 @@ def faults(name: str, calls: Iterable[Callable[[], Any]], require_all: bool) -> 
                 call()
             except Exception as error:
                 found.append(f"{type(error).__name__}: {str(error)[:2000]}")
-    missing = every_kernel() - {one.name for one in built} - (set() if target.own_products else PRODUCT_KERNELS)
+    missing = every_kernel() - {kernel.name for kernel in built} - (set() if target.own_products else PRODUCT_KERNELS)
     found += [f"{kernel} was not compiled" for kernel in sorted(missing) if require_all]
-    return len(built), [*found, *(fault for one in built for fault in one.faults(target))]
+    return len(built), [*found, *(fault for kernel in built for fault in kernel.faults(target))]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[*TARGETS], help=", ".join(TARGETS))
-    parser.add_argument("--sample", action="store_true", help="a few seconds of it")
+    parser.add_argument("--sample", action="store_true", help="compile only a sample, in a few seconds")
     arguments = parser.parse_args()
     failed = False
     for name in arguments.names:

@@ -1,4 +1,4 @@
-"""Rows of logits and what a backend does to them: the only calls of a backend's passes over tiles in the tests."""
+"""Rows of logits, and calls of a backend's passes over their tiles. Tests of backends use no other calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """Logits of a few rows, and all that goes with them."""
+    """Logits of a few rows with their targets, weights and options."""
 
     logits: Tensor
     inputs: RowInputs
@@ -33,7 +33,7 @@ class Rows:
 
     @property
     def upstream(self) -> Tensor:
-        """Another gradient of the loss for each row."""
+        """Upstream gradients, different for each row."""
         return torch.linspace(0.5, 2.0, len(self.logits), dtype=self.accum, device=self.logits.device)
 
     def in_float64(self) -> Rows:
@@ -41,7 +41,7 @@ class Rows:
         return replace(self, logits=self.logits.double(), inputs=RowInputs(*wide))  # type: ignore[arg-type]
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
-        """A copy of some columns, in a buffer with room behind them. What that holds must not matter."""
+        """Return a copy of some columns and their tile. The buffer has accessible columns of NaN behind the copy."""
         room = -(-(stop - start) // 16) * 16
         buffer = self.logits.new_full((self.logits.shape[0], room), float("nan"))
         buffer[:, : stop - start] = self.logits[:, start:stop]
@@ -68,16 +68,16 @@ class Rows:
         backend.gradient(logits, grad, TileCall(self.inputs, self.spec, tile, None, normalizer, upstream))
 
     def row_gradient(self, backend: Any, tile: Tile, normalizer: Tensor) -> Tensor:
-        """Of the loss with `upstream`: slots that it has."""
+        """Return the row gradient of the loss with `upstream`: the slots that the loss has."""
         out = normalizer.new_full((LOSS_GRADIENT_SLOTS, normalizer.shape[1]), -77.0)
         backend.row_gradient(TileCall(self.inputs, self.spec, tile, None, normalizer, self.upstream), out)
         return out if self.spec.label_smoothing else out[:CLASSES]
 
     def gradient_of_rows(
-        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, of_rows: Tensor
+        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, row_gradient: Tensor
     ) -> None:
         inputs = self.inputs._replace(scales=None, token_weight=None)
-        backend.gradient(logits, grad, TileCall(inputs, self.spec, tile, None, normalizer, None, of_rows))
+        backend.gradient(logits, grad, TileCall(inputs, self.spec, tile, None, normalizer, None, row_gradient))
 
     def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, out: RowOutputs) -> None:
         backend.loss_and_gradient(logits, grad, self.call(tile, out))
@@ -94,12 +94,12 @@ def random_rows(
     bias: bool = False,
     **spec: Any,
 ) -> Rows:
-    """Random logits. Every fourth target is ignored; the first and the last class are among the others."""
+    """Return random logits. Every fourth target is ignored; the other targets include the first and the last class."""
     g = torch.Generator().manual_seed(vocab)
     accum = accumulation_dtype(dtype)
 
-    def rand(wanted: bool, size: int) -> Tensor | None:
-        return torch.rand(size, generator=g, dtype=torch.float64).to(device, accum) if wanted else None
+    def rand(is_given: bool, size: int) -> Tensor | None:
+        return torch.rand(size, generator=g, dtype=torch.float64).to(device, accum) if is_given else None
 
     logits = (torch.randn(num_rows, vocab, generator=g, dtype=torch.float64) * std).to(device, dtype)
     target = torch.randint(vocab, (num_rows,), generator=g)
@@ -113,10 +113,10 @@ def random_rows(
 
 
 def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
-    """Everything that both have, within the tolerance."""
+    """Assert that all results of `theirs` equal the results of `mine` within the tolerance."""
     for name in RowOutputs._fields:
         a, b = getattr(mine, name), getattr(theirs, name)
-        if name == "normalizer":  # of what is not finite, only that it is not is the same
+        if name == "normalizer":  # values that are not finite may differ
             a, b = (x.where(x.isfinite().all(0), torch.nan) for x in (a, b))
         if b is not None:
             assert_close(a, b.to(a.dtype), tolerance, name)

@@ -1,4 +1,7 @@
-"""The public API as a user types it, never run: strict mypy (`make lint`) and pyright (test_typing.py) find nothing."""
+"""Uses of the public API for type checkers: strict mypy (`make lint`) and pyright (test_typing.py) find no error.
+
+This file is never run.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import flce
 
 
 def training_step(hidden: Tensor, head: Tensor, target: Tensor) -> float:
-    """No cast, no isinstance: the loss is a tensor."""
+    """Use the loss as a tensor without a cast or isinstance."""
     loss = flce.fused_linear_cross_entropy(hidden, head, target)
     loss.backward()
     return loss.item()
 
 
 def arguments(hidden: Tensor, head: Tensor, target: Tensor, logits: Tensor) -> None:
-    """Arguments other than `stats` do not change what is returned."""
+    """Check that arguments other than `stats` do not change the return type."""
     options = flce.ChunkOptions(max_workspace_bytes=256 << 20, strategy="vocab")
     loss = flce.fused_linear_cross_entropy(
         hidden,
@@ -63,21 +66,21 @@ def arguments(hidden: Tensor, head: Tensor, target: Tensor, logits: Tensor) -> N
     assert_type(flce.cross_entropy(logits, target, weight=head[:, 0]), Tensor)
 
 
-def statistics(hidden: Tensor, head: Tensor, target: Tensor, asked: tuple[str, ...]) -> None:
-    """With `stats` it is a named tuple; for a tuple of unknown length only a look at the result tells."""
+def statistics(hidden: Tensor, head: Tensor, target: Tensor, stats: tuple[str, ...]) -> None:
+    """Check that `stats` returns a named tuple. For a tuple of unknown length the type is a union."""
     out = flce.fused_linear_cross_entropy(hidden, head, target, stats=("lse", "correct"), shift=1)
     assert_type(out, flce.LinearCrossEntropyOutput)
     out.loss.backward()
     assert_type(out.lse, Tensor | None)
     assert_type(flce.cross_entropy(hidden, target, stats=("entropy",)), flce.LinearCrossEntropyOutput)
-    either = flce.fused_linear_cross_entropy(hidden, head, target, stats=asked)
+    either = flce.fused_linear_cross_entropy(hidden, head, target, stats=stats)
     assert_type(either, Tensor | flce.LinearCrossEntropyOutput)
     loss = either if isinstance(either, Tensor) else either.loss
     loss.backward()
 
 
 def mistakes(hidden: Tensor, head: Tensor, target: Tensor) -> None:
-    """Both checkers complain of an ignore without an error, which makes sure that each is found."""
+    """Check that each wrong call is an error: both checkers report an ignore comment without an error."""
     flce.fused_linear_cross_entropy(hidden, head, target, shift="1")  # type: ignore[call-overload]
     flce.fused_linear_cross_entropy(hidden, head, target, smoothing=0.1)  # type: ignore[call-overload]
     flce.cross_entropy(hidden, target, inplace=None)  # type: ignore[call-overload]
@@ -88,7 +91,7 @@ def mistakes(hidden: Tensor, head: Tensor, target: Tensor) -> None:
 
 
 def modules(hidden: Tensor, target: Tensor) -> None:
-    """A call of a module has no type of its own in PyTorch, so nothing is to be cast."""
+    """Use modules without a cast: PyTorch gives their calls the type Any."""
     module = flce.LinearCrossEntropyLoss(64, 1000, shift=1, softcap=30.0, dtype=torch.bfloat16)
     loss: Tensor = module(hidden, target)
     loss.backward()
@@ -98,7 +101,7 @@ def modules(hidden: Tensor, target: Tensor) -> None:
 
 
 def the_rest(logits: Tensor, model: torch.nn.Module) -> None:
-    """Plans, softmax, patched models."""
+    """Check plans, softmax and patched models."""
     plan = flce.plan(8192, 4096, 128256, torch.bfloat16, device="cuda", options=flce.ChunkOptions())
     assert_type(plan, flce.ChunkPlan)
     assert_type(plan.workspace_bytes, int)

@@ -1,6 +1,6 @@
-"""Trains a patched model without one private name of another library, each name in a process of its own.
+"""A script that trains a patched model without one private name of another library, each name in a separate process.
 
-Run with names of `flce.core.private.NAMES`; prints what became of each as JSON.
+`tests/core/test_private_names.py` runs it with names of `flce.core.private.NAMES`. It prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def own_loss(logits: Tensor) -> Tensor:
 
 
 def results(model: Any, compiled: bool) -> list[float]:
-    """Losses and norms of gradients: of labels, of an own loss, with a hook on the logits; values of an evaluation."""
+    """Return losses and norms of gradients with labels, with the user's own loss, and with a hook on the logits; then
+    the loss and the norm of the logits without gradients."""
 
     def hooked() -> Tensor:
         logits = model(input_ids=IDS).logits
@@ -70,7 +71,10 @@ def results(model: Any, compiled: bool) -> list[float]:
 
 
 def train_without(name: str) -> dict[str, Any]:
-    """What a process sees in which this name, and no other, is missing. The import of flce has looked up none."""
+    """Train in a process in which only this name is missing, and return the results.
+
+    "early" lists the names that the import of flce has looked up.
+    """
     early = [other for other in private.NAMES if other in vars(private)]
     entry, find = private.NAMES[name], private.resolve_path
 
@@ -88,7 +92,7 @@ def train_without(name: str) -> dict[str, Any]:
         values = results(patched, name in COMPILER_NAMES)
         hidden, weight = torch.randn(5, 16, requires_grad=True), torch.randn(331, 16, requires_grad=True)
         flce.fused_linear_cross_entropy(hidden, weight, IDS[0, :5]).backward()
-        getattr(private, name)  # some serve what is not done here
+        getattr(private, name)  # some names are for features that this training does not use
     said = [str(warning.message) for warning in caught if "which flce uses for" in str(warning.message)]
     return {"early": early, "values": values, "said": said}
 

@@ -1,6 +1,6 @@
-"""Gradients made of unnormalized exponentials, without logits in memory.
+"""Gradients computed from unnormalized exponentials, without logits in memory.
 
-They are for Hopper and bfloat16. Under the interpreter its products are mended, see `interpreted_bfloat16`.
+They are for Hopper and bfloat16. `interpreted_bfloat16` corrects the interpreter's bfloat16 products.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.hopper import case_on_hopper, misaligned, plan_as_on_hopper
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 NEEDS = Needs((True,), (True,), False)
-KINDS = (Unnormalized, Borrowed)  # and `Recomputed`, which is one of the first
+KINDS = (Unnormalized, Borrowed)  # `Recomputed` is a subclass of `Unnormalized`
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator
 
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, _on_hopper: None) -> Iterator[list[ChunkPlan]]:
-    """Unnormalized exponentials, also for small vocabularies and chunks: the plans of all calls. Tests that want
-    others take them out."""
-    taken = force(monkeypatch, forced.unnormalized)
-    yield taken
-    assert all(isinstance(plan.schedule, KINDS) for plan in taken)
+    """Force unnormalized exponentials, also for small vocabularies and chunks, and yield the plans of all calls.
+
+    A test with other schedules removes their plans from the list.
+    """
+    all_plans = force(monkeypatch, forced.unnormalized)
+    yield all_plans
+    assert all(isinstance(plan.schedule, KINDS) for plan in all_plans)
 
 
 def problem_of(device: torch.device, **settings: Any) -> Problem:
@@ -89,8 +91,8 @@ def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: st
 
 
 @pytest.mark.parametrize("valid", [0, 1, 31, 32, 33, 64, 75])
-def test_where_the_rows_that_count_end(valid: int, device: torch.device) -> None:
-    """In the middle and at the borders of chunks."""
+def test_rows_that_are_not_ignored(valid: int, device: torch.device) -> None:
+    """These rows end in the middle of chunks and at their borders."""
     problem = problem_of(device, leading=(75,), vocab=300, reduction="sum")
     problem.target[torch.randperm(75)[valid:].to(device)] = -100
     options = flce.ChunkOptions(skip_ignored=True, chunk_rows=32)
@@ -98,7 +100,7 @@ def test_where_the_rows_that_count_end(valid: int, device: torch.device) -> None
 
 
 def test_few_targets_of_many_rows(device: torch.device) -> None:
-    """Sums of many rows for one target, over the borders of what the kernel takes at a time, and none for others."""
+    """Sum many rows for one target, in several steps of the kernel, and no rows for other targets."""
     problem = problem_of(device, leading=(300,), hidden=600)
     problem.target[:] = 7
     problem.target[::3] = 511
@@ -115,7 +117,7 @@ def test_ignore_index_among_the_classes(ignore_index: int, rows: int | None, dev
 
 
 def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
-    """In the product for the weight's gradient, where those of one class may cancel."""
+    """In the product for the weight's gradient, terms of one class may cancel."""
     x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
     x[1] = -1
     factor = torch.tensor([1 / 3, 1 / 3 + 2.0**-11], device=device)
@@ -129,11 +131,11 @@ def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_certain_targets_of_weighted_tokens() -> None:
-    """Without a z-loss, softmax and target have one factor: their difference is 0 also where a compiler fuses products
+    """Without a z-loss, softmax and target have one factor: their difference is 0 even if the compiler fuses products
     with sums, which the interpreter does not."""
     x = 8 * torch.eye(64, dtype=torch.bfloat16, device="cuda").requires_grad_()
     weight = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0)).mul(0.1).bfloat16().cuda()
-    weight[:64] = 8 * torch.eye(64)  # the logit of token i and class i is 64, of others less than 4
+    weight[:64] = 8 * torch.eye(64)  # the logit of token i and class i is 64, other logits are less than 4
     loss = flce.fused_linear_cross_entropy(
         x,
         weight.requires_grad_(),
@@ -146,10 +148,10 @@ def test_certain_targets_of_weighted_tokens() -> None:
 
 
 def test_sums_in_bfloat16(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less exact, by choice; never wrong."""
+    """Sums in bfloat16 are optional, less exact, and correct within their rounding."""
     problem = problem_of(device)
     options = flce.ChunkOptions(chunk_rows=64, accum_dtype=torch.bfloat16)
-    original = Case.dtypes  # by which a CPU sums in float32
+    original = Case.dtypes  # on a CPU it returns float32 sums
     monkeypatch.setattr(Case, "dtypes", lambda c, deferred: replace(original(c, deferred), sums=torch.bfloat16))
     assert plan_of(problem, options).dtypes.sums == torch.bfloat16
     check(problem, options=options, grads="xw", tolerance=8 * ULP)
@@ -158,9 +160,9 @@ def test_sums_in_bfloat16(device: torch.device, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("std", [0.02, 1.0, 4.0, 16.0, 200.0])
 @pytest.mark.parametrize("where", ["anywhere", "beyond the sample", "target"])
 def test_any_range(std: float, where: str, device: torch.device) -> None:
-    """Logits far above those that the reference is chosen from: the product is made again, with another."""
+    """Logits far above the sample of the reference: the product is computed again with another reference."""
     problem = problem_of(device, leading=(24,), std=std)
-    if where == "beyond the sample":  # which is every third class
+    if where == "beyond the sample":  # the sample has every third class
         problem.linear_weight[4::9] *= 10
     elif where == "target":
         problem.linear_weight[problem.target[:10]] *= 10
@@ -169,12 +171,12 @@ def test_any_range(std: float, where: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("size", [3e3, 1.6e4, 1e5, 1e6])
 def test_logits_that_bfloat16_rounds_by_more_than_there_is_room(size: float, device: torch.device) -> None:
-    """A large common part of the logits themselves, not of the bias, as in a row that is far from the others."""
+    """The logits without the bias have a large common part, for example in a row that is far from the others."""
     problem = problem_of(device, leading=(12,), std=2.0)
     problem.input[:, 0] = 1.0
     problem.linear_weight[:, 0] = size
     outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
-    # A logit of 1e6 is only known to 0.06 in float32.
+    # float32 represents a logit of 1e6 with an error of 0.06.
     assert relative_error(outcome.loss, expected.loss) < 1e-6 * size
     assert outcome.grad_input is not None
     assert expected.grad_input is not None
@@ -183,8 +185,8 @@ def test_logits_that_bfloat16_rounds_by_more_than_there_is_room(size: float, dev
 
 @pytest.mark.parametrize("rows", [None, 150])
 def test_terms_that_cancel(rows: int | None, device: torch.device) -> None:
-    """A model that knows how frequent its targets are, and whose hidden states have something in common: the two halves
-    of the gradient of a frequent class's weight, each of many tokens, are nearly equal."""
+    """The model has learned the frequencies of targets, and its hidden states have a common part: the two terms of the
+    weight gradient of a frequent class, each a sum over many tokens, are nearly equal."""
     problem = problem_of(device, leading=(400,), hidden=64, vocab=40)
     common = torch.randn(64, device=device).to(torch.bfloat16)
     problem.input.copy_(problem.input + 3 * common)
@@ -211,7 +213,7 @@ def test_a_common_offset(offset: float, device: torch.device) -> None:
 
 
 def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
-    """Of the classes of the sample, whose logits without their own bias would be a reference that is far too large."""
+    """Without the bias, the logits of the sample would give a reference that is far too large."""
     problem = problem_of(device, leading=(20,), bias=True)
     assert problem.linear_bias is not None
     problem.input[:, 0] = 1.0
@@ -221,7 +223,7 @@ def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
 
 
 def test_logits_are_not_rounded(device: torch.device) -> None:
-    """The loss is as exact as float32; gradients are nearer to the truth than those of rounded logits."""
+    """The loss is as exact as float32, and gradients are more exact than with rounded logits."""
     problem = problem_of(device, std=4.0)
     mine, expected, stock = run_fused(problem, grads="xw"), run_oracle(problem), run_stock(problem)
     assert relative_error(mine.loss, expected.loss) < 1e-6
@@ -239,8 +241,9 @@ def test_no_tokens(device: torch.device) -> None:
     [((450, 64, 400), True), ((100, 400, 160), True), ((100, 400, 160), False), ((2, 64, 300), False)],
     ids=str,
 )
-def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool, device: torch.device) -> None:
-    """It cancels in the gradient of the inputs, which is small beside it. Of few classes there is little memory."""
+def test_a_common_part_of_all_classes(shape: tuple[int, int, int], skip: bool, device: torch.device) -> None:
+    """A common part of the weights cancels in the gradient of the inputs, which is much smaller. With few classes there
+    is little memory."""
     tokens, hidden, vocab = shape
     problem = problem_of(device, leading=(tokens,), hidden=hidden, vocab=vocab, std=0.1, ignored=0.2 if skip else 0.0)
     common = torch.randn(hidden, device=device)
@@ -259,7 +262,7 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
 def test_operands_that_do_not_go_along_rows(
     which: str, reduction: str, device: torch.device, plans: list[ChunkPlan]
 ) -> None:
-    """A weight that is stored as (H, V), hidden states as (H, N). Logits are in memory, a block at a time."""
+    """If a weight is stored as (H, V), or hidden states as (H, N), one block of logits at a time is in memory."""
     problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
     operand = getattr(problem, which).t().contiguous().t()
     assert operand.stride() == (1, operand.shape[0])
@@ -278,13 +281,13 @@ def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: 
 
 
 def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:
-    """From here on so many tiles of exponentials are in the memory of the weight gradient."""
+    """Force `Borrowed` with `count` borrowed tiles and return the options for calls."""
     force(monkeypatch, forced.borrowed(count))
-    made = flce.ChunkOptions(skip_ignored=False, **options)
-    schedule = plan_of(problem, made).schedule
+    chunking = flce.ChunkOptions(skip_ignored=False, **options)
+    schedule = plan_of(problem, chunking).schedule
     assert isinstance(schedule, Borrowed)
     assert len(schedule.exponentials) == count + 1
-    return made
+    return chunking
 
 
 @pytest.mark.parametrize(
@@ -300,7 +303,7 @@ def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **opti
 def test_tiles_in_the_memory_of_the_weight_gradient(
     tokens: int, count: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More and fewer tokens than a row of the head has entries; targets in all tiles."""
+    """N is larger and smaller than H; all tiles have targets."""
     settings = {**EXTRAS.get(extras, {}), "leading": (tokens,), "hidden": 64, "vocab": 6149}
     problem = problem_of(device, **settings)
     grads = "w" if extras == "one gradient" else "xw"
@@ -310,9 +313,9 @@ def test_tiles_in_the_memory_of_the_weight_gradient(
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the order in which products for the gradient of the inputs are summed."""
+    """Only the order of the sums for the gradient of the inputs changes."""
     problem = problem_of(device, leading=(70,), hidden=64, vocab=2117, std=16.0)
-    problem.linear_weight[4::9] *= 10  # beyond the sample: some products are made again
+    problem.linear_weight[4::9] *= 10  # beyond the sample: some products are computed again
     usual = run_fused(problem, grads="xw")
     mine = run_fused(problem, options=borrow(monkeypatch, problem, count), grads="xw")
     assert usual.grad_weight is not None
@@ -335,7 +338,7 @@ def test_operands_without_descriptors(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The one operand, and the other, at addresses that have no descriptors."""
+    """Each operand has an address that descriptors cannot describe."""
     sizes = {"leading": (tokens,), "hidden": 64, "vocab": 300 if way == "usual" else 2117}
     problem = problem_of(device, **sizes, ignored=0.0 if tokens == 1 else 0.2)
     options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip and way == "usual")
@@ -350,21 +353,21 @@ def test_operands_without_descriptors(
 
 def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
     budget = None if mib is None else mib << 20
-    made = make_plan(case_on_hopper(tokens, hidden, 128256, max_workspace_bytes=budget, **arguments))
-    assert budget is None or made.workspace_bytes <= budget
-    return made
+    plan = make_plan(case_on_hopper(tokens, hidden, 128256, max_workspace_bytes=budget, **arguments))
+    assert budget is None or plan.workspace_bytes <= budget
+    return plan
 
 
 def num_borrowed(plan: ChunkPlan) -> int:
-    """Tiles of exponentials in the memory of the weight gradient."""
+    """Return the number of tiles of exponentials in the memory of the weight gradient."""
     return len(plan.schedule.exponentials) - 1 if isinstance(plan.schedule, Borrowed) else 0
 
 
-def test_who_borrows() -> None:
-    """Without a budget, and the fewest tiles that keep one."""
+def test_number_of_borrowed_tiles() -> None:
+    """With a budget a plan has the fewest tiles that fit in the budget."""
     usual = plan_on_hopper(4096, 4096)
     assert num_borrowed(usual) == 1
-    assert usual.workspace_bytes < 580 << 20  # of 1002 MiB of exponentials
+    assert usual.workspace_bytes < 580 << 20  # the exponentials have 1002 MiB
     assert [num_borrowed(plan_on_hopper(4096, 4096, mib)) for mib in (2000, 600, 400, 230)] == [1, 1, 3, 7]
     assert plan_on_hopper(4096, 4096, 150).strategy == "vocab"
     assert num_borrowed(plan_on_hopper(16384, 1024)) == 0  # little to borrow
@@ -383,23 +386,23 @@ def test_who_borrows() -> None:
     strategy=st.sampled_from(["auto", "tokens"]),
     share=st.floats(0.01, 1.5),
 )
-@example(48583, 1736, 87617, "w", "auto", 188226730 / 17027165422)  # of chunks that just are unnormalized
+@example(48583, 1736, 87617, "w", "auto", 188226730 / 17027165422)  # chunks that are just long enough for Unnormalized
 @example(5655, 15192, 19888, "xw", "auto", 51678475 / 449866560)  # less workspace with more rows
 @example(8192, 4096, 128256, "xw", "tokens", 50 / 2004)
 def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, strategy: Any, share: float) -> None:
-    """A budget is kept, or the least is named that is enough; and where `vocab` keeps it, "auto" does."""
+    """A plan fits in its budget, or the error names the least budget. If `vocab` fits, "auto" does."""
 
     def plan(budget: int, strategy: Any) -> ChunkPlan:
         options = {"strategy": strategy, "max_workspace_bytes": budget, "skip_ignored": False}
-        made = make_plan(case_on_hopper(tokens, hidden, vocab, grads=grads, **options))
-        assert made.workspace_bytes <= budget
-        return made
+        plan = make_plan(case_on_hopper(tokens, hidden, vocab, grads=grads, **options))
+        assert plan.workspace_bytes <= budget
+        return plan
 
     budget = 1 + int(share * 2 * tokens * vocab)
     least = least_budget_unless_accepted(budget, functools.partial(plan, strategy=strategy))
     if least is None:
         return
-    if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
+    if vocab >= 4 * hidden:  # otherwise larger chunks, which have room for a float32 dX, may need less workspace
         with pytest.raises(ValueError, match="the least is"):
             plan(least - 1, strategy)
     if strategy == "auto":
@@ -413,8 +416,8 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
     vocab=st.integers(1, 300_000),
     count=st.sampled_from(BORROWED_TILE_COUNTS),
 )
-def test_where_borrowed_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
-    """Where nothing is written before they have been read: behind no class of theirs, and apart."""
+def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int) -> None:
+    """Tiles are in memory that is written after they have been read: before their own classes, without overlap."""
     own, *tiles = exponential_tiles(tokens, hidden, vocab, count)
     assert own.start == 0
     assert own.borrowed_class is None
@@ -442,7 +445,7 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-# Of 1051 classes several blocks are made.
+# 1051 classes are recomputed in several blocks.
 @pytest.mark.parametrize(
     "classes, extras",
     [(256, "plain"), (1051, "all"), (1051, "num_items"), (256, "one gradient"), (1051, "one gradient")],
@@ -450,7 +453,7 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
 def test_classes_that_are_recomputed(
     classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
 ) -> None:
-    """Targets among them and among the others; logits beyond the sample."""
+    """Targets are among the recomputed and among the other classes; logits are beyond the sample."""
     settings = {**EXTRAS.get(extras, {}), "leading": (75,), "hidden": 64, "vocab": 2099}
     problem = problem_of(device, **settings)
     problem.linear_weight[4::9] *= 10
@@ -496,7 +499,7 @@ def test_promise(
     from tests.planning.test_plan import assert_kept, promise_and_peak
 
     force(monkeypatch, schedule)
-    # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
+    # Few ignored rows, because the plan must suffice for none: if many rows are dropped, dX needs no separate memory.
     settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
     _, peak = promise_and_peak(*shape, "cuda", settings, {"skip_ignored": skip})
     assert_kept(plans[-1].workspace_bytes, peak)

@@ -1,4 +1,4 @@
-"""The Triton kernels against the PyTorch backend, tile by tile, with blocks so small that a row has many."""
+"""Comparison of the Triton kernels with the PyTorch backend, tile by tile, with many small blocks in a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiles import Rows, assert_close, assert_same, random_rows
 pytest.importorskip("triton")
 
 STATS = ("logprob", "entropy", "argmax")
-# (PARTS, LANES, VECTOR, num_warps): a block is as many columns as the first three make together
+# (PARTS, LANES, VECTOR, num_warps): a block has PARTS * LANES * VECTOR columns
 BLOCKS = [(1, 2, 2, 1), (2, 4, 2, 1), (4, 1, 4, 1)]
 WIDE_BLOCKS = [(2, 64, 2, 2), (4, 128, 8, 4), (4, 256, 4, 8)]
 FEATURES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, block: tu
 
 
 def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtype: torch.dtype | None = None) -> None:
-    """All that the contract asks, in one tile and in three."""
+    """Compare all results of the contract, with one tile and with three."""
     mine, theirs = kernels.TritonBackend(), TorchBackend()
 
     def gradient_buffer(logits: Tensor, tile: Tile) -> Tensor:
@@ -69,13 +69,13 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
             return logits
         return logits.new_full((len(logits), tile.accessible_cols), 55.0, dtype=grad_dtype)[:, : tile.cols]
 
-    made = []
+    outcomes = []
     for backend in (theirs, mine):
         logits, tile = rows.tile(0, rows.vocab)
         grad, out = gradient_buffer(logits, tile), rows.outputs()
         rows.loss_and_gradient(backend, logits, grad, tile, out)
-        made.append((out, grad))
-    (expected, expected_grad), (out, grad) = made
+        outcomes.append((out, grad))
+    (expected, expected_grad), (out, grad) = outcomes
     assert_same(out, expected, tolerance)
     assert_close(grad, expected_grad, tolerance)
 
@@ -86,10 +86,10 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     assert_same(out, expected, tolerance)
     normalizer, full = expected.normalizer, rows.tile(0, rows.vocab)[1]
     for start, stop in itertools.pairwise(edges):
-        results, of_rows = [], []
+        results, row_gradients = [], []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
-            of_rows.append(rows.row_gradient(backend, tile, normalizer))
+            row_gradients.append(rows.row_gradient(backend, tile, normalizer))
             results.append(gradient_buffer(logits, tile))
             rows.gradient(backend, logits, results[-1], tile, normalizer, rows.upstream)
             logits, tile = rows.tile(start, stop)
@@ -97,7 +97,7 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
             rows.gradient_of_rows(
                 backend, logits, results[-1], tile, normalizer, rows.row_gradient(backend, full, normalizer)
             )
-        assert_close(of_rows[0], of_rows[1], tolerance)
+        assert_close(row_gradients[0], row_gradients[1], tolerance)
         for other in results[1:]:
             assert_close(results[0], other, tolerance)
 
@@ -106,7 +106,8 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
 def test_a_gradient_over_wider_logits(
     cols: int, monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, device: torch.device
 ) -> None:
-    """In half precision where float32 logits are: one block, two, and several. As in memory of its own."""
+    """A half-precision gradient in the memory of float32 logits, in one, two and several blocks, equals a gradient in
+    separate memory."""
     small_blocks(monkeypatch, kernels, (2, 8, 4, 1))
     rows = random_rows(4, cols, torch.float32, device, softcap=5.0)
     grads = []
@@ -115,10 +116,10 @@ def test_a_gradient_over_wider_logits(
             logits, tile = rows.tile(0, cols)
             memory = logits.new_empty(len(logits), padded_cols(cols))
             memory[:, :cols] = logits
-            apart = logits.new_empty(len(logits), padded_cols(cols), dtype=torch.float16)
-            grad = (memory.view(torch.float16) if narrow else apart)[:, :cols]
-            whole = tile._replace(accessible_cols=padded_cols(cols))
-            rows.loss_and_gradient(backend, memory[:, :cols], grad, whole, rows.outputs())
+            separate = logits.new_empty(len(logits), padded_cols(cols), dtype=torch.float16)
+            grad = (memory.view(torch.float16) if narrow else separate)[:, :cols]
+            padded_tile = tile._replace(accessible_cols=padded_cols(cols))
+            rows.loss_and_gradient(backend, memory[:, :cols], grad, padded_tile, rows.outputs())
             grads.append(grad)
         assert same_bits(grads[-1], grads[-2])
     assert_close(grads[0], grads[2], 1e-3)
@@ -130,7 +131,7 @@ def test_many_blocks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
 ) -> None:
     small_blocks(monkeypatch, kernels, block)
-    for vocab in (16, 37):  # the one fills its blocks
+    for vocab in (16, 37):  # 16 classes fill their blocks
         compare(kernels, random_rows(6, vocab, torch.float64, device, **FEATURES[feature]))
 
 
@@ -145,8 +146,11 @@ def test_many_blocks_on_cuda(
 
 
 def guarded(like: Tensor, shape: tuple[int, ...], value: float) -> tuple[Tensor, Tensor]:
-    """Memory full of a value, and a tensor in the middle of it, farther from both ends than its strides lead, or those
-    of another tensor here. A kernel that goes by a wrong stride then writes to what can be looked at."""
+    """Return memory filled with a value, and a tensor in the middle of the memory.
+
+    The distance to both ends is larger than all strides in this test, so that writes with a wrong stride stay in this
+    memory, where the test finds them.
+    """
     guard = 1024
     memory = like.new_full((2 * guard + math.prod(shape),), value)
     return memory, memory[guard:-guard].view(shape)
@@ -157,7 +161,7 @@ def guarded(like: Tensor, shape: tuple[int, ...], value: float) -> tuple[Tensor,
 def test_rows_in_two_levels(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, layout: str
 ) -> None:
-    """Rows of (outer, inner, cols) are those of (outer * inner, cols), and nothing between them is touched."""
+    """Rows of (outer, inner, cols) have the results of (outer * inner, cols), and memory between them is unchanged."""
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
     rows = random_rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
     tile = Tile(0, 37, 37, accessible_cols=37, keep_logits=True)
@@ -199,7 +203,7 @@ def test_scale_rows(
     target = torch.tensor([0, 5, 7, 1, -3, 2], device=device)
     x = torch.randn(6, 37, device=device).to(dtype)
     x[0, 0] = torch.nan
-    # The interpreter rounds bfloat16 in its own way.
+    # The interpreter truncates when it rounds to bfloat16.
     tolerance = 8e-3 if dtype == torch.bfloat16 else 0.0
     for factor in (torch.tensor([1.0, 0.3, 0.0, -2.0, torch.nan, 4.0]), torch.tensor(0.3), torch.tensor(1.0)):
         factor = factor.to(device, accum)
@@ -216,7 +220,7 @@ def test_scale_rows(
 @pytest.mark.parametrize("number", [0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_scale(kernels: ModuleType, device: torch.device, dtype: torch.dtype, number: float) -> None:
-    """Several tensors in place, of different sizes; and one to another dtype."""
+    """Scale several tensors of different sizes in place, and one to another dtype."""
     accum = torch.promote_types(dtype, torch.float32)
     factor = torch.tensor(number, device=device, dtype=accum)
     xs = [torch.randn(size, device=device).to(dtype) for size in (5000, 0, 7, 1)]
@@ -231,7 +235,7 @@ def test_scale(kernels: ModuleType, device: torch.device, dtype: torch.dtype, nu
 
 @dataclass(frozen=True)
 class Summed:
-    """A `RowProblem`."""
+    """A `RowProblem` for sums of losses."""
 
     target: Tensor
     spec: LossSpec
@@ -261,7 +265,7 @@ def test_scales_and_sums(
     items: bool,
     weighted: bool,
 ) -> None:
-    """In one block, in several, and of more rows than the kernel takes; targets with gaps between them, too."""
+    """Rows in one block, in several, and more rows than the kernel supports; targets with gaps in memory."""
     monkeypatch.setattr(kernels.reduction, "BLOCK", 16)
     monkeypatch.setattr(kernels.reduction, "MAX_ROWS", 64)
     memory = torch.randint(0, 11, (rows, 2), device=device)
@@ -288,8 +292,8 @@ def test_scales_and_sums(
     total = loss.sum() * ce_scale + (0.0 if z_sum is None else z_sum)
     for backend in (kernels.TritonBackend(), TorchBackend()):
         for given in (None, scales):
-            made = backend.reduce(p, out, given)
-            for mine, expected in zip(made, (total.double(), z_sum, scales), strict=True):
+            results = backend.reduce(p, out, given)
+            for mine, expected in zip(results, (total.double(), z_sum, scales), strict=True):
                 assert (mine is None) == (expected is None)
                 if mine is not None:
                     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
@@ -335,7 +339,7 @@ def test_dtypes(
 
 
 def extreme_rows(dtype: torch.dtype, device: torch.device, defined: bool, **spec: Any) -> Rows:
-    """Those that have a softmax, or the others, each with a target or two of its four."""
+    """Return extreme rows with a defined softmax, or the other extreme rows, each with one or two of its targets."""
     logits, target = (t[::3] for t in every_extreme(37))
     some = has_softmax(logits) == defined
     plain = random_rows(int(some.sum()), 37, dtype, device, stats=STATS if defined else ("logprob",), **spec)
@@ -359,7 +363,7 @@ def test_extreme_logits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [50257, 128256])
 def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, cols: int) -> None:
-    """Also where another thread than the one that reads the target's logit writes over it."""
+    """Results are reproducible although different threads read and overwrite the target's logit."""
     rows = random_rows(300, cols, torch.bfloat16, device, stats=STATS)
     results = []
     for _ in range(5):
@@ -378,7 +382,7 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Rows that begin and end anywhere
+# Rows that begin and end at any address
 
 # (PARTS, LANES, VECTOR, num_warps): heads of 16 bytes, and of 32
 EDGE_BLOCKS = {
@@ -390,8 +394,11 @@ EDGE_TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 3e-6, torch.float64: 1e-1
 
 
 def placed(x: Tensor, skip: int, gap: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Memory full of a value that is nowhere else, and `x` in it: `skip` elements behind the start, which is aligned,
-    its rows `gap` elements apart, every third of them five more."""
+    """Return memory filled with a value that occurs nowhere else, and a view of it with the values of `x`.
+
+    The view begins `skip` elements behind the aligned start. Its rows are `gap` elements apart; with two levels every
+    third gap has five elements more.
+    """
     (n, cols), inner = x.shape, 3
     stride, more = cols + gap, 5 if levels == 2 else 0
     memory = x.new_full((skip + n * stride + n // inner * more + 64,), -99.0)
@@ -409,14 +416,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_intact(memory: Tensor, before: Tensor, view: Tensor) -> None:
-    """But for the view, `memory` is as it was before."""
+    """Assert that `memory` outside of the view is unchanged."""
     inside = torch.zeros_like(memory, dtype=torch.bool)
     inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
     assert same_bits(memory[~inside], before[~inside])
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[tuple[int, bool]]:
-    """HEAD_BYTES and ONE_BLOCK of every launch from here on."""
+    """Return a list that receives HEAD_BYTES and ONE_BLOCK of each later launch."""
     flags: list[tuple[int, bool]] = []
     real = kernels.cross_entropy_kernel
 
@@ -445,7 +452,7 @@ def check_rows_anywhere(
     in_place: bool = True,
     shard: bool = False,  # the classes but the first five and the last four
 ) -> None:
-    """As from PyTorch's backend in float64."""
+    """Compare with PyTorch's backend in float64."""
     start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
     tile = Tile(start, stop - start, rows.vocab, stop - start, is_shard=shard, keep_logits=mode != "both")
 
@@ -486,7 +493,7 @@ def check_rows_anywhere(
 def test_every_head_and_every_tail(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Each row begins one element later than the one before, after a vector's end."""
+    """Each row begins one element later in a vector than the previous row."""
     block = EDGE_BLOCKS[dtype][1]
     small_blocks(monkeypatch, kernels, block)
     vector, sector = 16 // dtype.itemsize, 32 // dtype.itemsize
@@ -526,9 +533,9 @@ def test_rows_anywhere(
     shard = row["shard"] and row["mode"] != "both"
     rows = random_rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
     rows.inputs.target.clamp_(max=rows.vocab - 1)
-    how = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
+    arguments = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
     flags = record_launches(monkeypatch, kernels)
-    check_rows_anywhere(kernels, rows, **how, shard=shard)
+    check_rows_anywhere(kernels, rows, **arguments, shard=shard)
     assert len(flags) == 1
     aligned = not (row["skip"] or row["gap"] or cols % 16)
     assert flags[0][0] == (0 if aligned else (16, 32)[row["block"]])
@@ -551,11 +558,11 @@ def test_extreme_logits_with_edges(
 def test_a_tie_with_an_edge(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, one_block: bool
 ) -> None:
-    """Of a lane's own edge column and one that comes before or behind it, and of any two edges."""
+    """Ties between a lane's edge column and a column before or behind it, and between any two edges."""
     vector, lanes = 4, 8
     small_blocks(monkeypatch, kernels, (4 if one_block else 1, lanes, vector, 1))
     rows = random_rows(12, 75, torch.float32, device, stats=("argmax",))
-    for row in range(12):  # of 75 columns, so that the first of a row is 3 elements further each time
+    for row in range(12):  # with 75 columns each row begins 3 elements later in a vector
         head = -75 * row % vector
         tail = (75 - head) % vector
         edges = [*range(head), *range(75 - tail, 75)]
@@ -575,9 +582,9 @@ def test_a_tie_with_an_edge(
 def test_rows_anywhere_on_cuda(
     kernels: ModuleType, device: torch.device, cols: int, dtype: torch.dtype, mode: str, feature: str
 ) -> None:
-    """With the launches of these sizes."""
+    """Use the launch sizes for these numbers of columns."""
     rows = random_rows(48, cols, dtype, device, **FEATURES[feature])
-    stats = tuple(set(rows.spec.stats) - {"argmax"})  # of rounded values many are equal
+    stats = tuple(set(rows.spec.stats) - {"argmax"})  # many rounded values are equal
     rows = replace(rows, spec=replace(rows.spec, stats=stats))
     for skip in (0, 3):
         check_rows_anywhere(kernels, rows, skip, in_place=mode == "both" and skip == 0, mode=mode)

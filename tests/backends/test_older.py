@@ -1,4 +1,4 @@
-"""Code for older GPUs runs on a newer one: tests of kernels, with the code and the launches of an A100 and a 4090."""
+"""Kernel tests with the code and the launch sizes of an A100 and a 4090, run on a newer GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_older_code_runs_here(device: str, tmp_path: Path) -> None:
         "FLCE_OLDER": device,
         "FLCE_OLDER_LOG": str(log),
         "OMP_NUM_THREADS": "1",
-        # What torch.compile makes is for the older device, too: in these processes, and kept for no others.
+        # torch.compile also compiles for the older device: in the same process, with a separate cache.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }

@@ -1,6 +1,6 @@
-"""Products whose logits are never in memory.
+"""Fused products for statistics and gradients, whose logits are never in memory.
 
-They are for Hopper. Under the interpreter they are tested in float16, the half precision that it multiplies rightly.
+They are for Hopper. Under the interpreter they are tested in float16, because its bfloat16 products are wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") ->
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {"leading": (3, 50)},  # more than one block of them
+    "plain": {"leading": (3, 50)},  # more than one block of rows
     "ignored": {"ignored": 0.4},
     "bias": {"bias": True, "z_loss": 0.01},
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
@@ -73,7 +73,7 @@ def test_against_the_oracle(extras: str, dtype: torch.dtype, device: torch.devic
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and blocks that are no multiple of the kernel's, rows gathered, per-row upstream gradients."""
+    """Sizes that are not divisible by the kernel's blocks, gathered rows, an upstream gradient for each row."""
     problem = problem_of(device, DTYPES[0], reduction="none", ignored=0.3)
     options = flce.ChunkOptions(strategy=strategy, skip_ignored=skip)  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, m
 def test_no_gradient(device: torch.device) -> None:
     problem = problem_of(device, DTYPES[0])
     outcome, expected = run_fused(problem, grads=""), run_oracle(problem)
-    # Nothing is rounded but the operands, which the oracle shares.
+    # Only the operands are rounded, and the oracle has the same operands.
     assert relative_error(outcome.loss, expected.loss) < 1e-6
 
 
@@ -102,14 +102,14 @@ def test_operands_without_descriptors(device: torch.device, monkeypatch: pytest.
     torch.testing.assert_close(mine, expected, rtol=1e-3, atol=0)
 
 
-def test_what_is_not_fused(device: torch.device) -> None:
+def test_calls_that_are_not_fused(device: torch.device) -> None:
     def plan(problem: Problem, grads: str = "xwb", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
         return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
 
     plain = problem_of(device, DTYPES[0])
     assert plan(plain, "").in_registers
     assert not plan(plain, "", stats=("entropy",)).in_registers
-    assert not plan(plain, strategy="tokens").in_registers  # its logits are made once
+    assert not plan(plain, strategy="tokens").in_registers  # the logits are computed once
     assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").in_registers
     assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").in_registers
     assert not plan(problem_of(device, DTYPES[0], hidden=60), "").in_registers
@@ -118,19 +118,19 @@ def test_what_is_not_fused(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _WithOption(LossSpec):
-    """Of a loss that has one more option, which no product knows."""
+    """A loss with one more option, which no product supports."""
 
-    unheard_of: float = 0.0
+    unsupported: float = 0.0
 
 
-def test_an_option_that_products_do_not_know(device: torch.device) -> None:
-    """They are refused where it is asked for, whoever forgot to say so."""
+def test_an_option_that_products_do_not_support(device: torch.device) -> None:
+    """With an option that is not in PRODUCT_FIELDS, logits are written to memory."""
     plain = case_of(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
     assert plain.in_registers
     assert replace(plain, spec=_WithOption()).in_registers
-    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).in_registers
+    assert not replace(plain, spec=_WithOption(unsupported=2.0)).in_registers
     assert not replace(plain, spec=LossSpec(stats=("argmax",))).in_registers
-    # What they know is spelled as it is asked for.
+    # The names are fields and statistics that exist.
     assert {field.name for field in fields(LogprobSpec)} > contract.PRODUCT_FIELDS
     assert set(STATS) > contract.EXPONENTIAL_STATS
 
@@ -138,7 +138,7 @@ def test_an_option_that_products_do_not_know(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [100, 1408])
 def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a product begins before its end, and waits for it: the same bits as one after the other."""
+    """A kernel that starts before the end of a product waits for it: the results are the same to the bit."""
     from flce.backends.triton import product
     from flce.backends.triton.launch import overlap_options
 
@@ -146,24 +146,24 @@ def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch)
     w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
     xs = torch.randn(12, tokens, 1024, device="cuda", generator=g).bfloat16()
     y = torch.randint(33000, (tokens,), device="cuda", generator=g)
-    plans = forced.force(monkeypatch, forced.unnormalized)  # or else so few would be in memory
+    plans = forced.force(monkeypatch, forced.unnormalized)  # otherwise logits of so few tokens are written to memory
 
     def results() -> list[torch.Tensor]:
-        made: list[Any] = []
+        tensors: list[Any] = []
         for x in xs:
             with torch.no_grad():
-                made.append(flce.fused_linear_cross_entropy(x, w, y, reduction="none"))
+                tensors.append(flce.fused_linear_cross_entropy(x, w, y, reduction="none"))
             loss: Any = flce.fused_linear_cross_entropy(x, w, y)
-            made += torch.autograd.grad(loss, w)
+            tensors += torch.autograd.grad(loss, w)
         assert {type(plan.schedule) for plan in plans} >= {Unnormalized}
-        return made
+        return tensors
 
     assert overlap_options(w.device)["OVERLAP"]
     overlapping = [results() for _ in range(3)]
-    monkeypatch.setattr(product, "overlap", lambda device: {"OVERLAP": False})
+    monkeypatch.setattr(product, "overlap_options", lambda device: {"OVERLAP": False})
     expected = results()
-    for made in overlapping:
-        assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
+    for tensors in overlapping:
+        assert all(torch.equal(mine, other) for mine, other in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Launches that are kept: which signature they are kept for, and what is put into them."""
+"""Replayed launches: their signatures, and the addresses that are inserted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flce.backends.triton.launch import Launch
 
 
 class Kernel:
-    """Stands for one of Triton's, compiled or not. Keeps the arguments that it was started with."""
+    """A replacement of Triton's kernels, compiled or not, that records the arguments of its launches."""
 
     arg_names = ("x", "y", "size", "FLAG")
 
@@ -51,7 +51,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    """On CPU tensors, as if they were on the GPU."""
+    """Replay launches on CPU tensors as if they were on a GPU."""
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 7))
     monkeypatch.setattr(private, "triton_driver", streams)
     monkeypatch.setattr(replay, "_can_replay", lambda device: True)
@@ -61,7 +61,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 
 def aligned(*shape: int, offset: int = 0) -> Tensor:
-    """So many elements behind an address that is a multiple of 64 bytes."""
+    """Return a tensor `offset` elements behind an address that is divisible by 64 bytes."""
     size = torch.Size(shape).numel()
     memory = torch.zeros(size + 64)
     start = -(memory.data_ptr() // 4) % 16 + offset
@@ -69,32 +69,32 @@ def aligned(*shape: int, offset: int = 0) -> Tensor:
 
 
 def test_addresses_of_later_calls(kernel: Kernel) -> None:
-    """Those of arguments, of views that are made of them, and of descriptors of both."""
+    """Addresses of arguments, of views of arguments, and of descriptors of both."""
 
-    def make(x: Tensor, parts: list[Tensor], size: int) -> Iterator[Launch]:
-        described = TensorDescriptor.from_tensor(parts[0][4:], [4, 4])
-        yield Launch(kernel, (3,), {"x": x[8:], "y": described, "size": size}, {"FLAG": True, "num_warps": 4})
+    def list_launches(x: Tensor, parts: list[Tensor], size: int) -> Iterator[Launch]:
+        descriptor = TensorDescriptor.from_tensor(parts[0][4:], [4, 4])
+        yield Launch(kernel, (3,), {"x": x[8:], "y": descriptor, "size": size}, {"FLAG": True, "num_warps": 4})
         yield Launch(kernel, (3,), {"x": parts[0], "y": x, "size": size}, {"FLAG": False})
 
     calls = [(aligned(32), [aligned(8, 4)], 5) for _ in range(3)]
     for call in calls:
-        replay.run(make, *call)
-    assert len(kernel.built) == 2  # of the first call
+        replay.run(list_launches, *call)
+    assert len(kernel.built) == 2  # in the first call
     assert len(kernel.started) == 4
     for number, (x, (part,), _) in enumerate(calls[1:]):
         first, second = kernel.started[2 * number : 2 * number + 2]
         assert first[0] == x.data_ptr() + 32
         assert first[2:] == (5, True)
-        made = TensorDescriptor.from_tensor(part[4:], [4, 4])
-        assert first[1].base.data_ptr() == made.base.data_ptr()
-        assert {**vars(first[1]), "base": None} == {**vars(made), "base": None}
+        descriptor = TensorDescriptor.from_tensor(part[4:], [4, 4])
+        assert first[1].base.data_ptr() == descriptor.base.data_ptr()
+        assert {**vars(first[1]), "base": None} == {**vars(descriptor), "base": None}
         assert second == (part.data_ptr(), x.data_ptr(), 5, False)
 
 
-def test_what_is_another_signature(kernel: Kernel) -> None:
-    """Shapes, strides, dtypes, alignment, numbers, and which of the tensors are one."""
+def test_different_signatures(kernel: Kernel) -> None:
+    """Signatures depend on shapes, strides, dtypes, alignment, numbers, and on tensors that share an address."""
 
-    def make(x: Tensor, y: Tensor | None, size: int) -> Iterator[Launch]:
+    def list_launches(x: Tensor, y: Tensor | None, size: int) -> Iterator[Launch]:
         yield Launch(kernel, (3,), {"x": x, "y": x if y is None else y, "size": size}, {"FLAG": y is None})
 
     x, other = aligned(8, 4), aligned(8, 4)
@@ -111,17 +111,17 @@ def test_what_is_another_signature(kernel: Kernel) -> None:
         (x, aligned(8, 4, offset=2), 1),
     ]
     for call in different * 2:
-        replay.run(make, *call)
+        replay.run(list_launches, *call)
     assert len(kernel.built) == len(kernel.started) == len(different)
     again = aligned(8, 4)
-    replay.run(make, again, again.view(8, 4), 1)  # one address, though two tensors
+    replay.run(list_launches, again, again.view(8, 4), 1)  # two tensors with one address
     assert kernel.started[-1] == (again.data_ptr(), again.data_ptr(), 1, False)
     assert len(kernel.built) == len(different)
 
 
-def test_what_cannot_be_kept(kernel: Kernel) -> None:
-    """A copy that is made with the launch; a view of memory that two arguments share; what is not compiled. They are
-    launched as they are."""
+def test_launches_that_cannot_be_replayed(kernel: Kernel) -> None:
+    """A copy that is allocated with the launch; a view of memory that two arguments share; a kernel that is not
+    compiled. Each call builds these launches again."""
 
     def copied(x: Tensor, y: Tensor) -> Iterator[Launch]:
         yield Launch(kernel, (3,), {"x": x.clone(), "y": y, "size": 1}, {"FLAG": True})
@@ -138,9 +138,9 @@ def test_what_cannot_be_kept(kernel: Kernel) -> None:
             return lambda **named: start(**named) and None
 
     memory = aligned(32)
-    for make in (copied, shared, interpreted):
+    for list_launches in (copied, shared, interpreted):
         for _ in range(2):
-            replay.run(make, memory, memory[8:])
+            replay.run(list_launches, memory, memory[8:])
     assert len(kernel.built) == 6
     assert not kernel.started
 
@@ -148,25 +148,25 @@ def test_what_cannot_be_kept(kernel: Kernel) -> None:
 def test_nothing_is_kept_alive(kernel: Kernel) -> None:
     import weakref
 
-    def make(x: Tensor) -> Iterator[Launch]:
-        described = TensorDescriptor.from_tensor(x, [4, 4])
-        yield Launch(kernel, (3,), {"x": x, "y": described, "size": 1}, {"FLAG": True})
+    def list_launches(x: Tensor) -> Iterator[Launch]:
+        descriptor = TensorDescriptor.from_tensor(x, [4, 4])
+        yield Launch(kernel, (3,), {"x": x, "y": descriptor, "size": 1}, {"FLAG": True})
 
     x = aligned(8, 4)
     reference = weakref.ref(x)
-    replay.run(make, x)
+    replay.run(list_launches, x)
     kernel.built.clear()
     del x
     assert reference() is None
 
 
 def test_signatures_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(x: Tensor, size: int) -> Iterator[Launch]:
+    def list_launches(x: Tensor, size: int) -> Iterator[Launch]:
         yield Launch(kernel, (3,), {"x": x, "y": x, "size": size}, {"FLAG": True})
 
     monkeypatch.setattr(replay, "MAX_SIGNATURES", 10)
     for size in range(35):
-        replay.run(make, aligned(4), size)
+        replay.run(list_launches, aligned(4), size)
         assert len(replay._prepared) <= 10
 
 
@@ -174,21 +174,21 @@ def test_signatures_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPat
 # Launches of a call
 
 
-# Of each schedule, forward and backward: gradients that are wanted, how large a size, and launches. One chunk where
-# nothing else is said.
+# For each schedule: requested gradients, the position of the size among the possible sizes, and the launches of forward
+# and backward. There is one chunk unless a comment has another number.
 LAUNCHES: dict[str, tuple[str, float, int]] = {
     "Statistics": ("", 1.0, 2),
     "Statistics, in registers": ("", 1.0, 3),
-    "Chunks": ("xw", 1.0, 4),  # constants, losses and gradient of the logits, their sum, both gradients times upstream
+    "Chunks": ("xw", 1.0, 4),  # loss scales; losses and gradient of the logits; sum; both gradients times upstream
     "NormalizedChunks": ("xw", 1.0, 9),  # four blocks of logits
     "Unnormalized": ("xw", 1.0, 11),
     "Borrowed": ("xw", 1.0, 14),  # two tiles
     "Recomputed": ("xw", 0.5, 20),  # two chunks
     "DeferredChunks": ("xw", 1.0, 5),
     "Blocks": ("xw", 0.5, 7),  # two blocks
-    "BlocksAroundSum": ("xw", 0.5, 9),  # three
-    "ChunksOfBlocks": ("x", 0.5, 40),  # two chunks, 16 blocks of each
-    "SeparatePasses": ("xw", 0.5, 43),  # as many, and two blocks
+    "BlocksAroundSum": ("xw", 0.5, 9),  # three blocks
+    "ChunksOfBlocks": ("x", 0.5, 40),  # two chunks of 16 blocks
+    "SeparatePasses": ("xw", 0.5, 43),  # two chunks of 16 blocks, then two blocks
 }
 
 
@@ -199,9 +199,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that none creeps in."""
+    """The number of launches does not grow unnoticed."""
     grads, share, most = LAUNCHES[name]
-    # Others' logits stay in registers.
+    # With these dtypes the logits of these schedules are in memory; with bfloat16 they stay in registers.
     dtype = {"Statistics": torch.float32, "NormalizedChunks": torch.float16}.get(name, torch.bfloat16)
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
@@ -216,15 +216,15 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
         if name.startswith("Statistics"):
             return Statistics(40, 2048)
         sizes = kinds[name].sizes(c)
-        made = kinds[name].from_size(c, sizes[int(share * (len(sizes) - 1))])
-        assert type(made) is kinds[name]
-        return made
+        chosen = kinds[name].from_size(c, sizes[int(share * (len(sizes) - 1))])
+        assert type(chosen) is kinds[name]
+        return chosen
 
-    def note(launch: Launch) -> Any:
+    def record(launch: Launch) -> Any:
         launched.append(launch.kernel.__name__)
         return launch.kernel[launch.grid](**launch.args, **launch.options)
 
-    monkeypatch.setattr(Launch, "run", note)
+    monkeypatch.setattr(Launch, "run", record)
     force(monkeypatch, schedule)
     reduction = "none" if name == "DeferredChunks" else "mean"
     options = flce.ChunkOptions(skip_ignored=False)
@@ -248,7 +248,7 @@ def test_every_schedule_has_a_number() -> None:
     vocab=[1000, 2048, 40000, 50257],
     hidden=[64, 768],
     dtype=[torch.bfloat16, torch.float16, torch.float32],
-    way=["planned", "unnormalized", "borrowed"],  # which takes more than a few classes
+    way=["planned", "unnormalized", "borrowed"],  # borrowed only with many classes
     grads=["xw", "x", ""],
     budget=[None, 1],
     options=[{}, {"reduction": "none"}, {"softcap": 30.0, "z_loss": 1e-3}, {"stats": ("entropy", "argmax")}],
@@ -268,16 +268,16 @@ def test_kept_launches_on_cuda(
     skip_ignored: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits from calls that keep their launches and from those that take the kept ones, at other addresses."""
+    """Calls that store launches and calls that replay them at other addresses have the same results to the bit."""
     if way != "planned" and options.get("reduction") != "none":
         force(monkeypatch, borrowed(1) if way == "borrowed" and vocab >= 40000 else unnormalized)
     for seed in range(2):
         replay.clear()
-        anew = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
+        first = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
         between = torch.empty(1000 * (seed + 1), device="cuda")
         again = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
         del between
-        for mine, other in zip(again, anew, strict=True):
+        for mine, other in zip(again, first, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     assert replay._prepared
 
@@ -304,8 +304,8 @@ def call(
     x, w = operand(tokens, hidden, name="x"), operand(vocab, hidden, name="w")
     y = torch.randint(0, vocab, (tokens,), device="cuda", generator=g)
     y[1::3] = -100
-    some = {"max_workspace_bytes": 8 << 20} if budget else {}
-    chunking = flce.ChunkOptions(skip_ignored=skip_ignored, **some)  # type: ignore[arg-type]
+    limit = {"max_workspace_bytes": 8 << 20} if budget else {}
+    chunking = flce.ChunkOptions(skip_ignored=skip_ignored, **limit)  # type: ignore[arg-type]
     result: Any = flce.fused_linear_cross_entropy(x, w, y, options=chunking, **options)
     results = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
     loss = results[0]

@@ -1,4 +1,4 @@
-"""GPUs that are not here: what is compiled for them fits."""
+"""Kernels compiled for GPUs that this machine does not have fit in registers and shared memory; choice of a backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_kernels_fit() -> None:
-    """A sample of what `scripts/gpu_targets.sh` compiles, for the least shared memory, Hopper, the newest, and AMD."""
+    """Compile a sample of `scripts/gpu_targets.sh`, for the smallest shared memory, Hopper, the newest GPU, and AMD."""
     names = ["T4", "H200", "B200", "MI300X"]
     command = [sys.executable, "-m", "tests.targets", "--sample", *names]
     # Without the interpreter, which compiles nothing.
@@ -37,31 +37,31 @@ def test_kernels_fit() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Which backend, and how many threads
+# Choice of the backend and number of threads
 
 
 @pytest.fixture
 def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """The machine has a GPU of this architecture."""
+    """Return a function that sets the architecture of the machine's GPU."""
 
-    def arch(name: str) -> None:
+    def set_arch(name: str) -> None:
         monkeypatch.setattr(backends, "device_record", lambda device: KNOWN_KINDS["H200"]._replace(arch=name))
         backends._choose.cache_clear()
 
     monkeypatch.delenv("FLCE_BACKEND", raising=False)
-    yield arch
+    yield set_arch
     backends._choose.cache_clear()
 
 
-def test_amd_takes_triton_when_told_to(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_uses_triton_on_request(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     has("gfx942")
     assert not backends.device_has_product("triton", KNOWN_KINDS["MI300X"])
     assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.choose_backend(CUDA).reason
-    for there in (None, KNOWN_KINDS["MI300X"]):
+    for record in (None, KNOWN_KINDS["MI300X"]):
         monkeypatch.delenv("FLCE_BACKEND", raising=False)
-        assert backends.choose_backend(CUDA, there).name == "torch"
+        assert backends.choose_backend(CUDA, record).name == "torch"
         monkeypatch.setenv("FLCE_BACKEND", "triton")
-        assert backends.choose_backend(CUDA, there).name == "triton"
+        assert backends.choose_backend(CUDA, record).name == "triton"
 
 
 def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,11 +73,11 @@ def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.Monk
 
 
 def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels have cache hints, which PTX has from compute capability 7.0 on."""
+    """Kernels use cache hints, which PTX supports from compute capability 7.0 on."""
     has("sm_61")
     assert backends.choose_backend(CUDA).name == "torch"
-    said = "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
-    assert backends.choose_backend(CUDA).reason == said
+    reason = "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    assert backends.choose_backend(CUDA).reason == reason
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
         backends.choose_backend(CUDA)
@@ -86,14 +86,15 @@ def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytes
 
 
 def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many threads, at least a warp. AMD's compilers take no limit of registers, and RDNA has warps of 32."""
-    found = SimpleNamespace()
-    monkeypatch.setattr(launch, "device_record", lambda device: found.record)
-    found.record = KNOWN_KINDS["RTX-3090"]
+    """The number of threads is the same, at least one warp. AMD's compiler has no limit of registers; RDNA has warps of
+    32."""
+    current = SimpleNamespace()
+    monkeypatch.setattr(launch, "device_record", lambda device: current.record)
+    current.record = KNOWN_KINDS["RTX-3090"]
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8, "maxnreg": 64}
-    found.record = KNOWN_KINDS["MI300X"]
+    current.record = KNOWN_KINDS["MI300X"]
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 4}
     assert launch.thread_options(CUDA, 1) == {"num_warps": 1}
     assert launch.overlap_options(CUDA) == {"OVERLAP": False}
-    found.record = KNOWN_KINDS["MI300X"]._replace(arch="gfx1100")
+    current.record = KNOWN_KINDS["MI300X"]._replace(arch="gfx1100")
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8}

@@ -1,7 +1,7 @@
-"""Borrowed memory of the weight gradient, which is not written yet: for tiles, and for the sum of the input gradient.
+"""Tiles, and the sum of the input gradient, in borrowed memory of the weight gradient.
 
-Half precision on a CPU has float32 logits, which do not fit there: these tests take that exception away, so that
-what a GPU does is tested here too.
+On a CPU half-precision calls have float32 logits, which are too large to borrow memory. These tests use the dtypes of a
+GPU instead.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def with_borrowed(plan: ChunkPlan) -> list[slice]:
-    """The blocks whose tiles are borrowed."""
+    """Return the blocks whose tiles are borrowed."""
     borrowed = getattr(plan.schedule, "borrowed", None)
     return borrowed.blocks(0, plan.case.vocab_size) if isinstance(borrowed, BorrowedBlocks) else []
 
 
 def borrows(plan: ChunkPlan) -> bool:
-    """Whether anything is in memory of dW that is not written yet."""
+    """Return True if tiles or sums are in borrowed memory of dW."""
     return bool(with_borrowed(plan)) or isinstance(plan.schedule, BlocksAroundSum)
 
 
@@ -77,7 +77,7 @@ def test_borrowed_tiles(extras: str, backend: str, monkeypatch: pytest.MonkeyPat
     first, *others = plans[-1].schedule.tile_sizes(plans[-1].case)[1]
     assert first > 128
     assert with_borrowed(plans[-1])[0] == slice(0, first)
-    assert len(with_borrowed(plans[-1])) <= len(others)  # the last is not borrowed
+    assert len(with_borrowed(plans[-1])) <= len(others)  # the last tile is not borrowed
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_the_sum_of_the_input_gradient_in_borrowed_memory(
 ) -> None:
     problem = make_problem(**SHAPE, dtype=dtype, **EXTRAS[extras])
     upstream = 2.0**12 if dtype == torch.float16 else 1.7
-    apart = run_fused(problem, options=VOCAB, grad_output=upstream)
+    separate = run_fused(problem, options=VOCAB, grad_output=upstream)
     plans = force(monkeypatch, blocks_around_sum)
     outcome = check(problem, options=VOCAB, grad_output=upstream, tolerance=3e-2)
     assert len(plans) == 2
-    # The sum has no memory of its own.
-    beside = ChunkPlan(plans[-1].case, "vocab", blocks_of_128(plans[-1].case))
-    assert beside.workspace_bytes - plans[-1].workspace_bytes >= 15 * 64 * 4
-    # The same products in the same precision, only in other blocks: as far from each other as roundings are.
-    for mine, other in ((outcome.grad_input, apart.grad_input), (outcome.grad_weight, apart.grad_weight)):
+    # The sum needs no separate memory.
+    separate_plan = ChunkPlan(plans[-1].case, "vocab", blocks_of_128(plans[-1].case))
+    assert separate_plan.workspace_bytes - plans[-1].workspace_bytes >= 15 * 64 * 4
+    # The products are the same in the same precision, but in other blocks: the results differ only by rounding.
+    for mine, other in ((outcome.grad_input, separate.grad_input), (outcome.grad_weight, separate.grad_weight)):
         assert mine is not None
         assert other is not None
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
@@ -112,17 +112,18 @@ def test_dropped_rows_with_borrowed_tiles(backend: str, half_logits: None, monke
     plans = force(monkeypatch, blocks_of_128)
     check(problem, options=options, tolerance=3e-2)
     assert with_borrowed(plans[-1])
-    every = make_problem(**SHAPE, dtype=torch.bfloat16, ignored=1.0, reduction="sum")
-    outcome = run_fused(every, options=options)
+    all_ignored = make_problem(**SHAPE, dtype=torch.bfloat16, ignored=1.0, reduction="sum")
+    outcome = run_fused(all_ignored, options=options)
     assert outcome.grad_weight is not None
     assert not outcome.grad_weight.any()
 
 
-def test_what_is_borrowed() -> None:
-    """Gradients of logits, but logits of another dtype have memory of their own."""
+def test_plans_that_borrow() -> None:
+    """Gradients of logits are borrowed for every dtype of logits, unless the head is frozen."""
     options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=256 << 20)
-    for how in (options, replace(options, logits_dtype=torch.bfloat16), replace(options, logits_dtype=torch.float32)):
-        assert borrows(flce.plan(8192, 4096, 128256, torch.bfloat16, options=how))
+    for logits_dtype in (None, torch.bfloat16, torch.float32):
+        chunking = replace(options, logits_dtype=logits_dtype)
+        assert borrows(flce.plan(8192, 4096, 128256, torch.bfloat16, options=chunking))
     assert not borrows(flce.plan(8192, 4096, 128256, torch.bfloat16, options=options, weight_grad=False))
 
 
@@ -134,7 +135,7 @@ HALVES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-# Whose memory is whose is decided above the backends.
+# The engine, not the backend, decides about memory: few cases with Triton are enough.
 @pytest.mark.parametrize(
     "backend, vocab, kind",
     [("torch", vocab, kind) for vocab in (5, 16, 17, 515, 1041) for kind in HALVES]
@@ -152,11 +153,11 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     assert isinstance(schedule, (Chunks, DeferredChunks))
     assert schedule.rows == 5
     outcome = check(problem, options=options, grad_output=1.7, tolerance=3e-2)
-    # One chunk rounds the same sums, made in another order.
-    whole = run_fused(problem, options=flce.ChunkOptions(strategy="tokens", skip_ignored=False), grad_output=1.7)
+    # One chunk rounds the same sums, computed in another order.
+    one_chunk = run_fused(problem, options=flce.ChunkOptions(strategy="tokens", skip_ignored=False), grad_output=1.7)
     for mine, other in zip(
         (outcome.grad_weight, *(up for _, up in outcome.grad_adapters)),
-        (whole.grad_weight, *(up for _, up in whole.grad_adapters)),
+        (one_chunk.grad_weight, *(up for _, up in one_chunk.grad_adapters)),
         strict=True,
     ):
         assert mine is not None
@@ -169,7 +170,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     "mib, dtype", [(None, torch.bfloat16), (0.25, torch.float32), (1.5, torch.bfloat16), (8, torch.float16)], ids=str
 )
 def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, torch_backend: str) -> None:
-    """One graph for all lengths, whichever schedule each takes."""
+    """One graph serves all lengths, although their schedules differ."""
     w = torch.randn(3001, 64).mul(0.3).to(dtype).requires_grad_()
     options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else int(mib * 2**20))
     traced_at, n = set(), 0
@@ -177,12 +178,12 @@ def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, 
     def loss(x: torch.Tensor, y: torch.Tensor) -> Any:
         return flce.fused_linear_cross_entropy(x, w, y, options=options)
 
-    def counted(graph: Any, inputs: Any) -> Any:
-        traced_at.add(n)  # more than once if the compiler begins anew
+    def compile_and_record(graph: Any, inputs: Any) -> Any:
+        traced_at.add(n)  # a second value if the compiler traces again
         return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
-    compiled, deferred = torch.compile(loss, dynamic=True, fullgraph=True, backend=counted), set()
+    compiled, deferred = torch.compile(loss, dynamic=True, fullgraph=True, backend=compile_and_record), set()
     for n in (3, 50, 70, 400, 2000):
         x, y = torch.randn(n, 64).to(dtype).requires_grad_(), torch.randint(0, 3001, (n,))
         try:
@@ -218,7 +219,7 @@ HALF = [torch.bfloat16, torch.float16]
 def test_borrowed_memory_of_any_size(
     kind: Any, dtypes: Any, n: int, h: int, more: int, half: int, share: float
 ) -> None:
-    """Nothing is written over before it has been read, and every class is there once."""
+    """Borrowed memory is read before it is overwritten, and each class is computed once."""
     dtype = dtypes[half]
     problem = make_problem((n,), h, 4 * n + more, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -228,16 +229,16 @@ def test_borrowed_memory_of_any_size(
         sizes = kind.sizes(case_of(problem, VOCAB))[10:50]
         if sizes:
             force(patch, lambda c: kind.from_size(c, sizes[int(share * (len(sizes) - 1))]))
-            made = check(problem, options=VOCAB, tolerance=None if dtype == torch.float64 else 3e-2)
-            assert made.grad_input is not None
-            assert made.grad_weight is not None
-            assert made.grad_input.untyped_storage().data_ptr() != made.grad_weight.untyped_storage().data_ptr()
+            result = check(problem, options=VOCAB, tolerance=None if dtype == torch.float64 else 3e-2)
+            assert result.grad_input is not None
+            assert result.grad_weight is not None
+            assert result.grad_input.untyped_storage().data_ptr() != result.grad_weight.untyped_storage().data_ptr()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows, reduction", [(200, "mean"), (300, "mean"), (300, "none"), (600, "none")])
 def test_a_float32_sum_in_a_budget_on_cuda(rows: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the gradient's 74 MiB, less than the 147 MiB that its float32 sum takes."""
+    """The workspace is more than the gradient's 74 MiB and less than the 147 MiB of its float32 sum."""
     from tests.planning.test_plan import assert_kept, promise_and_peak
 
     kind = DeferredChunks if reduction == "none" else Chunks

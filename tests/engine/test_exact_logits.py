@@ -1,4 +1,4 @@
-"""Logits are never rounded below float32, unless that is asked for: with the dtypes of a GPU, by every schedule."""
+"""Without `logits_dtype` no schedule rounds logits below float32. The tests use the dtypes of a GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from tests.helpers import BACKENDS, case_of, parametrize_pairs, upstream_of
 from tests.hopper import logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import fix_interpreter
 
-# Kernels run on CPU tensors under the interpreter only. A GPU has these dtypes itself.
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a GPU where there is none")
+# Kernels run on CPU tensors only under the interpreter. On a GPU other tests use these dtypes.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates a GPU on a machine that has none")
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Relative to the norms of gradients, against float64. With few tokens the largest errors of a rounding may add up.
+# Limits of errors against float64, relative to the norms of gradients. With few tokens the largest rounding errors may
+# add up.
 LIMIT = {BF16: 5e-3, F16: 6e-4}
 SHAPE: dict[str, Any] = {"leading": (2, 5), "hidden": 32, "vocab": 333}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,8 +46,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none"},
     "sum": {"reduction": "sum"},
 }
-EVERY = flce.ChunkOptions(skip_ignored=False)
-MAKE: dict[type[Schedule], Any] = {
+KEEP_IGNORED = flce.ChunkOptions(skip_ignored=False)
+FROM_CASE: dict[type[Schedule], Any] = {
     kind: lambda c, kind=kind: kind.from_size(c, 6)
     for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, SeparatePasses)
 } | {kind: lambda c, kind=kind: kind.from_size(c, 128) for kind in (Blocks, BlocksAroundSum)}
@@ -54,7 +55,7 @@ MAKE: dict[type[Schedule], Any] = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its dtypes, blocks of several classes and tokens, and bfloat16 rounded to nearest."""
+    """Use the dtypes of a GPU, blocks of several classes and tokens, and bfloat16 rounded to nearest."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
     monkeypatch.setattr(case, "ONE_PIECE_BYTES", 0)
@@ -65,24 +66,24 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     search.plan_for_case.cache_clear()
 
 
-def tiles(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, slice, Tensor], Any]) -> list[Any]:
-    """What ``note`` says of each tile that logits are written to: of the input's rows, the classes and the tile."""
-    made: list[Any] = []
+def record_tiles(monkeypatch: pytest.MonkeyPatch, describe: Callable[[Tensor, slice, Tensor], Any]) -> list[Any]:
+    """Return a list that receives ``describe(input rows, classes, tile)`` of each tile of logits that is written."""
+    records: list[Any] = []
 
     def write_logits(
         self: PassContext, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = PassContext.write_logits
     ) -> None:
-        made.append(note(xs[0], cols, out))
+        records.append(describe(xs[0], cols, out))
         do(self, xs, cols, out)
 
     monkeypatch.setattr(PassContext, "write_logits", write_logits)
-    return made
+    return records
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the tiles that logits are written to."""
-    return tiles(monkeypatch, lambda x, cols, out: out.dtype)
+    """Return the list of dtypes of the tiles that logits are written to."""
+    return record_tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
 @parametrize_pairs(
@@ -91,35 +92,35 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     dtype=[BF16, F16],
     backend=BACKENDS,
 )
-def test_small_calls_make_logits_twice_by_the_same_products(
+def test_small_calls_compute_logits_twice_by_the_same_products(
     shape: tuple[int, int, int], reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Products of other shapes sum in another order. Of logits of 5,000 that is a thousandth of a probability."""
+    """Products of other shapes sum in another order. For logits of 5,000 this changes a probability by a thousandth."""
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     fix_interpreter(monkeypatch)
-    shapes = tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
+    shapes = record_tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
     tokens, hidden, vocab = shape
     problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction=reduction)
-    run_fused(problem, options=replace(EVERY, strategy="vocab"), grad_output=upstream_of(problem))
+    run_fused(problem, options=replace(KEEP_IGNORED, strategy="vocab"), grad_output=upstream_of(problem))
     assert len(shapes) == 2
     assert len(set(shapes)) == 1
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, kind: type[Schedule]) -> list[Any]:
-    """All calls by a schedule, where it is for such a call."""
+    """Force a schedule for all calls, which must allow it."""
 
-    def make(c: Case) -> Schedule:
+    def choose(c: Case) -> Schedule:
         assert kind.sizes(c)
-        return MAKE[kind](c)
+        return FROM_CASE[kind](c)
 
-    return force(monkeypatch, make)
+    return force(monkeypatch, choose)
 
 
-def possible(problem: Problem, options: flce.ChunkOptions = EVERY) -> list[tuple[type[Schedule], str]]:
-    """The schedules that can make a call, and the gradients that each is asked for."""
-    asked = [(kind, "x" if kind is ChunksOfBlocks else ALL_GRADS) for kind in MAKE]
-    return [(kind, grads) for kind, grads in asked if kind.sizes(case_of(problem, options, grads))]
+def possible(problem: Problem, options: flce.ChunkOptions = KEEP_IGNORED) -> list[tuple[type[Schedule], str]]:
+    """Return the schedules that a call allows, with the gradients to request from each."""
+    pairs = [(kind, "x" if kind is ChunksOfBlocks else ALL_GRADS) for kind in FROM_CASE]
+    return [(kind, grads) for kind, grads in pairs if kind.sizes(case_of(problem, options, grads))]
 
 
 def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> dict[str, float]:
@@ -137,63 +138,63 @@ def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> d
 
 
 def test_every_schedule_is_here(triton_backend: str) -> None:
-    assert set(SCHEDULES) == set(MAKE) | {Statistics, Borrowed}
-    problems = [make_problem(**SHAPE, dtype=dtype, **how) for dtype in (BF16, F16) for how in OPTIONS.values()]
-    assert {kind for problem in problems for kind, _ in possible(problem)} == set(MAKE)
+    assert set(SCHEDULES) == set(FROM_CASE) | {Statistics, Borrowed}
+    problems = [make_problem(**SHAPE, dtype=dtype, **kwargs) for dtype in (BF16, F16) for kwargs in OPTIONS.values()]
+    assert {kind for problem in problems for kind, _ in possible(problem)} == set(FROM_CASE)
 
 
-# Float16 takes the same code.
+# float16 uses the same code, so half of the options are enough.
 @pytest.mark.parametrize(
     "dtype, options", [(BF16, name) for name in OPTIONS] + [(F16, name) for name in list(OPTIONS)[::2]]
 )
 def test_errors(
     dtype: torch.dtype, options: str, written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Those that are promised, by every schedule that can make the call. No logits are rounded."""
-    problem, how = make_problem(**SHAPE, dtype=dtype, **OPTIONS[options]), EVERY
+    """Errors are within the documented limits in every schedule that the call allows. No logits are rounded."""
+    problem, chunking = make_problem(**SHAPE, dtype=dtype, **OPTIONS[options]), KEEP_IGNORED
     if options == "weights":
-        how = replace(how, skip_ignored=True)
-    off = {}
-    for kind, grads in possible(problem, how):
+        chunking = replace(chunking, skip_ignored=True)
+    too_large = {}
+    for kind, grads in possible(problem, chunking):
         plans = forced(monkeypatch, kind)
-        found = errors(problem, grads, options=how)
+        found = errors(problem, grads, options=chunking)
         assert {type(plan.schedule) for plan in plans} <= {kind, DeferredChunks}
-        off[kind.__name__] = {
+        too_large[kind.__name__] = {
             name: e for name, e in found.items() if not e <= (5e-6 if name == "loss" else LIMIT[dtype])
         }
         plans.clear()
-    assert len(off) >= 3
+    assert len(too_large) >= 3
     assert set(written) == {F32}
-    assert {kind: errors for kind, errors in off.items() if errors} == {}
+    assert {kind: errors for kind, errors in too_large.items() if errors} == {}
 
 
 @pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])
 def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Gradients of logits are smaller than any number of float16, those of inputs and weights are not: their first two
-    columns are large, and change no logit."""
+    """Gradients of logits underflow in float16, gradients of inputs and weights do not: the first two columns of inputs
+    and weights are large and change no logit."""
 
-    def loud(t: Tensor, letter: str) -> Tensor:
+    def add_large_columns(t: Tensor, letter: str) -> Tensor:
         if letter in "bt":
             return t
         changed, large = t.clone(), 0 if letter in "wB" else 1
         changed[..., large], changed[..., 1 - large] = (torch.rand(t.shape[:-1]) - 0.5) * 2.0**16, 0.0
         return changed
 
-    problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(loud)
-    how, off = replace(EVERY, skip_ignored=options == "weights"), {}
+    problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(add_large_columns)
+    chunking, too_large = replace(KEEP_IGNORED, skip_ignored=options == "weights"), {}
     for products in (False, True) if backend == "triton" else (False,):
         for module in ("flce.ops.linear_call", "tests.helpers"):
             monkeypatch.setattr(f"{module}.has_product", lambda device, products=products: products)
-        for kind, grads in possible(problem, how):
+        for kind, grads in possible(problem, chunking):
             forced(monkeypatch, kind)
-            found = errors(problem, grads, scale=2.0**-18, options=how)
-            off[kind.__name__, products] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
-    assert len(off) >= 3
-    assert {kind: errors for kind, errors in off.items() if errors} == {}
+            found = errors(problem, grads, scale=2.0**-18, options=chunking)
+            too_large[kind.__name__, products] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
+    assert len(too_large) >= 3
+    assert {kind: errors for kind, errors in too_large.items() if errors} == {}
 
 
 @pytest.mark.parametrize("kind", [Chunks, DeferredChunks], ids=lambda kind: kind.__name__)
-def test_rounded_logits_where_they_are_made_once(
+def test_logits_are_rounded_if_computed_once(
     kind: type[Schedule], written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     problem = make_problem(**SHAPE, dtype=BF16, reduction="none" if kind is DeferredChunks else "mean")
@@ -206,8 +207,8 @@ def test_rounded_logits_where_they_are_made_once(
 def test_rows_whose_largest_logits_come_late(
     kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
 ) -> None:
-    """Exponentials of the first classes are scaled down, from one block to the next and more than once."""
-    # In bfloat16 exponentials are normalized where labels are smoothed.
+    """Exponentials of the first classes are scaled down, more than once, when later blocks have larger logits."""
+    # In bfloat16 `NormalizedChunks` is for label smoothing.
     problem = make_problem(**SHAPE, dtype=dtype, label_smoothing=0.2 if kind is NormalizedChunks else 0.0)
     rising = torch.arange(333)[:, None].div(70, rounding_mode="floor").mul(30.0)
     x = problem.input.clone()
@@ -223,7 +224,7 @@ def test_rows_whose_largest_logits_come_late(
 def test_softcap_of_nothing(
     kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
 ) -> None:
-    """With a scale of 0 all logits are 0, and so are all gradients: they are not divided by it."""
+    """With a scale of 0 all logits and gradients are 0: gradients are not divided by the scale."""
     problem = make_problem(**SHAPE, dtype=dtype, softcap=5.0, logit_scale=0.0)
     forced(monkeypatch, kind)
     mine = run_fused(problem, grads="xw")
@@ -234,18 +235,18 @@ def test_softcap_of_nothing(
 
 @pytest.mark.parametrize("vocab", [1, 7, 15, 17])
 def test_few_classes_in_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    """Of fewer than 16, no class is in the half whose sums are in the memory of the gradient."""
+    """With fewer than 16 classes, no class is in the half whose sums are in the memory of the gradient."""
     problem = make_problem((10,), 32, vocab, dtype=BF16, z_loss=0.1, bias=True)
-    assert not Recomputed.sizes(case_of(problem, EVERY)) or vocab > 15
+    assert not Recomputed.sizes(case_of(problem, KEEP_IGNORED)) or vocab > 15
     for kind in (Unnormalized, Recomputed) if vocab > 15 else (Unnormalized,):
         forced(monkeypatch, kind)
-        found = errors(problem, ALL_GRADS, options=EVERY)
+        found = errors(problem, ALL_GRADS, options=KEEP_IGNORED)
         assert {name: error for name, error in found.items() if error > LIMIT[BF16]} == {}
 
 
 @pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
 def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    """Nothing but -inf in the first block, and in the last."""
+    """All logits of the first block and of the last block are -inf."""
     dtype = F16 if kind is NormalizedChunks else BF16
     problem = make_problem(**SHAPE, dtype=dtype)
     weight, x = problem.linear_weight.clone(), problem.input.clone()
@@ -263,19 +264,18 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_weights_of_tokens_that_have_a_gradient(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
-) -> None:
+def test_gradient_of_token_weights(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     p = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
     forced(monkeypatch, Unnormalized if dtype == BF16 else NormalizedChunks)
     weight = torch.linspace(0.0, 2.0, p.target.numel()).view(p.target.shape)
     leaves = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, weight)]
     x, w, token_weight = leaves
-    flce.fused_linear_cross_entropy(x, w, p.target, token_weight=token_weight, options=EVERY).backward()
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    losses = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), p.target.flatten(), reduction="none")
-    ((losses * exact[2].flatten()).sum() / (p.target != -100).sum()).backward()
-    for mine, truth in zip(leaves, exact, strict=True):
+    flce.fused_linear_cross_entropy(x, w, p.target, token_weight=token_weight, options=KEEP_IGNORED).backward()
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    logits = exact_leaves[0] @ exact_leaves[1].t()
+    losses = F.cross_entropy(logits.flatten(0, 1), p.target.flatten(), reduction="none")
+    ((losses * exact_leaves[2].flatten()).sum() / (p.target != -100).sum()).backward()
+    for mine, exact in zip(leaves, exact_leaves, strict=True):
         assert mine.grad is not None
-        assert truth.grad is not None
-        assert relative_error(mine.grad, truth.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])
+        assert exact.grad is not None
+        assert relative_error(mine.grad, exact.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])

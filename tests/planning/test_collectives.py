@@ -1,4 +1,4 @@
-"""The collectives that a plan tells are those of the call."""
+"""The collectives that a plan lists are the collectives of the call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.distributed import split_head
 ENGINE = Path(flce.__file__).parent / "engine"
 PROCESSES = 4
 TOKENS, HIDDEN, VOCAB = (3, 16), 64, 1111
-# Keywords of the problem, options, and those of the plan beside.
+# Keywords of the problem, `ChunkOptions`, and more keywords of the plan.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}, {}),
     "chunks": ({"reduction": "sum"}, {"chunk_rows": 10}, {}),
@@ -45,52 +45,58 @@ class _Done:
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
-    """Calls and bytes of what the first of several processes sends, where the others send the same."""
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
+    """Count calls and bytes of the collectives of the first of several processes. The others send the same data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
 
-    def note(operation: str, size: int) -> None:
-        found.update({(operation, "calls"): 1, (operation, "bytes"): size})
+    def record(operation: str, size: int) -> None:
+        counts.update({(operation, "calls"): 1, (operation, "bytes"): size})
 
     def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
         out.view(PROCESSES, -1).copy_(x.expand(PROCESSES, *x.shape))
-        if x.dtype != torch.int64:  # whereby processes compare their arguments, on a CPU
-            note("all-gather", out.nbytes)
+        if x.dtype != torch.int64:  # with int64 numbers on a CPU, processes compare their arguments
+            record("all-gather", out.nbytes)
 
     def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> _Done:
-        note("all-reduce", x.nbytes)
+        record("all-reduce", x.nbytes)
         return _Done()
 
     def reduce_scatter(out: Tensor, x: Tensor, group: Any) -> None:
-        note("reduce-scatter", x.nbytes)
+        record("reduce-scatter", x.nbytes)
 
-    for name, stand_in in {
+    for name, replacement in {
         "all_gather_into_tensor": all_gather,
         "all_gather_single": all_gather,
         "reduce_scatter_tensor": reduce_scatter,
         "reduce_scatter_single": reduce_scatter,
         "all_reduce": all_reduce,
     }.items():
-        monkeypatch.setattr(dist, name, stand_in, raising=False)
+        monkeypatch.setattr(dist, name, replacement, raising=False)
     monkeypatch.setattr("flce.ops.split_head.refuse_equal_slices", lambda *args: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
-    yield found
+    yield counts
     dist.destroy_process_group()
 
 
-def call(kwargs: dict[str, Any], options: dict[str, Any], more: dict[str, Any], sequence: bool, **how: Any) -> None:
-    p = make_problem(TOKENS, HIDDEN, VOCAB, **{"dtype": torch.float32, **how}, **kwargs)
+def call(
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    more: dict[str, Any],
+    sequence: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    p = make_problem(TOKENS, HIDDEN, VOCAB, dtype=dtype, **kwargs)
     first = slice(*shard_bounds(VOCAB, PROCESSES, 0))
 
     def share(x: Tensor) -> Tensor:
         return x.chunk(PROCESSES, -2)[0] if sequence else x
 
-    of_input, of_weight = more.get("input_grad", True), more.get("weight_grad", True)
+    input_grad, weight_grad = more.get("input_grad", True), more.get("weight_grad", True)
     result: Any = flce.fused_linear_cross_entropy(
-        share(p.input).detach().requires_grad_(of_input),
-        p.linear_weight[first].detach().requires_grad_(of_weight),
+        share(p.input).detach().requires_grad_(input_grad),
+        p.linear_weight[first].detach().requires_grad_(weight_grad),
         p.target,
         adapters=[(share(a).detach().requires_grad_(), b[first].detach().requires_grad_()) for a, b in p.adapters],
         stats=more.get("stats", ()),
@@ -105,16 +111,17 @@ def call(kwargs: dict[str, Any], options: dict[str, Any], more: dict[str, Any], 
         loss.sum().backward()
 
 
-def told(plan: flce.ChunkPlan) -> Counter[tuple[str, str]]:
-    made: Counter[tuple[str, str]] = Counter()
-    for each in plan.collectives:
-        made.update({(each.operation, "calls"): each.calls, (each.operation, "bytes"): each.bytes})
-    return made
+def planned(plan: flce.ChunkPlan) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for collective in plan.collectives:
+        operation = collective.operation
+        counts.update({(operation, "calls"): collective.calls, (operation, "bytes"): collective.bytes})
+    return counts
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_plan_tells_the_collectives_of_a_call(name: str, sequence: bool, noted: Counter[tuple[str, str]]) -> None:
+def test_a_plan_lists_the_collectives_of_a_call(name: str, sequence: bool, sent: Counter[tuple[str, str]]) -> None:
     kwargs, options, more = CASES[name]
     call(kwargs, options, more, sequence)
     loss = {key: value for key, value in kwargs.items() if key in ("reduction", "label_smoothing")}
@@ -122,47 +129,47 @@ def test_a_plan_tells_the_collectives_of_a_call(name: str, sequence: bool, noted
         48, HIDDEN, VOCAB, torch.float32, device="cpu", shards=PROCESSES, sequence_parallel=sequence,
         adapter_ranks=kwargs.get("adapter_ranks", ()), options=flce.ChunkOptions(**options), **loss, **more,
     )  # fmt: skip
-    assert told(plan) == noted
+    assert planned(plan) == sent
     assert "V=278 of each of 4 processes" in str(plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
 def test_as_on_a_gpu(
-    hopper: bool, dtype: torch.dtype, noted: Counter[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    hopper: bool, dtype: torch.dtype, sent: Counter[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With exponentials, and float16 gradients that are float32 until they are scaled."""
+    """Calls with exponentials, and with float16 gradients that are float32 until they are scaled."""
     pytest.importorskip("triton")
     if hopper and dtype == torch.float16:
-        pytest.skip("the stand-in for Hopper's products is for bfloat16")
+        pytest.skip("the replacement of Hopper's products is for bfloat16")
     with split_head._as_on_a_gpu(hopper) as taken:
         plans: list[flce.ChunkPlan] = []
         plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
 
-        def kept(*args: Any) -> flce.ChunkPlan:
+        def record_plan(*args: Any) -> flce.ChunkPlan:
             plans.append(plan_for_problem(*args))
             return plans[-1]
 
-        monkeypatch.setattr(linear_cross_entropy, "plan_for_problem", kept)
+        monkeypatch.setattr(linear_cross_entropy, "plan_for_problem", record_plan)
         call({}, {"chunk_rows": 16, "skip_ignored": False}, {}, False, dtype=dtype)
     assert taken
-    assert told(plans[0]) == noted
+    assert planned(plans[0]) == sent
     itemsize = 4 if dtype == torch.float16 else 2
-    assert noted["all-reduce", "bytes"] == 48 * HIDDEN * itemsize
+    assert sent["all-reduce", "bytes"] == 48 * HIDDEN * itemsize
 
 
 def test_figures() -> None:
-    """Of a head of Llama 3 on eight GPUs."""
-    made = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
-    statistics, gradient = made.collectives
-    assert made.case.vocab_size == 16032
+    """The head of Llama 3 on eight GPUs has these collectives."""
+    plan = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
+    statistics, gradient = plan.collectives
+    assert plan.case.vocab_size == 16032
     assert str(statistics) == "1 all-gather of 3 numbers a token (0.8 MiB)"
     assert str(gradient) == "1 all-reduce of gradients of inputs (64.0 MiB)"
     assert (statistics.bytes, gradient.bytes) == (8 * (3 * 8192 + 1) * 4, 8192 * 4096 * 2)
     assert gradient.sent_bytes(8) == 2 * 7 * gradient.bytes // 8
-    assert str(gradient) in str(made)
+    assert str(gradient) in str(plan)
     assert flce.plan(8192, 4096, 16032, torch.bfloat16, device_kind="H200").collectives == ()
-    # Of a thousand processes, what all have sent and what is made of it.
+    # With a thousand processes the workspace includes the gathered numbers and the results of merging them.
     many = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024)
     alone = flce.plan(8192, 4096, many.case.vocab_size, torch.bfloat16, device_kind="H200")
     assert many.workspace_bytes - alone.workspace_bytes > many.collectives[0].bytes // 4
@@ -172,35 +179,36 @@ def test_figures() -> None:
 
 
 def test_the_gather_counts_in_a_budget() -> None:
-    """A thousand processes send 100 MiB of numbers, in chunks less at a time."""
+    """A thousand processes send 100 MiB of numbers. Chunks reduce the bytes of one collective."""
     for budget in (256 << 20, 64 << 20):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
-        made = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024, options=options)
-        assert made.workspace_bytes <= budget
+        plan = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024, options=options)
+        assert plan.workspace_bytes <= budget
 
 
 def test_processes_with_fewer_classes_send_the_same() -> None:
-    """Also where they would plan otherwise: their logits are few, or their smaller gradients leave less of a budget."""
-    few = 4096, 8192, 2 * 32768 + 2  # logits of 32,768 classes take 512 MiB, those of 32,769 more
+    """This holds even if their own plan would differ: because they have few logits, or because their smaller gradients
+    leave less of a budget."""
+    few = 4096, 8192, 2 * 32768 + 2  # logits of 32,768 classes have 512 MiB, logits of 32,769 classes more
     cases: list[tuple[Any, ...]] = [(*few, torch.bfloat16, {"adapter_ranks": (8,)}, {})]
     cases += [(8192, 4096, 128256, torch.bfloat16, {}, {})]
     cases += [(33, 33, 3, torch.float32, {"bias_grad": True}, {"max_workspace_bytes": 16000})]
     cases += [(2048, 512, 2 * 2048, torch.bfloat16, {}, {"max_workspace_bytes": size << 20}) for size in (8, 10, 30)]
-    taken = set()
+    schedules = set()
     for tokens, hidden, vocab, dtype, call, options in cases:
-        where: dict[str, Any] = {"device": "cpu"} if dtype == torch.float32 else {"device_kind": "H200"}
+        device: dict[str, Any] = {"device": "cpu"} if dtype == torch.float32 else {"device_kind": "H200"}
         chosen = flce.ChunkOptions(**options)
-        plan = flce.plan(tokens, hidden, vocab, dtype, shards=2, options=chosen, **where, **call)
+        plan = flce.plan(tokens, hidden, vocab, dtype, shards=2, options=chosen, **device, **call)
         most = plan.case.vocab_size
         for fewer in {1, 2, most // 2, most - 1}:
             other = plan_for_shard(plan, fewer)
-            taken.add(type(plan.schedule).__name__)
+            schedules.add(type(plan.schedule).__name__)
             assert other.collectives == plan.collectives, (plan, other)
-    assert taken >= {"Chunks", "Unnormalized", "Borrowed"}
+    assert schedules >= {"Chunks", "Unnormalized", "Borrowed"}
 
 
 @pytest.mark.parametrize(
-    "shards, sequence, error, said",
+    "shards, sequence, error, message",
     [
         (0, False, ValueError, "shards must be positive, got 0"),
         (2.5, False, TypeError, "shards must be None or an int"),
@@ -209,7 +217,7 @@ def test_processes_with_fewer_classes_send_the_same() -> None:
         (5, True, ValueError, "must be a multiple of shards=5.*, got 64"),
     ],
 )
-def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
     assert split_from_arguments(2, True, 64) == HeadSplit(2, True)

@@ -1,4 +1,4 @@
-"""What a schedule takes: the count of its own code on meta tensors, and real memory."""
+"""Memory of schedules: dry runs on meta tensors count the memory that a call with real tensors allocates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIB = 1 << 20
 
 
 class NoBackend:
-    """Kernels, which allocate nothing that is not their own."""
+    """A backend whose kernels do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -51,7 +51,7 @@ class NoBackend:
 
 
 def dry_run_passes(c: Case, schedule: Schedule, arena: CountingArena) -> list[Tensor]:
-    """Its real code on the memory of an arena, without kernels."""
+    """Run the code of a schedule with the memory of an arena, without kernels."""
     backend: Any = NoBackend()
     return dry_run.dry_run_passes(Plan(c, schedule.strategy, schedule), Runtime(backend, arena))
 
@@ -66,7 +66,7 @@ class RealArena(CountingArena):
 
 
 class EveryAllocation(TorchDispatchMode):
-    """The largest storage that an operator makes, but those of the arena."""
+    """A mode that records the largest storage that an operator allocates outside of the arena."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class EveryAllocation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):  # the arena's
-            for made in tree_leaves(result):
-                if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                    self.largest = max(self.largest, made.untyped_storage().nbytes())
+        if func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):  # used by the arena
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                    self.largest = max(self.largest, leaf.untyped_storage().nbytes())
         return result
 
 
@@ -92,15 +92,15 @@ def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type
 
 
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
-    """A few, not so small that loops take long."""
+    """Yield a few sizes, which are not so small that loops take long."""
     sizes = kind.sizes(c)
     yield from sorted({sizes[len(sizes) // 12], sizes[len(sizes) // 3], sizes[-1]}) if sizes else ()
 
 
 @pytest.fixture
 def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed, and nothing is counted that kernels and casts take for a moment: real ones take it
-    elsewhere."""
+    """Switch off computations, and the count of temporary memory of kernels and casts, which they allocate outside of
+    the arena."""
     monkeypatch.setattr("flce.core.gemm.matmul", lambda *args, **kwargs: None)
     for name in ("matmul", "scatter_rows"):
         monkeypatch.setattr(PassContext, name, lambda *args, **kwargs: None)
@@ -117,7 +117,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_count_is_what_a_real_arena_has(
     dtype: torch.dtype, grads: str, skip: bool, memory_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every schedule and some of its sizes. Loops are shortened when counting, here they are whole."""
+    """This holds for every schedule and some of its sizes. Dry runs shorten loops, real passes do not."""
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     seen = set()
     for reduction in ("mean", "none"):
@@ -139,7 +139,7 @@ def test_count_is_what_a_real_arena_has(
 
 
 def test_every_schedule_is_counted() -> None:
-    """By the test above."""
+    """The test above covers every schedule except `Statistics`."""
     for kind in SCHEDULES:
         cases = [case_of(dtype, grads, r) for dtype in DTYPES for grads in GRADS for r in ("mean", "none")]
         assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
@@ -150,7 +150,7 @@ def test_every_schedule_is_counted() -> None:
 def test_nothing_is_allocated_beside_the_arena(
     kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Casts are their own.
+    # Casts allocate their own memory.
     monkeypatch.setattr(PassContext, "matmul", lambda self, a, b, out, accumulate=False: None)
     monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
@@ -166,39 +166,39 @@ def test_nothing_is_allocated_beside_the_arena(
     "kind, grads, products, sorted_rows",
     [(DeferredChunks, "x", 2, 0), (Unnormalized, "x", 1, 0), (Unnormalized, "w", 1, 50), (Recomputed, "w", 1, 50)],
 )
-def test_what_kernels_take_for_a_moment_is_counted(
+def test_momentary_memory_of_kernels_is_counted(
     kind: type[Schedule], grads: str, products: int, sorted_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the products that keep logits in registers, and where the targets are sorted."""
+    """The count includes the scratch memory of fused products and of sorting targets."""
     c = case_of(torch.bfloat16, grads, "none" if kind is DeferredChunks else "mean", skip_ignored=False)
     schedule = kind.from_size(c, 30)
-    for of_products, of_row in ((1 << 40, 0), (0, 1 << 40)):  # so much more than all else
-        monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=of_products: args[-1] * size)
-        monkeypatch.setattr(contract, "SORT_ROW_BYTES", of_row)
+    for product_bytes, row_bytes in ((1 << 40, 0), (0, 1 << 40)):  # much more than all other memory
+        monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=product_bytes: args[-1] * size)
+        monkeypatch.setattr(contract, "SORT_ROW_BYTES", row_bytes)
         counted = count(c, schedule)
-        assert round(counted / 2**40, 3) == (products if of_products else sorted_rows)
+        assert round(counted / 2**40, 3) == (products if product_bytes else sorted_rows)
 
 
 def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are scaled where they are. Rows that are not gathered are scaled in a place of that size."""
-    monkeypatch.setattr("flce.engine.sums.COMPACTION_ROWS", 8)  # or else the last rounding would take the most
+    """Gathered rows are scaled in place. Rows that are not gathered are scaled into a buffer of the same size."""
+    monkeypatch.setattr("flce.engine.sums.COMPACTION_ROWS", 8)  # otherwise the last rounding would be the peak
 
-    def taken(skip: bool) -> int:
+    def workspace(skip: bool) -> int:
         c = replace(case_of(torch.bfloat16, "w", skip_ignored=skip), hidden_sizes=(1024,))
         return count(c, Unnormalized(20))
 
-    assert taken(True) - taken(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
+    assert workspace(True) - workspace(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
 
 
 def test_flops_of_shortened_loops() -> None:
-    """They are those of the whole loops."""
+    """Shortened loops count the FLOPs of complete loops."""
     for kind in ("training", "frozen", "none"):
         for mib in (None, 64, 128, 512):
-            made = plan_on_h200((8192, 4096, 128256), kind, max_workspace_bytes=None if mib is None else mib * MIB)
-            products = made.flops / (2 * 8192 * 4096 * 128256)
+            plan = plan_on_h200((8192, 4096, 128256), kind, max_workspace_bytes=None if mib is None else mib * MIB)
+            products = plan.flops / (2 * 8192 * 4096 * 128256)
             least = {"training": 3, "frozen": 2, "none": 4}[kind]
             assert products >= least * (1 - 1e-9)
-            assert abs(products * 4 - round(products * 4)) < 1e-9 or "BlocksAroundSum" in str(made)
+            assert abs(products * 4 - round(products * 4)) < 1e-9 or "BlocksAroundSum" in str(plan)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_flops_of_shortened_loops() -> None:
 
 @dataclass(frozen=True)
 class InBlocks(Schedule):
-    """For a frozen head: statistics of a chunk block by block, and its gradient right after them."""
+    """A schedule for a frozen head: statistics of a chunk block by block, then the gradient of the chunk."""
 
     rows: int
     cols: int
@@ -235,15 +235,15 @@ class InBlocks(Schedule):
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """`LinearCall.has_forward_gradients`, which a traced graph depends on, says so of every one."""
+    """A traced graph depends on `LinearCall.has_forward_gradients`, which assumes deferred gradients for "vocab"."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):
             strategy = "vocab"
 
 
-def test_no_schedule_that_knows_no_upstream_gradient_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its `sizes` say."""
+def test_reduction_none_excludes_schedules_that_are_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a schedule has no upstream gradient for each token. It is excluded even if its `sizes` allow the case."""
 
     class Wrong(Chunks):
         @classmethod
@@ -262,9 +262,9 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
     problem = make_problem(leading=(61,), hidden=16, vocab=3001, dtype=torch.float32, ignored=0.2)
     for budget, kind in ((14 << 10, InBlocks), (40 << 10, Chunks)):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
-        made = flce.plan(61, 16, 3001, torch.float32, device="cpu", weight_grad=False, options=options)
-        assert isinstance(made.schedule, kind)
-        assert made.workspace_bytes <= budget
+        plan = flce.plan(61, 16, 3001, torch.float32, device="cpu", weight_grad=False, options=options)
+        assert isinstance(plan.schedule, kind)
+        assert plan.workspace_bytes <= budget
         check(problem, options=options, grads="x", grad_output=1.7)
     search.plan_for_case.cache_clear()
     assert schedules.SCHEDULES is SCHEDULES

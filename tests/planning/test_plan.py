@@ -1,4 +1,4 @@
-"""The planner: what it promises, and whether a call keeps it."""
+"""The planner: its choice of schedules, and the measured memory and work of calls compared with their plans."""
 
 from __future__ import annotations
 
@@ -73,57 +73,57 @@ strategies = st.sampled_from(["auto", "tokens", "vocab"])
 def test_a_budget_is_kept_or_the_least_is_named(arguments: Any, strategy: Any, budget: int) -> None:
     def attempt(bytes_: int) -> flce.ChunkPlan:
         options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=bytes_)
-        made = flce.plan(**arguments, options=options)
-        assert made.workspace_bytes <= bytes_
-        return made
+        plan = flce.plan(**arguments, options=options)
+        assert plan.workspace_bytes <= bytes_
+        return plan
 
     least = least_budget_unless_accepted(budget, attempt)
     wide = min(arguments["num_tokens"], arguments["hidden_size"]) >= 16 and arguments["vocab_size"] >= 300
     if least is not None and wide:
-        # With a handful of rows or classes a larger tile may take less: it needs no vectors to be combined.
+        # With few rows or classes a larger tile may need less memory, because it has no vectors to combine.
         with pytest.raises(ValueError, match=str(least)):
             attempt(least - 1)
 
 
 @settings(max_examples=3 * EXAMPLES)
 @given(arguments=plan_arguments(), strategy=strategies, budget=st.none() | st.integers(1 << 20, 1 << 34))
-def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> None:
+def test_a_plan_is_complete(arguments: Any, strategy: Any, budget: int | None) -> None:
     options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget)
     try:
-        made = flce.plan(**arguments, options=options)
+        plan = flce.plan(**arguments, options=options)
     except ValueError:
         return
     n, v = arguments["num_tokens"], arguments["vocab_size"]
-    assert made.strategy in ("tokens", "vocab")
+    assert plan.strategy in ("tokens", "vocab")
     if strategy != "auto":
-        assert made.strategy == strategy
-    assert made.workspace_bytes >= 0
-    rows, widths = made.schedule.tile_sizes(made.case)
+        assert plan.strategy == strategy
+    assert plan.workspace_bytes >= 0
+    rows, widths = plan.schedule.tile_sizes(plan.case)
     assert rows >= 1 or n == 0
     assert sum(widths) >= v > sum(widths[:-1])
-    # The same on every call, and a value: equal, hashable, frozen.
+    # Every call returns an equal plan, which is a value: hashable and frozen.
     again = flce.plan(**arguments, options=dataclasses.replace(options))
-    assert again == made
-    assert hash(again) == hash(made)
-    assert again.workspace_bytes == made.workspace_bytes
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.workspace_bytes == plan.workspace_bytes
     with pytest.raises(dataclasses.FrozenInstanceError):
-        made.strategy = "vocab"  # type: ignore[misc]
+        plan.strategy = "vocab"  # type: ignore[misc]
 
 
 @settings(max_examples=3 * EXAMPLES)
 @given(arguments=plan_arguments(), rows=st.integers(1, 20_000), strategy=st.sampled_from(["auto", "tokens"]))
-def test_chunk_rows_is_what_was_asked_for(arguments: Any, rows: int, strategy: Any) -> None:
-    made = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
+def test_a_plan_has_the_requested_chunk_rows(arguments: Any, rows: int, strategy: Any) -> None:
+    plan = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
     if arguments["num_tokens"] and (arguments["input_grad"] or arguments["weight_grad"] or arguments["bias_grad"]):
-        assert made.schedule.tile_sizes(made.case)[0] == min(rows, arguments["num_tokens"])
+        assert plan.schedule.tile_sizes(plan.case)[0] == min(rows, arguments["num_tokens"])
 
 
 @settings(max_examples=4 * EXAMPLES)
 @given(arguments=plan_arguments(), rows=st.none() | st.integers(1, 8192))
 def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows: int | None) -> None:
-    """Once there is more than one chunk, only vectors of one entry a token may: at most 81 bytes of them.
+    """With more than one chunk only vectors with one entry for each token grow: at most 81 bytes for each token.
 
-    A float16 gradient of the input is held in float32 until the loss scale arrives.
+    A float16 gradient of the input stays in float32 until the loss scale is known.
     """
     arguments["vocab_size"] += 1000
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=rows)
@@ -135,34 +135,34 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     if arguments["dtype"] == torch.float16:
         per_token += 4 * (arguments["hidden_size"] * arguments["input_grad"] + sum(arguments["adapter_ranks"]))
     growth = many.workspace_bytes - few.workspace_bytes
-    # Chunks of equal length may be a little shorter or longer than before.
+    # Chunks have equal lengths, which may differ a little between the two numbers of tokens.
     slack = 0.15 * few.workspace_bytes if rows is None else 0
     assert growth <= per_token * 99 * n + slack
 
 
 def test_frozen_head_costs_no_weight_sized_buffer() -> None:
     plan = functools.partial(flce.plan, 32768, 4096, 128256, torch.bfloat16)
-    whole, frozen = plan(), plan(weight_grad=False)
-    assert whole.workspace_bytes - frozen.workspace_bytes >= 0.9 * 128256 * 4096 * 2
+    trained, frozen = plan(), plan(weight_grad=False)
+    assert trained.workspace_bytes - frozen.workspace_bytes >= 0.9 * 128256 * 4096 * 2
     gemm = 2 * 32768 * 4096 * 128256
-    assert whole.flops == pytest.approx(3 * gemm, rel=0.05)
+    assert trained.flops == pytest.approx(3 * gemm, rel=0.05)
     assert frozen.flops == pytest.approx(2 * gemm, rel=0.05)
     forward = plan(input_grad=False, weight_grad=False)
     assert forward.flops == pytest.approx(gemm, rel=0.05)
     assert forward.workspace_bytes <= frozen.workspace_bytes
 
 
-def test_adapters_on_a_frozen_head_cost_what_their_ranks_do() -> None:
+def test_cost_of_adapters_on_a_frozen_head_depends_on_their_ranks() -> None:
     n, h, v, ranks = 32768, 4096, 128256, (16, 64)
     frozen = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, device="cpu")
-    made = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, adapter_ranks=ranks, device="cpu")
-    assert made.flops - frozen.flops == 3 * 2 * n * v * sum(ranks)
-    assert 0 <= made.workspace_bytes - frozen.workspace_bytes <= 4 * v * sum(ranks)
-    assert "H=4096+16+64" in str(made)
+    with_adapters = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, adapter_ranks=ranks, device="cpu")
+    assert with_adapters.flops - frozen.flops == 3 * 2 * n * v * sum(ranks)
+    assert 0 <= with_adapters.workspace_bytes - frozen.workspace_bytes <= 4 * v * sum(ranks)
+    assert "H=4096+16+64" in str(with_adapters)
 
 
 def test_a_summary_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same shape takes 1468 MiB on one device and 2004 MiB on another."""
+    """A shape needs 1468 MiB on one device and 2004 MiB on another."""
     plan = functools.partial(flce.plan, 8192, 4096, 128256, torch.bfloat16)
     assert " on H200 (triton backend)" in str(plan(device_kind="h200"))
     assert " on sm_90 (triton backend)" in str(plan(device_kind="sm_90"))
@@ -173,10 +173,10 @@ def test_a_summary_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_summary_does_not_contradict_itself() -> None:
-    """The number of products is that of the TFLOP; blocks are counted as they are made, the first of them wider."""
-    again = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=592 * MIB)
-    assert "Recomputed: 4 chunks of 2048 tokens, all classes, the last 64128 of them recomputed" in str(again)
-    assert f"3.5 matrix products ({again.flops / 1e12:.3g} TFLOP)" in str(again)
+    """The number of products agrees with the TFLOP, the number of blocks with the tile sizes: the first is wider."""
+    recomputed = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=592 * MIB)
+    assert "Recomputed: 4 chunks of 2048 tokens, all classes, the last 64128 of them recomputed" in str(recomputed)
+    assert f"3.5 matrix products ({recomputed.flops / 1e12:.3g} TFLOP)" in str(recomputed)
     blocks = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=256 * MIB)
     _, widths = blocks.schedule.tile_sizes(blocks.case)
     assert f"{len(widths)} blocks of {widths[0]} to {widths[-2]} classes" in str(blocks)
@@ -199,8 +199,8 @@ def test_defaults_of_options() -> None:
         options.chunk_rows = 3  # type: ignore[misc]
 
 
-def test_what_products_do_not_know_is_an_argument_of_plan() -> None:
-    """It makes another plan."""
+def test_options_that_products_do_not_support_are_arguments_of_plan() -> None:
+    """These options change the plan."""
     arguments = inspect.signature(flce.plan).parameters
     assert {field.name for field in dataclasses.fields(LossSpec)} - PRODUCT_FIELDS <= set(arguments)
     assert "stats" in arguments
@@ -209,16 +209,16 @@ def test_what_products_do_not_know_is_an_argument_of_plan() -> None:
 def test_arguments_of_plan_reach_its_case() -> None:
     loss: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-3}
     loss |= {"stats": ("entropy",)}
-    asked: dict[str, Any] = {"weight_grad": False, "bias_grad": True, "adapter_ranks": (4,)}
-    case = flce.plan(64, 32, 500, torch.float32, device="cpu", **loss, **asked).case
+    grads: dict[str, Any] = {"weight_grad": False, "bias_grad": True, "adapter_ranks": (4,)}
+    case = flce.plan(64, 32, 500, torch.float32, device="cpu", **loss, **grads).case
     assert {name: getattr(case.spec, name) for name in loss} == loss
     assert (case.hidden_sizes, case.needs) == ((32, 4), Needs((True, True), (False, True), True))
 
 
 def test_empty_plan() -> None:
-    for made in (flce.plan(0, 64, 1000, torch.float32, device="cpu"), plan_on_h200((0, 4096, 128256))):
-        assert (made.flops, made.seconds) == (0, 0.0)
-        assert str(made)
+    for plan in (flce.plan(0, 64, 1000, torch.float32, device="cpu"), plan_on_h200((0, 4096, 128256))):
+        assert (plan.flops, plan.seconds) == (0, 0.0)
+        assert str(plan)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_empty_plan() -> None:
 
 
 def plan_on_h200(shape: tuple[int, int, int], kind: str = "training", **options: Any) -> flce.ChunkPlan:
-    """The plan of a call in bfloat16. kind: "training", "frozen" (the head), or "none" (the reduction)."""
+    """Return the plan of a call in bfloat16. kind: "training", "frozen" (the head), or "none" (the reduction)."""
     n, h, v = shape
     return search.make_plan(on_h200(n, h, v, kind, **options))
 
@@ -254,7 +254,7 @@ def rows_of(plan: flce.ChunkPlan) -> int:
 @pytest.mark.parametrize(
     "shape, kind, rows, mib",
     [
-        # Few logits, up to 512 MiB: a pass over them.
+        # Few logits, up to 512 MiB, are written to memory.
         ((64, 4096, 128256), Chunks, 64, 32),
         ((1024, 4096, 128256), Chunks, 1024, 502),
         ((2048, 2048, 128256), Borrowed, 2048, 267),
@@ -275,42 +275,44 @@ def rows_of(plan: flce.ChunkPlan) -> int:
     ids=str,
 )
 def test_default_training(shape: tuple[int, int, int], kind: type, rows: int, mib: int) -> None:
-    made = plan_on_h200(shape)
-    assert (made.strategy, type(made.schedule), rows_of(made)) == ("tokens", kind, rows)
-    assert 0.97 * mib * MIB <= made.workspace_bytes <= 1.005 * mib * MIB
+    plan = plan_on_h200(shape)
+    assert (plan.strategy, type(plan.schedule), rows_of(plan)) == ("tokens", kind, rows)
+    assert 0.97 * mib * MIB <= plan.workspace_bytes <= 1.005 * mib * MIB
 
 
 def test_few_logits_that_are_to_be_rounded() -> None:
-    """A pass over them, in half of the memory."""
+    """Few rounded logits are written to memory, in half of the bytes."""
     for shape in ((1024, 4096, 128256), (2048, 2048, 128256)):
-        made = plan_on_h200(shape, logits_dtype=torch.bfloat16)
-        assert isinstance(made.schedule, Chunks)
-        assert made.workspace_bytes <= 1.01 * 2 * shape[0] * shape[2]
+        plan = plan_on_h200(shape, logits_dtype=torch.bfloat16)
+        assert isinstance(plan.schedule, Chunks)
+        assert plan.workspace_bytes <= 1.01 * 2 * shape[0] * shape[2]
 
 
-@pytest.mark.parametrize("how", ["softcap and smoothing", "no kernels"])
+@pytest.mark.parametrize("reason", ["softcap and smoothing", "no kernels"])
 @pytest.mark.parametrize("shape", [(8192, 4096, 32768), (4096, 2048, 65536), (32768, 1024, 32768)])
-def test_float32_logits_of_whole_chunks_take_no_more_than_rounded_ones(how: str, shape: tuple[int, int, int]) -> None:
-    """Where no exponentials are kept of a block of them. The sum of dW that shorter chunks take is counted."""
+def test_float32_logits_of_chunks_need_no_more_memory_than_rounded_logits(
+    reason: str, shape: tuple[int, int, int]
+) -> None:
+    """This holds if `reason` excludes exponentials of blocks. The sum of dW of shorter chunks is included."""
     c = replace(on_h200(*shape), has_product=False)
-    if how == "no kernels":
+    if reason == "no kernels":
         c = replace(c, backend="torch")
     else:
         c = replace(c, spec=LossSpec(label_smoothing=0.1, softcap=30.0))
-    made = search.make_plan(c)
+    plan = search.make_plan(c)
     rounded = search.make_plan(replace(c, options=flce.ChunkOptions(logits_dtype=torch.bfloat16)))
-    assert type(made.schedule) is type(rounded.schedule) is Chunks
-    assert made.workspace_bytes <= rounded.workspace_bytes + (64 << 20)
+    assert type(plan.schedule) is type(rounded.schedule) is Chunks
+    assert plan.workspace_bytes <= rounded.workspace_bytes + (64 << 20)
 
 
-def test_the_block_of_logits_beside_the_narrowest_tile_is_small() -> None:
-    """Adapters keep logits in memory. With rounded ones 2.3 MiB were the least."""
+def test_float32_logits_of_the_narrowest_tile_are_small() -> None:
+    """With adapters logits are in memory. With rounded logits the least budget was 2.3 MiB."""
     c = replace(on_h200(16384, 4096, 151936), hidden_sizes=(4096, 16), needs=Needs((True, False), (True, True), False))
     for strategy in ("auto", "vocab"):
-        made = search.make_plan(
+        plan = search.make_plan(
             replace(c, options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=11 << 18))  # 2.75 MiB
         )
-        assert made.case.dtypes(True).logits == torch.float32
+        assert plan.case.dtypes(True).logits == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -325,27 +327,27 @@ def test_the_block_of_logits_beside_the_narrowest_tile_is_small() -> None:
     ],
     ids=str,
 )
-def test_no_more_than_helps_where_nothing_is_summed(kind: str, shape: tuple[int, int, int], mib: int) -> None:
-    made = plan_on_h200(shape, kind)
-    assert made.workspace_bytes <= 1.02 * mib * MIB
-    everything = plan_on_h200(shape, kind, chunk_rows=shape[0])
-    assert made.seconds <= 1.045 * everything.seconds
+def test_no_more_memory_than_helps_without_sums(kind: str, shape: tuple[int, int, int], mib: int) -> None:
+    plan = plan_on_h200(shape, kind)
+    assert plan.workspace_bytes <= 1.02 * mib * MIB
+    one_chunk = plan_on_h200(shape, kind, chunk_rows=shape[0])
+    assert plan.seconds <= 1.045 * one_chunk.seconds
 
 
 @pytest.mark.parametrize("hidden", [64, 1024])
 def test_a_frozen_head_in_float32(hidden: int) -> None:
-    made = search.make_plan(on_h200(16384, hidden, 128256, "frozen", torch.float32))
-    assert made.workspace_bytes <= 1100 * MIB
+    plan = search.make_plan(on_h200(16384, hidden, 128256, "frozen", torch.float32))
+    assert plan.workspace_bytes <= 1100 * MIB
 
 
 @pytest.mark.parametrize("hidden, vocab", [(4096, 128256), (768, 50257)])
 def test_rows_of_a_frozen_head_do_not_depend_on_the_number_of_tokens(hidden: int, vocab: int) -> None:
-    """But for shares of equal size."""
+    """Numbers of tokens that have chunks of equal length have the same chunks."""
     most = {rows_of(plan_on_h200((n, hidden, vocab), "frozen")) for n in (8192, 10**4, 10**5, 10**6)}
     assert len(most) == 1
 
 
-def test_no_plan_without_sums_takes_more_than_with_them() -> None:
+def test_plans_without_sums_need_no_more_memory_than_chunks() -> None:
     """The sum of dX in float32 grows with the number of tokens; the workspace of chunks does not."""
     workspaces = [plan_on_h200((n, 2048, 128256), "none").workspace_bytes for n in (10**5, 10**6, 10**7)]
     chunks = [plan_on_h200((n, 2048, 128256), "none", strategy="tokens").workspace_bytes for n in (10**5, 10**6, 10**7)]
@@ -363,37 +365,37 @@ def test_no_plan_without_sums_takes_more_than_with_them() -> None:
     ids=str,
 )
 def test_long_sequences_in_a_small_budget(shape: tuple[int, int, int], mib: int) -> None:
-    """Three and a half products, measured at 0.77 to 0.79 of the time of five."""
-    made = plan_on_h200(shape, max_workspace_bytes=mib * MIB)
-    five = plan_on_h200(shape, max_workspace_bytes=mib * MIB, strategy="vocab")
-    assert isinstance(made.schedule, Recomputed)
-    assert made.workspace_bytes <= mib * MIB
-    assert isinstance(five.schedule, SeparatePasses)
-    assert made.seconds < 0.85 * five.seconds
+    """The plan has 3.5 products, with 0.77 to 0.79 of the measured time of five products."""
+    plan = plan_on_h200(shape, max_workspace_bytes=mib * MIB)
+    five_products = plan_on_h200(shape, max_workspace_bytes=mib * MIB, strategy="vocab")
+    assert isinstance(plan.schedule, Recomputed)
+    assert plan.workspace_bytes <= mib * MIB
+    assert isinstance(five_products.schedule, SeparatePasses)
+    assert plan.seconds < 0.85 * five_products.seconds
 
 
 @pytest.mark.parametrize("kind", ["training", "frozen", "none"])
 @pytest.mark.parametrize("shape", [(8192, 4096, 128256), (65536, 2304, 256000), (16384, 1024, 151936)], ids=str)
-def test_the_default_takes_a_share_of_the_device(shape: tuple[int, int, int], kind: str) -> None:
-    """At most 1/24; where the memory is not known, or large, as much as on an H200."""
+def test_the_default_uses_a_share_of_the_device(shape: tuple[int, int, int], kind: str) -> None:
+    """The workspace is at most 1/24 of the memory. If the memory is unknown or large, the plan is as on an H200."""
     c = on_h200(*shape, kind)
     unbounded = search.make_plan(with_memory(c, None))
     assert search.make_plan(c) == replace(unbounded, case=c)
     for gib in (16, 24, 80):
-        made = search.make_plan(with_memory(c, gib << 30))
-        assert made.workspace_bytes <= max(gib << 30, 0) / 24
-        assert made.workspace_bytes <= unbounded.workspace_bytes
-        # As fast as a budget of that size makes it.
+        plan = search.make_plan(with_memory(c, gib << 30))
+        assert plan.workspace_bytes <= max(gib << 30, 0) / 24
+        assert plan.workspace_bytes <= unbounded.workspace_bytes
+        # The plan is as fast as with a budget of this size.
         with_budget = replace(
             with_memory(c, None), options=flce.ChunkOptions(max_workspace_bytes=int((gib << 30) / 24))
         )
-        assert made.seconds <= 1.001 * search.make_plan(with_budget).seconds
+        assert plan.seconds <= 1.001 * search.make_plan(with_budget).seconds
 
 
 @pytest.mark.parametrize("gib", [None, 24, 80, 140])
 @pytest.mark.parametrize("shape", [(16384, 1024, 151936), (8192, 4096, 128256)], ids=str)
 def test_blocks_are_for_saving_memory(shape: tuple[int, int, int], gib: int | None) -> None:
-    """Without a budget as small on a large device, and on one that is not there."""
+    """Without a budget the workspace is also small on a large device, and if the memory is unknown."""
     c = with_memory(on_h200(*shape, strategy="vocab"), None if gib is None else gib << 30)
     assert search.make_plan(c).workspace_bytes <= 580 * MIB
 
@@ -403,12 +405,12 @@ def test_blocks_are_for_saving_memory(shape: tuple[int, int, int], gib: int | No
 @example(344, 1024, 32000)
 def test_a_budget_that_the_default_keeps_changes_nothing(tokens: int, hidden: int, vocab: int) -> None:
     default = search.make_plan(on_h200(tokens, hidden, vocab))
-    made = search.make_plan(on_h200(tokens, hidden, vocab, max_workspace_bytes=default.workspace_bytes + SLACK))
-    assert made.schedule == default.schedule
+    plan = search.make_plan(on_h200(tokens, hidden, vocab, max_workspace_bytes=default.workspace_bytes + SLACK))
+    assert plan.schedule == default.schedule
 
 
 def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> Iterator[flce.ChunkPlan]:
-    """Every schedule that keeps the budget, on a grid of sizes."""
+    """Yield every schedule that fits in the budget, on a grid of sizes."""
     c = on_h200(*shape, kind)
     grid = {min(int(64 * 1.25**k) // 64 * 64, shape[0]) for k in range(60)}
     for schedule in SCHEDULES:
@@ -416,7 +418,7 @@ def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> Iterator[
         for size in sorted(grid & set(sizes)) if len(sizes) > 10 else sizes:
             plan = flce.ChunkPlan(c, schedule.strategy, schedule.from_size(c, size))
             if plan.workspace_bytes > budget - SLACK:
-                break  # larger ones take more
+                break  # larger sizes need more memory
             yield plan
 
 
@@ -437,24 +439,24 @@ BUDGETS = [64, 128, 192, 256, 384, 592, 1024, 1536]
 @pytest.mark.parametrize("kind", ["training", "frozen", "none"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_candidate_is_much_faster(shape: tuple[int, int, int], kind: str) -> None:
-    """216 pairs of a shape and a budget."""
+    """Plans for 216 pairs of a shape and a budget are at most 4.5% slower than the fastest candidate."""
     for mib in BUDGETS:
-        made = plan_on_h200(shape, kind, max_workspace_bytes=mib * MIB)
+        chosen = plan_on_h200(shape, kind, max_workspace_bytes=mib * MIB)
         best = min(candidates(shape, kind, mib * MIB), key=lambda plan: plan.seconds)
-        text = f"{mib} MiB: {made}, {1e3 * made.seconds:.2f} ms; {best}, {1e3 * best.seconds:.2f} ms"
-        assert made.seconds <= 1.045 * best.seconds, text
+        text = f"{mib} MiB: {chosen}, {1e3 * chosen.seconds:.2f} ms; {best}, {1e3 * best.seconds:.2f} ms"
+        assert chosen.seconds <= 1.045 * best.seconds, text
 
 
 @pytest.mark.parametrize("budget", [None, 256 * MIB, 1024 * MIB])
 def test_a_budget_has_room_for_the_allocator(budget: int | None) -> None:
-    """CUDA's blocks are larger than asked for. A plan that leaves no room is not taken, not even the default."""
+    """CUDA's blocks are larger than requested. A plan that leaves no room is not chosen, not even the default."""
     shape = (65536, 4096, 128256)
     just = plan_on_h200(shape, max_workspace_bytes=budget).workspace_bytes + MIB
     assert plan_on_h200(shape, max_workspace_bytes=just).workspace_bytes <= just - SLACK
 
 
 def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
-    """Case, milliseconds and plan of what was measured on an H200, where such a plan is still made."""
+    """Yield case, milliseconds and plan of calls measured on an H200, if the planner still has a plan of this size."""
     kinds = {"forward+backward": "training", "frozen-head": "frozen", "reduction-none": "none"}
     for file in ("h200.json", "h200-earlier.json", "h200-budgets.json"):
         for number, entry in enumerate(json.loads((RESULTS / file).read_text())["cases"]):
@@ -467,28 +469,28 @@ def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
                 if not result["median_ms"] or not (budget or result["contender"] == "ours"):
                     continue
                 options = {"max_workspace_bytes": int(budget[1]) * MIB} if budget else {}
-                made = plan_on_h200(shape, kinds[case["mode"]], **options)
-                if abs(made.workspace_bytes - result["workspace_bytes"]) <= 0.02 * result["workspace_bytes"]:
-                    yield f"{file} {number}", result["median_ms"], made
+                plan = plan_on_h200(shape, kinds[case["mode"]], **options)
+                if abs(plan.workspace_bytes - result["workspace_bytes"]) <= 0.02 * result["workspace_bytes"]:
+                    yield f"{file} {number}", result["median_ms"], plan
 
 
-def test_the_estimate_of_what_was_measured() -> None:
-    """Those of one case took turns, on a device as hot."""
-    calls = [(case, ms, 1e3 * made.seconds) for case, ms, made in measured_calls()]
+def test_the_estimate_of_measured_calls() -> None:
+    """The order of calls is compared within a case, whose calls were measured in turns, at the same temperature."""
+    calls = [(case, ms, 1e3 * plan.seconds) for case, ms, plan in measured_calls()]
     assert len(calls) > 80
     ratios = [estimate / ms for _, ms, estimate in calls]
     assert sum(0.88 < ratio < 1.12 for ratio in ratios) >= 0.95 * len(ratios)
-    pairs_ = [
+    same_order = [
         (a[2] < b[2]) == (a[1] < b[1])
         for a, b in itertools.combinations(calls, 2)
-        if a[0] == b[0] and a[2] != b[2] and abs(a[1] / b[1] - 1) > 0.03  # not one plan twice
+        if a[0] == b[0] and a[2] != b[2] and abs(a[1] / b[1] - 1) > 0.03  # different plans with different times
     ]
-    assert len(pairs_) > 200
-    assert sum(pairs_) >= 0.97 * len(pairs_)
+    assert len(same_order) > 200
+    assert sum(same_order) >= 0.97 * len(same_order)
 
 
 def test_blocks_of_a_product() -> None:
-    """Rows that begin a block of 128 take as long as all of it; the last wave of a long product is shared."""
+    """A partial block of 128 rows takes as long as a full one; the last wave of a long product is shared."""
     device = KNOWN_KINDS["H200"]
 
     def milliseconds(rows: int) -> float:
@@ -499,21 +501,21 @@ def test_blocks_of_a_product() -> None:
     assert cost_model.product_seconds(device, 128, 256, 512, 2) == pytest.approx(
         cost_model.product_seconds(device, 1, 1, 512, 2), rel=0.3
     )
-    # A block for each of 132 multiprocessors, and two more, for which a quarter of another wave is taken.
+    # 132 multiprocessors have one block each. Two more blocks take a quarter of another wave.
     full = cost_model.product_seconds(device, 66 * 128, 512, 4096, 2)
     assert cost_model.product_seconds(device, 67 * 128, 512, 4096, 2) > 1.2 * full
 
 
-def test_rates_are_those_of_the_data_sheets() -> None:
-    """A product is as much slower as the data sheet says, a pass as well; on a Hopper both are as measured."""
+def test_rates_agree_with_the_data_sheets() -> None:
+    """Products and passes are slower in the ratio of the data sheets; the rates of Hopper GPUs are measured."""
     h200, slower = KNOWN_KINDS["H200"], KNOWN_KINDS["RTX-3090"]
-    product, of_h200 = cost_model.rates(slower).half_flops, cost_model.rates(h200)
-    assert product / of_h200.half_flops == pytest.approx(71 / 989)
-    assert cost_model.rates(slower).wide_flops / of_h200.wide_flops == pytest.approx(35.6 / 67)
-    assert cost_model.rates(slower).bandwidth / of_h200.bandwidth == pytest.approx(936 / 4800)
-    assert cost_model.rates(slower).operand_bandwidth / of_h200.operand_bandwidth == pytest.approx(936 / 4800)
-    assert cost_model.rates(KNOWN_KINDS["H100"]) == of_h200
-    # 82 multiprocessors have a block each, as 132 have.
+    product, h200_rates = cost_model.rates(slower).half_flops, cost_model.rates(h200)
+    assert product / h200_rates.half_flops == pytest.approx(71 / 989)
+    assert cost_model.rates(slower).wide_flops / h200_rates.wide_flops == pytest.approx(35.6 / 67)
+    assert cost_model.rates(slower).bandwidth / h200_rates.bandwidth == pytest.approx(936 / 4800)
+    assert cost_model.rates(slower).operand_bandwidth / h200_rates.operand_bandwidth == pytest.approx(936 / 4800)
+    assert cost_model.rates(KNOWN_KINDS["H100"]) == h200_rates
+    # 82 multiprocessors have one block each. One more row of blocks takes part of another wave.
     blocks = cost_model.product_seconds(slower, 41 * 128, 512, 4096, 2)
     assert cost_model.product_seconds(slower, 42 * 128, 512, 4096, 2) > 1.2 * blocks
 
@@ -523,12 +525,12 @@ def test_rates_are_those_of_the_data_sheets() -> None:
 
 
 def peak_on_cpu(function: Callable[[], Any]) -> int:
-    """The most bytes that were allocated at once, above those allocated before: tests/memory/test_memory_profile.py."""
+    """Return the peak of allocated bytes above the bytes before. `tests/memory/test_memory_profile.py` tests it."""
     return flce.profile_memory(function, device="cpu").peak
 
 
 def peak_on_cuda(function: Callable[[], Any]) -> int:
-    """The same of the caching allocator's blocks, which are larger than what was asked for."""
+    """Return the peak of the caching allocator's blocks, which are larger than requested, above the bytes before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -587,7 +589,8 @@ by_name = pytest.mark.parametrize("settings_, chunking", [c[1:] for c in PROMISE
 def promise_and_peak(
     n: int, h: int, v: int, device: str, settings_: dict[str, Any], chunking: dict[str, Any]
 ) -> tuple[int, int]:
-    """What `flce.plan` promises for a call, and what the call took above inputs and returned gradients."""
+    """Return the workspace of a call in bytes: as `flce.plan` returns it, and as measured, without inputs and returned
+    gradients."""
     arguments = dict(settings_)
     grads = arguments.pop("grads", "xw")
     dtype = arguments.pop("dtype", torch.float32)
@@ -612,8 +615,8 @@ def promise_and_peak(
         if loss.requires_grad:
             loss.backward(torch.full_like(loss, upstream), retain_graph=retain)
 
-    known = inspect.signature(flce.plan).parameters
-    made = flce.plan(
+    parameters = inspect.signature(flce.plan).parameters
+    plan = flce.plan(
         n,
         h,
         v,
@@ -624,19 +627,19 @@ def promise_and_peak(
         bias_grad="b" in grads,
         adapter_ranks=ranks,
         options=options,
-        **{name: value for name, value in arguments.items() if name in known},
+        **{name: value for name, value in arguments.items() if name in parameters},
     )
     if device != "cpu":
-        call()  # compiles, tunes, creates the handles of the vendor libraries
+        call()  # compile, tune, create the handles of the vendor libraries
         for t in leaves:
             t.grad = None
     peak = (peak_on_cpu if device == "cpu" else peak_on_cuda)(call)
     returned = sum(t.grad.nbytes for t in leaves if t.grad is not None)
-    return made.retained_workspace_bytes if retain else made.workspace_bytes, peak - returned
+    return plan.retained_workspace_bytes if retain else plan.workspace_bytes, peak - returned
 
 
 def assert_kept(promise: int, peak: int) -> None:
-    text = f"promised {promise / MIB:.1f} MiB, took {peak / MIB:.1f} MiB"
+    text = f"planned {promise / MIB:.1f} MiB, measured {peak / MIB:.1f} MiB"
     assert peak <= promise * 1.05 + SLACK, text
     assert peak >= promise * 0.95 - SLACK, text
 
@@ -649,30 +652,28 @@ def test_promise_on_cpu(settings_: dict[str, Any], chunking: dict[str, Any], tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("chunking", [{}, {"chunk_rows": 8}, {"strategy": "vocab"}], ids=str)
 @pytest.mark.parametrize("retain", [False, True])
-def test_promise_on_cpu_where_the_head_is_what_is_large(
-    dtype: torch.dtype, chunking: Any, retain: bool, torch_backend: str
-) -> None:
+def test_promise_on_cpu_with_a_large_head(dtype: torch.dtype, chunking: Any, retain: bool, torch_backend: str) -> None:
     settings_ = {"dtype": dtype, "retain_graph": retain, "grads": "xwb"}
     assert_kept(*promise_and_peak(64, 512, 20000, "cpu", settings_, chunking))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-def test_promise_on_cpu_where_rows_are_gathered(strategy: str, dtype: torch.dtype, torch_backend: str) -> None:
-    """Wide terms. The number of ignored rows is not known when the promise is made: it is an upper bound."""
+def test_promise_on_cpu_with_gathered_rows(strategy: str, dtype: torch.dtype, torch_backend: str) -> None:
+    """Terms are wide. The plan does not know the number of ignored rows: its workspace is an upper bound."""
     settings_ = {"dtype": dtype, "ignored": 0.1, "ranks": (64,)}
     rows = 512 if strategy == "tokens" else None
     promise, peak = promise_and_peak(2000, 1500, 3000, "cpu", settings_, {"strategy": strategy, "chunk_rows": rows})
-    # Gradients are allocated after the products of the first tile, which with one tile need not fit beside them.
+    # Gradients are allocated after the products of the first tile. With one tile the memory of both is not added.
     assert 0.75 * promise <= peak <= promise * 1.01 + SLACK / 4
 
 
-def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str) -> None:
-    """Whose sums over classes, in float32, are a fifth of the workspace."""
+def test_promise_on_cpu_of_separate_passes(torch_backend: str) -> None:
+    """The float32 sums over classes of the input gradient are a fifth of the workspace."""
     chunking = {"strategy": "vocab", "max_workspace_bytes": 2400 << 10, "skip_ignored": False}
     options = flce.ChunkOptions(**chunking)  # type: ignore[arg-type]
-    made = flce.plan(1000, 512, 2000, torch.bfloat16, device="cpu", options=options)
-    assert isinstance(made.schedule, SeparatePasses)
+    plan = flce.plan(1000, 512, 2000, torch.bfloat16, device="cpu", options=options)
+    assert isinstance(plan.schedule, SeparatePasses)
     promise, peak = promise_and_peak(1000, 512, 2000, "cpu", {"dtype": torch.bfloat16}, chunking)
     assert 0.95 * promise <= peak <= 1.01 * promise
 
@@ -681,10 +682,10 @@ def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str
 def test_chunk_rows_leaves_the_classes_to_the_budget(rows: int) -> None:
     budget = 12 * MIB
     options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget, chunk_rows=rows)
-    made = flce.plan(2000, 256, 8000, torch.float32, device="cpu", options=options)
-    assert isinstance(made.schedule, Blocks)
-    assert made.schedule.rows == rows
-    assert made.workspace_bytes <= budget
+    plan = flce.plan(2000, 256, 8000, torch.float32, device="cpu", options=options)
+    assert isinstance(plan.schedule, Blocks)
+    assert plan.schedule.rows == rows
+    assert plan.workspace_bytes <= budget
 
 
 GPU_SHAPES = [(8192, 1024, 32000), (4096, 512, 50257), (2048, 2048, 128256)]
@@ -710,14 +711,14 @@ def test_promise_on_cuda(
 
 
 def matmul_flops(function: Callable[[], Any]) -> int:
-    """Flops of every matrix product that ran, on whatever backend, from the shapes that the profiler recorded."""
+    """Return the FLOPs of all matrix products that ran, computed from the shapes that the profiler recorded."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
         function()
     total = 0
     for event in prof.events() or []:
         name = event.name.removeprefix("aten::").removesuffix("_")
         if name in ("mm", "addmm"):
-            a, b = [s for s in event.input_shapes if len(s) == 2][name == "addmm" :][:2]  # but what is added to
+            a, b = [s for s in event.input_shapes if len(s) == 2][name == "addmm" :][:2]  # without addmm's summand
             total += 2 * a[0] * a[1] * b[1]
     return total
 
@@ -739,14 +740,14 @@ def test_no_more_work_than_planned(
     p = make_problem((n,), h, vocab, dtype=torch.float32, adapter_ranks=ranks, reduction=reduction)
     rows = 40 if strategy == "tokens" else None
     options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows)  # type: ignore[arg-type]
-    asked = grads + "aB" * bool(ranks)
-    made = plan_for(p, options, asked)
-    done = matmul_flops(lambda: run_fused(p, options=options, grads=asked))
-    assert done == pytest.approx(made.flops, rel=0.02)
-    # The floor: one product for the logits, one for each gradient, and at most one to have the logits again.
-    gemm, of_adapters = 2 * n * h * vocab, 2 * n * sum(ranks) * vocab
-    again = bool(grads or ranks) and not (strategy == "tokens" and reduction == "mean")
-    assert done <= ((1 + len(grads) + again) * gemm + (3 + again) * of_adapters) * 1.02
+    all_grads = grads + "aB" * bool(ranks)
+    plan = plan_for(p, options, all_grads)
+    flops = matmul_flops(lambda: run_fused(p, options=options, grads=all_grads))
+    assert flops == pytest.approx(plan.flops, rel=0.02)
+    # The floor: one product for the logits, one for each gradient, and at most one to recompute the logits.
+    head_flops, adapter_flops = 2 * n * h * vocab, 2 * n * sum(ranks) * vocab
+    recomputed = bool(grads or ranks) and not (strategy == "tokens" and reduction == "mean")
+    assert flops <= ((1 + len(grads) + recomputed) * head_flops + (3 + recomputed) * adapter_flops) * 1.02
 
 
 def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
@@ -760,8 +761,8 @@ def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096, 128256), (1024, 2048, 151936)], ids=str)
-def test_a_kind_of_device_is_planned_for_anywhere(shape: tuple[int, int, int]) -> None:
-    """Whatever this machine has: as on that device."""
+def test_plans_for_a_kind_of_device_on_any_machine(shape: tuple[int, int, int]) -> None:
+    """The plan equals the plan on that device, and does not depend on this machine."""
     plan = flce.plan(*shape, torch.bfloat16, device_kind="h200")
     assert plan == search.make_plan(with_memory(on_h200(*shape), plan.case.device.memory))
     assert plan.case.has_product
@@ -770,7 +771,7 @@ def test_a_kind_of_device_is_planned_for_anywhere(shape: tuple[int, int, int]) -
 
 
 def test_memory_of_a_device_that_is_described() -> None:
-    """A share of it is the bound, whether the device is there or not."""
+    """A share of the memory is the bound, also if this machine has no such device."""
     for kind in (None, "H200"):
         bound = flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind=kind, device_memory=16 << 30)
         assert bound.workspace_bytes <= (16 << 30) / 24
@@ -778,7 +779,7 @@ def test_memory_of_a_device_that_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, error, said",
+    "given, error, message",
     [
         ({"device_kind": "H300"}, ValueError, "device_kind must be one of RTX-3090, .*'sm_90', got 'H300'"),
         ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of GPU, got"),
@@ -788,17 +789,17 @@ def test_memory_of_a_device_that_is_described() -> None:
         ({"device_memory": "80GiB"}, TypeError, "device_memory must be an int, got"),
     ],
 )
-def test_a_device_that_cannot_be(given: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_wrong_devices(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         flce.plan(8, 8, 8, torch.float32, **given)
 
 
 @pytest.mark.gpu
-def test_kinds_are_as_the_devices() -> None:
-    """The kinds that tests run on."""
+def test_kinds_agree_with_the_device() -> None:
+    """The record of this GPU's kind agrees with PyTorch's properties."""
     properties: Any = torch.cuda.get_device_properties(0)
     found = device_record(torch.device("cuda"))
-    assert found.name in KNOWN_KINDS, f"{properties.name} is not one of the kinds: see whether it should be"
+    assert found.name in KNOWN_KINDS, f"{properties.name} is not one of the kinds: consider adding it"
     kind = KNOWN_KINDS[found.name]
     assert kind.capability == 10 * properties.major + properties.minor
     assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)

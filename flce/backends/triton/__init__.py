@@ -1,4 +1,7 @@
-"""The contract in Triton: host-side launches, nothing else."""
+"""The Triton backend: it implements `flce.backends.contract.Backend` by launching kernels. `flce.backends` chooses it.
+
+This module has the backend's class and the launch sizes of the cross-entropy kernel.
+"""
 
 from __future__ import annotations
 
@@ -47,48 +50,47 @@ from flce.core.problem import accumulation_dtype
 
 
 class LaunchShape(NamedTuple):
-    """The launch of one kind of pass."""
+    """Launch sizes of one kind of pass."""
 
-    # A row of one block: it is read once, without a loop, before anything else is known.
+    # For a row that fits in one block. A program reads such a row once, without a loop, before it reads anything else.
     single_block_parts: int
-    single_block_warps: int  # the most; as few as the row needs
-    # A row of several: the first of these warps whose limit the bytes of a row keep; the last, if none do. Without
-    # limits: `fewest_warps`.
+    single_block_warps: int  # the maximum; a shorter row gets fewer
+    # For a row of several blocks. `row_bytes` are limits: the number of warps is the first one whose limit is not
+    # smaller than the bytes of a row, or the last one. Without limits `fewest_warps` chooses.
     parts: int
     warps: tuple[int, ...]
     row_bytes: tuple[int, ...] = ()
-    # Parts of a row of one block and of 16 bits that would otherwise need all of `single_block_warps`: they stay 16
-    # bits wide.
-    # Not with extras, which take registers.
+    # Parts for a row of 16-bit logits in one block that would otherwise need all of `single_block_warps`: the values
+    # stay 16 bits wide. Not used with extras, because extras need registers.
     narrow_parts: int | None = None
-    # Registers of a thread, for a row of one block whose gradient has the type of the logits.
+    # Registers of a thread, for a row of one block whose gradient has the dtype of the logits.
     single_block_registers: int = MAX_REGISTERS
-    # The fewest warps of a row of one block that fills them.
+    # The minimum for a row of one block that fills these warps.
     single_block_min_warps: int = 1
 
 
-# Figures were measured on an H200, in percent of the speed of a copy that moves the same number of bytes (every logit
-# read once, its gradient written); rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64
-# bytes in flight for each thread.
+# Figures were measured on an H200. They are percentages of the speed of a copy that moves the same number of bytes
+# (each logit is read once, its gradient is written once). The logits are 4096 rows of bfloat16, unless another dtype is
+# named. For a row of one block each thread has 64 bytes in flight.
 SHAPES = {
-    # A warp for a row, which meets no other at its end. Long rows have 99 with nearly any choice. Short rows lack the
-    # time of a launch: a copy of half the bytes has 89 at 4096 columns, 85 at 2048.
+    # One warp for a row needs no synchronization at the end of the row. Long rows reach 99 with nearly any choice. For
+    # short rows the time of a launch counts: a copy of half the bytes reaches 89 at 4096 columns, 85 at 2048.
     #   columns                4096    10007    3001    3001 float32
     #   one warp               74      85       71      86
     #   four warps             67      73       55      74
     #   one block of eight             53
     "statistics": LaunchShape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
-    # Very long rows have 92.
+    # Very long rows reach 92.
     #   columns            12000 float32    16384    16384 float32    20000    32001    50257
     #   one of 4 parts     97               97       97                        84
     #   one of 8 parts     89                                         97       94       95
     #   several                             87       91               90       86       86
     "gradient": LaunchShape(4, 32, 2, (16,), narrow_parts=8),
-    # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8 warps; 16: 77, 32: 55).
+    # 8192 x 152064 reaches 82 (32 warps), 16384 x 50257 reaches 81 (8 warps; 16: 77, 32: 55).
     #   columns                           4096    8192        16384
     #   one block of 48 registers         87      91          90
     #   one block of 64 registers         87      88          87
-    #   16 bits wide between its uses             81 to 84    87
+    #   values stay 16 bits wide                  81 to 84    87
     #   several                                   87          89
     "both": LaunchShape(4, 8, 4, (8, 16, 32), single_block_registers=48),
     #   columns                       2048    3001    4096    8192
@@ -97,44 +99,46 @@ SHAPES = {
     #   one block of 64 registers     80              81
     #   several                                               93
     "both, float32": LaunchShape(4, 16, 4, (8, 16, 32), single_block_registers=40),
-    # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
+    # Softcap, weights and entropies need registers: with them blocks of 2 parts are up to a quarter faster than blocks
+    # of 4.
     "both, with extras": LaunchShape(2, 16, 2, (8, 16, 32)),
-    # Of half precision from float32. A call of 8192 x 4096 x 128256 in blocks of 4096 columns takes 1.06 times its
-    # products with 8 warps for a row, 1.15 with 4 and 1.13 with 16.
+    # A half-precision gradient of float32 logits. A call of 8192 x 4096 x 128256 in blocks of 4096 columns takes 1.06
+    # times the time of its products with 8 warps for a row, 1.15 with 4 and 1.13 with 16.
     "narrower": LaunchShape(4, 16, 4, (8, 16, 32), single_block_min_warps=8),
 }
-# Blocks of several that a row fills to less than MIN_FILLED_SHARE become blocks of half the lanes, down to these. Both
-# passes:
+# If a row of several blocks fills less than MIN_FILLED_SHARE of them, the number of lanes is halved, down to this
+# number. Statistics and gradient:
 #   columns             10007                12000    5003 float32
 #   more lanes          66 (61% of two)      76       79
 #   half the lanes      82 (81% of three)    87       89
 FEWEST_LANES = 128
-# One block of at least EDGED_LANES lanes, of which rows with edges fill less than EDGED_FILLED, becomes several: 87 for
-# 72 (10007 columns, gradient). Without edges 20000 columns have 97 in such a block.
+# If rows with edges fill less than EDGED_FILLED of one block of at least EDGED_LANES lanes, several blocks are faster:
+# 87 instead of 72 (10007 columns, gradient). Without edges 20000 columns reach 97 in such a block.
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
-# Results of rows that take registers, and those of them that are sums of every lane.
+# Results of a row that need registers, and the subset that each lane sums.
 EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
-# The most parts of a block of statistics: without such sums and label smoothing, with one of both, with more; the
-# largest logit's column counts beside one of them, class weights beside label smoothing. Bytes that a thread with 64
-# registers has to keep in memory instead (bfloat16, compiled for compute capability 9.0, or 8.6 where that has more):
+# The maximum number of parts of a block with statistics, if 0, 1 or more of these are computed: SUMS, label smoothing,
+# the argmax in addition to SUMS, class weights in addition to label smoothing. The table has the bytes that a thread
+# with 64 registers spills to memory (bfloat16, compiled for compute capability 9.0, or for 8.6 if that spills more):
 #   parts                                  4      2      1
 #   entropy                                228    0
 #   label smoothing, class weights         140    0      0
-#   the same, gradient over wider logits          140    0
+#   both, gradient over wider logits              140    0
 #   entropy and argmax                     460    72     0
 #   entropy and label smoothing            400    64     0
 #   both, softcap, bias, weights           1336   288    12
 MOST_PARTS = (4, 2, 1)
-# The same of a gradient alone with label smoothing and class weights: 4 parts have 268 bytes with all options, 2 none.
+# The maximum for a gradient without statistics, with label smoothing and class weights: with all options 4 parts spill
+# 268 bytes, 2 parts spill 0.
 MOST_WEIGHTED_PARTS = 2
-# The same over wider logits where the compiler `spills_more`: 4 parts have 100 bytes in a gradient alone with all
-# options (10.0), and in exponentials 140 (10.0) or 164 (12.0).
+# The maximum over wider logits, if the compiler `spills_more`: with all options 4 parts spill 100 bytes in a gradient
+# without statistics (10.0), and in exponentials 140 (10.0) or 164 (12.0).
 MOST_NARROWER_PARTS = 2
-# With one part, and where `_takes_registers`, a program has at most these warps, whose threads then have twice
-# MAX_REGISTERS. Bytes in memory with 32 warps of MAX_REGISTERS: 80 with one part (9.0), 300 in float64 (9.0), 336 on
-# gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
+# With one part, or if `_needs_more_registers`, a program has at most this number of warps, and its threads have twice
+# MAX_REGISTERS. Spilled bytes with 32 warps of MAX_REGISTERS: 80 with one part (9.0), 300 in float64 (9.0), 336 on
+# gfx942; with 8 such warps 72 in bfloat16 on 7.5.
 DEMANDING_WARPS = 16
 
 ROW_GRADIENT_BLOCK_ROWS = 128
@@ -142,9 +146,9 @@ ROW_GRADIENT_BLOCK_ROWS = 128
 _Args = ParamSpec("_Args")
 
 
-def _replayed(make: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
-    """Return a function that runs the launches which `make` lists."""
-    return functools.partial(run, make)
+def _replayed(list_launches: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
+    """Return a function that runs the launches that `list_launches` yields."""
+    return functools.partial(run, list_launches)
 
 
 def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
@@ -211,10 +215,10 @@ class TritonBackend:
 
 def _cross_entropy(
     logits: Tensor,  # (rows, cols) or (outer, inner, cols), unit column stride
-    grad: Tensor | None,  # like logits; None: no gradient
+    grad: Tensor | None,  # shape of logits; None: no gradient
     call: TileCall,
     state: Tensor | None,
-    factors: Tensor | None = None,  # there are exponentials in the place of the gradient
+    factors: Tensor | None = None,  # given: `grad` receives exponentials instead of the gradient
 ) -> Iterator[Launch]:
     inputs, spec, tile, out, *_ = call
     num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
@@ -270,12 +274,12 @@ def _cross_entropy(
 
 
 def _rows_have_edges(logits: Tensor, grad: Tensor | None, accessible_cols: int) -> bool:
-    """Whether rows begin or end in the middle of a vector, all of them in the same place of it as their gradients.
+    """Return True if rows begin or end in the middle of a vector, and gradients at the same place of a vector.
 
-    Where those differ, there is nothing for it but to load element by element.
+    If logits and gradients begin at different places of a vector, the kernel has to load single elements.
     """
     tensors = [logits] if grad is None or grad is logits else [logits, grad]
-    # As the compiler sees it: an argument is a multiple of 16, or it may be anything.
+    # The compiler distinguishes only arguments that are multiples of 16 from all others.
     numbers = [accessible_cols, *(n for t in tensors for n in (t.data_ptr(), *t.stride()[:-1]))]
     if not any(n % 16 for n in numbers):
         return False
@@ -294,9 +298,10 @@ def _rows_have_edges(logits: Tensor, grad: Tensor | None, accessible_cols: int) 
 
 
 def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
-    """What vectors begin at a multiple of, so that a head and a tail are a column or none for each lane; 0: too few.
+    """Return the alignment of vectors in bytes with which each lane has at most one column of head and tail, or 0 if
+    there are too few lanes.
 
-    A cache line where they are enough: 50257 float32 columns in place have 79% of the speed of a copy, with sectors 73.
+    A cache line is preferred: 50257 float32 columns in place reach 79% of the speed of a copy, with sectors 73%.
     """
     for size in (LINE_BYTES, SECTOR_BYTES, VECTOR_BYTES):
         if size // itemsize - 1 + vector - 1 <= lanes:
@@ -305,7 +310,7 @@ def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
 
 
 def _max_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
-    """narrower: whether a gradient has a narrower type than its logits."""
+    """Return the maximum number of parts of a block. `narrower`: the gradient has a narrower dtype than the logits."""
     smoothing = call.spec.label_smoothing != 0.0
     weighted = smoothing and call.inputs.class_weight is not None
     if call.out is None:
@@ -316,9 +321,10 @@ def _max_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
     return min(most, MOST_NARROWER_PARTS) if narrower and spills_more(device) else most
 
 
-def _takes_registers(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels take more registers than elsewhere: float64 has two for a value; a device older than 8.0 makes
-    float32 of bfloat16 and back by several operations; AMD's compiler has more values at hand."""
+def _needs_more_registers(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if kernels need more registers than usual: a float64 value needs two; a device older than compute
+    capability 8.0 converts bfloat16 to float32 and back by several operations; AMD's compiler keeps more values live.
+    """
     record = device_record(device)
     no_bfloat16 = dtype == torch.bfloat16 and 0 < record.capability < 80
     return dtype == torch.float64 or no_bfloat16 or is_amd(record)
@@ -335,8 +341,8 @@ def _launch_size(
     edges: bool = False,
     most_parts: int = MOST_PARTS[0],
 ) -> dict[str, int]:
-    """The shape of a block, and the options of the launch."""
-    # By the narrower type: the compiler lays out a block once for all of its accesses.
+    """Return the shape of a block and the options of the launch."""
+    # The narrower dtype decides: the compiler chooses one layout of a block for all of its accesses.
     vector = VECTOR_BYTES // min(dtype.itemsize, (grad_dtype or dtype).itemsize)
     if not statistics:
         shape = SHAPES["gradient"]
@@ -349,14 +355,14 @@ def _launch_size(
     else:
         shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
-    demanding = most_parts == 1 or _takes_registers(dtype, device)
+    demanding = most_parts == 1 or _needs_more_registers(dtype, device)
     single_block_warps = min(shape.single_block_warps, DEMANDING_WARPS) if demanding else shape.single_block_warps
     parts = min(shape.single_block_parts, most_parts)
     if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * single_block_warps:
         parts = shape.narrow_parts
     one_block = vectors <= parts * 32 * single_block_warps
     if one_block:
-        # Rather one vector for each of more lanes.
+        # One vector for each of many lanes is faster than several vectors for each of fewer lanes.
         while parts > 1 and 32 * shape.single_block_min_warps * parts // 2 >= vectors:
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
@@ -371,17 +377,17 @@ def _launch_size(
             most_warps = DEMANDING_WARPS if demanding else max(shape.warps)
             warps = fewest_warps([count for count in shape.warps if count <= most_warps], row_bytes, device)
         parts, lanes = min(shape.parts, most_parts), 32 * warps
-        # The second: of a row that is long for one block, but not for this one.
+        # Second condition: the row is too long for `single_block_warps`, but shorter than one block of these lanes.
         while lanes > FEWEST_LANES and (
             filled_share(vectors, parts * lanes) < MIN_FILLED_SHARE or parts * lanes > vectors
         ):
             lanes //= 2
-    fewer = one_block and dtype == grad_dtype and not extras
-    registers = 2 * MAX_REGISTERS if demanding else shape.single_block_registers if fewer else MAX_REGISTERS
+    is_plain = one_block and dtype == grad_dtype and not extras
+    registers = 2 * MAX_REGISTERS if demanding else shape.single_block_registers if is_plain else MAX_REGISTERS
     options = thread_options(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
 def _device_guard(x: Tensor) -> torch.cuda.device:
-    # Triton launches on the current device, which need not be the tensor's. -1: leave it (CPU interpreter).
+    # Triton launches on the current device, which may not be the tensor's. -1 leaves the device (CPU interpreter).
     return torch.cuda.device(x.device.index if x.device.type == "cuda" else -1)

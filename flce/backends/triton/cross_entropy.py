@@ -1,17 +1,18 @@
-"""The cross-entropy kernel: one program per row of a tile of logits.
+"""The cross-entropy kernel: one program for each row of a tile of logits. `TritonBackend` launches it.
 
-Two passes over the row, each behind a compile-time flag:
+The kernel has two passes over the row, each behind a compile-time flag:
 
-1. STATISTICS: online softmax (running maximum and sum in float32) and whatever else was asked for, merged
-   with the state of the tiles before (LOAD_STATE) and kept for those that follow (STORE_STATE), or, at the
-   last tile, turned into losses and statistics of the row (FINISH);
-2. GRADIENT: the gradient with respect to the logits, written over them or to another buffer. Over logits of float32 it
-   may be written in half precision (NARROWING), each row to the first half of its memory.
+1. STATISTICS: online softmax (running maximum and sum in float32) and the requested statistics. The pass merges them
+   with the state of the earlier tiles (LOAD_STATE), and stores them for the later tiles (STORE_STATE) or, at the last
+   tile, computes the losses and statistics of the row (FINISH);
+2. GRADIENT: the gradient with respect to the logits, written over the logits or to another buffer. Over float32 logits
+   it may be written in half precision (NARROWING), each row to the first half of its memory.
 
-A tile that holds some of the classes only cannot have both: the gradient needs the sum of all exponentials. It can
-have EXPONENTIALS in the place of the gradient, exp(z - b) dz/da for a logit b of each row, the largest of the first
-tile (the *base*). The last tile leaves the row's factors (`Backend.exponentials`). Where a later tile has a logit
-beyond the range of the exponentials' dtype, the base is raised, and what the row has of tiles before is scaled down.
+A tile with only some of the classes cannot run both passes, because the gradient needs the sum of all exponentials.
+Such a tile can write EXPONENTIALS instead of the gradient: exp(z - b) dz/da, where the *base* b of a row is its largest
+logit in the first tile. The last tile writes the row's factors (`Backend.exponentials`). If a later tile has a logit
+beyond the range of the exponentials' dtype, the base is raised, and the row's exponentials of earlier tiles are scaled
+down.
 
 With ``z = softcap * tanh(logit_scale * (a + bias) / softcap) / temperature``, p = softmax(z), class weights w,
 smoothing e, target y, row scales A (cross entropy) and B (z-loss, coefficient c):
@@ -20,22 +21,23 @@ smoothing e, target y, row scales A (cross entropy) and B (z-loss, coefficient c
     z-loss = c lse^2
     d/dz_k = p_k [A ((1 - e) w_y + e / V * sum_j w_j) + 2 B c lse] - A (1 - e) w_y [k = y] - A e / V w_k
 
-What keeps it near the speed of memory:
+Three choices bring the kernel near the speed of memory:
 
-* The second pass should find its row in the caches. So few rows are in flight at a time (the launch sizes see to
-  that), and the second pass goes through the blocks of its row backwards.
-* A thread keeps a maximum and a sum of its own over the whole row (a *lane*); they meet once, at its end. Within the
-  passes no thread waits for another, and a block takes one exponential for each thread beside those of its columns.
-* What concerns few columns is not asked of all: those behind the last class are in the last block, the only one with
-  masks, and the target's own term is added when the rest of the row has been written.
+* The second pass should find its row in the caches. Therefore few rows are in flight at a time (the launch sizes limit
+  them), and the second pass reads the blocks of its row backwards.
+* Each thread has a separate maximum and sum over the whole row (a *lane*). The lanes are merged once, at the end of the
+  row. Within the passes no thread waits for another, and a block computes one exponential for each thread in addition
+  to the exponentials of its columns.
+* Exceptions are handled only where they occur: only the last block has columns behind the last class, so only the last
+  block has masks; the target's own term is added after the rest of the row has been written.
 
-A block is (PARTS, LANES * VECTOR) columns; lane l has the VECTOR columns from l * VECTOR on of every part, which is
-also how threads load them: whole vectors, next to those of their neighbours.
+A block has (PARTS, LANES * VECTOR) columns. Lane l has the VECTOR columns from l * VECTOR on of each part. Threads load
+these columns as whole vectors, next to the vectors of their neighbours.
 
-Rows of a user's logits begin anywhere, and behind them is the next row. Such a row (HEAD_BYTES > 0) has *edges*: a head
-of the few columns before the first multiple of HEAD_BYTES in memory, and a tail of those behind the last whole vector.
-All that is done in blocks is done to what lies between. Of the edges each lane has at most one column, with which its
-statistics begin, and whose gradient is written before that of the rest.
+Rows of a user's logits begin at any address, and the next row follows directly. Such a row (HEAD_BYTES > 0) has
+*edges*: the head has the columns before the first multiple of HEAD_BYTES in memory, the tail has the columns behind the
+last whole vector. Blocks have the columns between head and tail. Each lane has at most one column of the edges: the
+statistics of the lane begin with this column, and its gradient is written before the gradient of the blocks.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ from flce.backends.triton.math import (
     transform,
 )
 
-# A kernel can read no globals but constexpr ones.
+# A kernel can read only global variables that are constexpr.
 _MAX = tl.constexpr(contract.MAX)
 _SUM = tl.constexpr(contract.SUM)
 _TARGET_LOGIT = tl.constexpr(contract.TARGET_LOGIT)
@@ -84,11 +86,11 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 def _merge(
     z,  # (PARTS, LANES * VECTOR)
     columns,
-    mask,  # which of them are classes; None: all
+    mask,  # True for columns that are classes; None: all are
     column_start,  # the class of column 0
     class_weight_ptr,
     reference,
-    # statistics of each lane, (LANES,)
+    # from here to `square_sum`: statistics of each lane, (LANES,)
     largest,
     total,
     entropy_sum,
@@ -104,9 +106,9 @@ def _merge(
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
-    ASCENDING: tl.constexpr,  # what a lane has seen so far are lower columns
+    ASCENDING: tl.constexpr,  # all columns of the block are higher than the earlier columns of a lane
 ):
-    """The statistics of every lane after one more block, and its exp(z - m), m the maximum of the lane so far."""
+    """Merge a block into the statistics of each lane. Return them, and exp(z - m) with the lane's new maximum m."""
     if HAS_LABEL_SMOOTHING:
         relative = z - reference
         if mask is not None:
@@ -120,17 +122,17 @@ def _merge(
     old_total = total
     largest, total, exps, zero, decay = softmax_update(largest, total, z, LANES, VECTOR)
     if WANT_ARGMAX:
-        # The lowest column wins a tie. A lane whose maximum did not grow keeps that of an earlier block.
+        # The lowest column wins a tie. If the maximum of a lane did not grow, the column of an earlier block stays.
         at_maximum = z == broadcast_lanes(largest, LANES, VECTOR)
         found = lane_min(tl.where(at_maximum, columns, _NO_COLUMN), LANES, VECTOR)
         if ASCENDING:
             argmax = tl.where(largest > old_largest, column_start + found, argmax)
         else:
-            # 64 bits: where the block has nothing at the maximum, a sum beyond all columns.
+            # 64 bits: if the block has no logit at the maximum, the sum exceeds 32 bits.
             lowest = column_start + found.to(tl.int64)
             argmax = tl.where(largest > old_largest, lowest, tl.minimum(argmax, lowest))
     if WANT_ENTROPY:
-        # sum exp(z - m) (z - m), where the terms of z = -inf are 0
+        # sum exp(z - m) (z - m); the terms of z = -inf are 0
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
         terms = tl.where(z == float("-inf"), 0.0, exps * (z - broadcast_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
@@ -144,15 +146,15 @@ def _gradient(
     term,  # `softmax_term`
     jacobian,
     columns,
-    mask,  # which of them are classes; None: all
+    mask,  # True for columns that are classes; None: all are
     class_weight_ptr,
     classes_factor,
-    target_factor,  # where the column is the target's, else 0
+    target_factor,  # 0 for columns that are not the target
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
 ):
-    """`logit_gradient` of some columns of a row."""
+    """Return the `logit_gradient` of some columns of a row."""
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
         classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
     return logit_gradient(
@@ -181,7 +183,7 @@ def cross_entropy_kernel(
     token_weight_ptr,  # (rows,)
     row_factor_ptr,  # (rows,)
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
-    upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
+    upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (9, rows), row stride state_stride; 11 with EXPONENTIALS
     factors_ptr,  # with EXPONENTIALS (2, rows), or 3 with label smoothing, row stride factors_stride
@@ -195,7 +197,7 @@ def cross_entropy_kernel(
     log_sum_sq_prob_ptr,  # (rows,)
     logits_stride,
     grad_stride,
-    inner_rows,  # where rows have two levels, (outer, inner_rows): what the outer ones are apart follows
+    inner_rows,  # with TWO_LEVEL
     logits_outer_stride,
     grad_outer_stride,
     state_stride,
@@ -205,7 +207,7 @@ def cross_entropy_kernel(
     row_gradient_stride,
     cols,  # classes in this tile
     accessible_cols,  # columns of a row that may be read and written, cols or more
-    column_start,  # the first of them
+    column_start,  # the class of column 0
     vocab_size,
     ignore_index,
     scale: tl.float64,
@@ -239,20 +241,20 @@ def cross_entropy_kernel(
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
     WANT_LOG_SUM_SQ_PROB: tl.constexpr,
-    HEAD_BYTES: tl.constexpr,  # 0: vectors begin where rows do; else, a multiple of 16, where their first one is
+    HEAD_BYTES: tl.constexpr,  # 0: the first vector begins with the row; else at the next multiple of these bytes
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
-    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     EDGES: tl.constexpr = HEAD_BYTES > 0
-    # Of what is written in the place of a gradient.
+    # These flags describe the values that are written, gradients or exponentials.
     SMOOTHED: tl.constexpr = HAS_LABEL_SMOOTHING and not EXPONENTIALS
     HAS_JACOBIAN: tl.constexpr = HAS_SOFTCAP or (HAS_SCALE and not EXPONENTIALS)
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
-    # 64-bit, because row * stride passes 2^31 at 16,744 rows of 128,256 classes.
+    # 64-bit, because row * stride exceeds 2^31 at 16,744 rows of 128,256 classes.
     row = tl.program_id(0).to(tl.int64)
     if TWO_LEVEL:
         outer = row // inner_rows
@@ -271,9 +273,9 @@ def cross_entropy_kernel(
         gdc_launch_dependents()
     tl.static_assert(not (EDGES and (EXPONENTIALS or NARROWING)))
     if EDGES:
-        # Lanes begin with an edge, and there the first one would begin with a state.
+        # The statistics of a lane begin with an edge, or those of the first lane with a state, not with both.
         tl.static_assert(not (STATISTICS and LOAD_STATE))
-        # From here on column 0 is the first behind the head: the row has [-head, stop), and vectors [0, vector_stop).
+        # From here on column 0 is the first one behind the head: the row is [-head, stop), vectors [0, vector_stop).
         head = tl.minimum(address_head(logits_ptr, HEAD_BYTES), cols)
         stop = cols - head
         vector_stop = stop // VECTOR * VECTOR
@@ -290,9 +292,9 @@ def cross_entropy_kernel(
     else:
         readable_stop = accessible_cols
     if ONE_BLOCK:
-        # Before anything waits for the target.
+        # Load before any instruction waits for the target.
         one_a = tl.load(logits_ptr + offsets, mask=offsets < readable_stop, other=0.0)
-    # Annotated as float64 above: Python floats would arrive rounded to float32 even for float64 logits.
+    # The parameters are annotated as float64: otherwise Python floats are rounded to float32 even for float64 logits.
     scale = tl.full((), scale, ACCUM)
     cap = tl.full((), cap, ACCUM)
     label_smoothing = tl.full((), label_smoothing, ACCUM)
@@ -314,7 +316,7 @@ def cross_entropy_kernel(
         target_column -= head
         column_start += head
         cols = vector_stop
-    # Loaded here, where nothing waits for them yet.
+    # Load early: no instruction waits for these values yet.
     if GRADIENT and not HAS_ROW_GRADIENT:
         scales = load_scales(scales_ptr, ACCUM)
     weight_sum = tl.full((), vocab_size, ACCUM)
@@ -334,17 +336,17 @@ def cross_entropy_kernel(
         scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
 
-    # The last block is the one that may have columns which are no classes, and is masked; all others are full. Of an
-    # ignored row there are no full blocks, and no classes in the last one.
+    # Only the last block may have columns that are not classes: it is masked, all other blocks are full. An ignored row
+    # has no full blocks, and no classes in the last block.
     if ONE_BLOCK:
         last = 0
         full = 0
     else:
-        last = (cols - 1) // BLOCK * BLOCK  # of no columns 0: division truncates
+        last = (cols - 1) // BLOCK * BLOCK  # 0 if cols is 0: division truncates
         full = tl.where(valid, last, 0)
     last_columns = last + offsets
     present = last_columns < tl.where(valid, cols, 0)
-    # Readable and writable, so that accesses are whole vectors.
+    # Columns behind the classes are read and written too, so that all accesses are whole vectors.
     readable = last_columns < readable_stop
     if EDGES:
         edge_present = edge_columns < tl.where(valid, stop, -head)
@@ -366,7 +368,7 @@ def cross_entropy_kernel(
         target_logit = tl.where(target_in_tile, target_z, 0.0)
         state_ptr += row
         if LOAD_STATE:
-            # The first lane begins with the tiles before.
+            # The statistics of the first lane begin with the state of the earlier tiles.
             first = lanes == 0
             largest = tl.where(first, tl.load(state_ptr + _MAX * state_stride), largest)
             total = tl.where(first, tl.load(state_ptr + _SUM * state_stride), total)
@@ -383,8 +385,8 @@ def cross_entropy_kernel(
             if WANT_LOG_SUM_SQ_PROB:
                 square_sum = tl.where(first, tl.load(state_ptr + _SQUARE_SUM * state_stride), square_sum)
         elif HAS_LABEL_SMOOTHING:
-            # Sums of logits are taken relative to one of the same row, so that a large common offset does
-            # not cancel their digits away.
+            # Sums of logits are relative to one logit of the row, so that a large common offset does not cancel their
+            # digits.
             first_column = tl.full((), 0, tl.int32)
             if EDGES:
                 first_column -= head
@@ -395,7 +397,7 @@ def cross_entropy_kernel(
             reference = tl.where(tl.abs(first_z) < float("inf"), first_z, 0.0)
 
         if EDGES:
-            # What `_merge` would make of one column for each lane: exp(z - m) is 1, or NaN, and its logarithm 0.
+            # The result of `_merge` for one column of each lane: exp(z - m) is 1, or NaN, and its logarithm is 0.
             largest = tl.maximum(largest, edge_z)
             total = tl.exp2((edge_z - tl.where(largest == float("-inf"), 0.0, largest)) * LOG2_E)
             if HAS_LABEL_SMOOTHING:
@@ -449,8 +451,8 @@ def cross_entropy_kernel(
         if WANT_MEAN_LOGIT:
             row_logit_sum = tl.sum(logit_sum, axis=0)
         if WANT_LOG_SUM_SQ_PROB:
-            nothing = row_max == float("-inf")
-            squares = square_sum * tl.exp2((largest - tl.where(nothing, 0.0, row_max)) * (2.0 * LOG2_E))
+            only_inf = row_max == float("-inf")
+            squares = square_sum * tl.exp2((largest - tl.where(only_inf, 0.0, row_max)) * (2.0 * LOG2_E))
             row_square_sum = tl.sum(tl.where(total > 0, squares, 0.0), axis=0)
 
         if STORE_STATE:
@@ -473,7 +475,7 @@ def cross_entropy_kernel(
         if FINISH:
             log_sum = tl.log(tl.where(valid, row_sum, 1.0))
             row_max = tl.where(valid, row_max, 0.0)
-            # (m - z_y) first, then log_sum: exact where all logits share a large offset.
+            # (m - z_y) first, then log_sum: exact if all logits share a large offset.
             nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
             smooth = 0.0
             if HAS_LABEL_SMOOTHING:
@@ -508,7 +510,7 @@ def cross_entropy_kernel(
             base = row_max
         if valid & (row_max - base > EXPONENTIAL_HEADROOM):
             lowered = tl.exp2((base - row_max) * LOG2_E)
-            for start in range(0, column_start, LANES):  # few at a time: it is rare, and should take no registers
+            for start in range(0, column_start, LANES):  # few at a time: this is rare and should not need registers
                 columns = start + tl.arange(0, LANES)
                 before = grad_ptr - column_start + columns
                 here = columns < column_start
@@ -527,8 +529,8 @@ def cross_entropy_kernel(
                 row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, HAS_LABEL_SMOOTHING
             )
         elif FINISH or not EXPONENTIALS:
-            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
-            # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
+            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # NaN for targets out of range
+            # For an ignored row z is -inf and the scales are 0: its gradient is 0, even if the loaded scales are NaN.
             softmax_factor, target_factor, classes_factor = gradient_factors(
                 ce_scale=tl.where(valid, row_scale * scales[0], 0.0),
                 z_loss_scale=tl.where(valid, row_scale * scales[1], 0.0),
@@ -537,11 +539,11 @@ def cross_entropy_kernel(
                 label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
             )  # fmt: skip
         if EXPONENTIALS:
-            # What the derivative of z is a multiple of: it is in the factors.
+            # The constant factor of the derivative of z is part of the row's factors, not of the exponentials.
             jacobian_factor = scale
             if HAS_SOFTCAP:
                 jacobian_factor = scale * cap
-                # Exponentials are divided by it. Where it is 0, so is the derivative, whatever it is a multiple of.
+                # Exponentials are divided by jacobian_factor. If it is 0, the derivative is 0, so 1 is as right.
                 jacobian_factor = tl.where(tl.abs(jacobian_factor) > _LEAST_JACOBIAN_FACTOR, jacobian_factor, 1.0)
             if FINISH:
                 factor = softmax_term(base, row_max, log_sum, softmax_factor) * (jacobian_factor / EXPONENTIAL_SCALE)
@@ -561,7 +563,7 @@ def cross_entropy_kernel(
             if HAS_SOFTCAP:
                 softmax_factor /= jacobian_factor
             classes_factor = tl.full((), 0.0, ACCUM)
-        # All threads have read the target's logit, and the edges. From here on they may be written over.
+        # All threads have read the target's logit and the edges, which are overwritten from here on.
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
@@ -573,7 +575,7 @@ def cross_entropy_kernel(
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
             for done in range(0, full, BLOCK):
-                # Backwards, but over logits that take more memory than their gradient does.
+                # Backwards, unless the gradient is narrower than the logits in the same memory.
                 columns = (done if NARROWING else full - BLOCK - done) + offsets
                 z, jacobian = transform(
                     tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
@@ -588,12 +590,13 @@ def cross_entropy_kernel(
                     tl.debug_barrier()
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
-            # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
+            # The first pass has computed exp(z - m), with the m of each lane. A lane that has only -inf adds 0; a row
+            # that has only -inf is NaN.
             factor = softmax_term(largest, row_max, log_sum, softmax_factor)
             term, jacobian = last_exps * broadcast_lanes(factor, LANES, VECTOR), last_jacobian
         else:
-            # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
-            # unless what is made of it takes registers.
+            # The last block comes last, although it was read last: this is 3 to 5% faster. A single block is read again
+            # only if the values computed from it need registers.
             if ONE_BLOCK and not STATISTICS:
                 a = one_a
             else:
@@ -619,7 +622,7 @@ def cross_entropy_kernel(
             grad_ptr + last_columns, grad.to(grad_ptr.dtype.element_ty), mask=readable, eviction_policy="evict_first"
         )
         if not ONE_BLOCK:
-            for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
+            for start in range(0, tl.where(valid, 0, last), BLOCK):  # zeros of an ignored row
                 tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
         if EXPONENTIALS:
             target_grad = tl.full((), 0.0, ACCUM)
@@ -630,6 +633,6 @@ def cross_entropy_kernel(
                 target_column, target_in_tile, tile_weight_ptr, classes_factor, target_factor,
                 SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
-        # All threads have written.
+        # All threads have written the row, with the target's column, which is overwritten now.
         tl.debug_barrier()
         tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_in_tile)

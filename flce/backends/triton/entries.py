@@ -1,5 +1,7 @@
-"""Kernels of a few classes of each row, K of them: their logits, and their gradients in a tile of those of all;
-and their launches."""
+"""Kernels and launches for K classes of each row, selected by ids: their logits, and their gradients in a tile.
+
+`TritonBackend` launches them for candidates.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from flce.backends.triton.launch import Launch, thread_options
 
-# Of a program of four warps: ids of a row, at most, and columns of the hidden states at a time.
+# For a program of four warps: the maximum number of a row's ids, and the columns of the hidden states per step.
 ENTRIES, DEPTH = 32, 128
 BLOCK = 1024
 
@@ -22,7 +24,7 @@ def row_products_kernel(
     x_ptr,  # (rows, hidden)
     weight_ptr,  # (vocab_size, hidden)
     ids_ptr,  # (rows, size) int64
-    out_ptr,  # (rows, size): added to
+    out_ptr,  # (rows, size): the products are added
     x_stride,
     x_step,
     weight_stride,
@@ -37,7 +39,7 @@ def row_products_kernel(
     ENTRIES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A program for each row and ENTRIES of its ids. The order of a sum depends on `hidden` alone."""
+    """Add the logits of ENTRIES ids of one row. The order of a sum depends only on `hidden`."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     ids = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=entry < size, other=-1)
@@ -70,7 +72,7 @@ def sum_equal_kernel(
     size,
     ENTRIES: tl.constexpr,
 ):
-    """A program for each row and ENTRIES of its ids."""
+    """Sum the values of equal ids of a row, for ENTRIES of its ids."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     ids_ptr += row * ids_stride
@@ -107,7 +109,7 @@ def write_entries_kernel(
     column = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=exists, other=-1) - start
     in_bounds = exists & (column >= 0) & (column < cols)
     value = tl.load(values_ptr + row * values_stride + entry, mask=in_bounds, other=0.0)
-    # Equal ids of a row have equal values, so it does not matter which of them is written last.
+    # Equal ids of a row have equal values, so the order of the writes does not matter.
     tl.store(tile_ptr + row * tile_stride + column, value.to(tile_ptr.dtype.element_ty), mask=in_bounds)
 
 

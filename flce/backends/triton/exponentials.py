@@ -1,31 +1,34 @@
-"""Softmax and its gradient without a pass over the logits: exponentials are normalized after the products, not before.
+"""Kernels around the product that writes exponentials, which are normalized after the matrix products of the gradients.
+
+`exponentials_launch` launches them: `Backend.product_exponentials`, `combine_rows` and `add_target_terms`.
 
 With a reference c of each row, e_k = exp(z_k - c) (0 for the target y), S = sum_k e_k and Z = S + exp(z_y - c), the
 gradient of the loss with respect to the logits is
 
     d/dz_k = f e_k   for k != y,     d/dz_y = t,      f = a / Z,     t = (a - o) - a S / Z
 
-where a is what p, and o what the one-hot vector of the target is multiplied by: the scale of the loss, weights, z-loss
-(`cross_entropy.py` has the formulas). f multiplies a whole row, so it can be left out of E, the matrix of exponentials,
-which the epilogue of the product that makes the logits writes (`product.py`):
+where p is multiplied by a, and the one-hot vector of the target by o: the scale of the loss, weights, z-loss
+(`cross_entropy.py` has the formulas). f multiplies a whole row. Therefore the matrix of exponentials E does not include
+f. The epilogue of the product that computes the logits writes E (`product.py`). Then
 
     dX = f * (E W) + t * W[y]                            row by row
     dW = E^T (f * X) + sum_i t_i X[i] at row y[i]
 
-The logits themselves are never in memory, nor are they rounded; E, which is, and f * X are rounded to bfloat16, as p is
-elsewhere. The targets' own terms, which are most of the gradient of a model that is not sure yet, are not rounded
-before they are added, nor are the products, whose large terms they may cancel: E W is float32, and for dW see
-`weight_gradient.py` or, for sums over chunks (float32, unless bfloat16 is asked for), `add_to_targets_kernel`.
+The logits are neither written to memory nor rounded. E is written to memory: E and f * X are rounded to bfloat16, as p
+is in other schedules. The targets' own terms are most of the gradient of a model that is not sure yet. Neither these
+terms nor the products are rounded before they are added, because they may cancel: E W is float32. For dW see
+`weight_gradient.py` or, for sums over chunks (float32, unless bfloat16 is requested), `add_to_targets_kernel`.
 
-The reference need not be the largest logit, which is not known before all are made. It is the largest of some of them
-plus HEADROOM octaves, since others may be larger, and no less than the target's. bfloat16 reaches over 252 octaves:
-exponentials are right as long as the largest is between 2^-HEADROOM, by construction, and 2^LIMIT, which is 88 nats
-above the largest of the sample. Where a row has a larger one, the product's epilogue says how large, and the product is
-made again with a reference that is right. (Where float32 has no digits left for that, at logits of 10^8, it is NaN.)
+The reference need not be the largest logit, which is unknown until all logits have been computed. The reference is the
+largest logit of a sample of classes plus HEADROOM octaves, because other logits may be larger, and at least the
+target's logit. bfloat16 has a range of 252 octaves: exponentials are correct if the largest is between 2^-HEADROOM, by
+construction, and 2^LIMIT, which is 88 nats above the largest logit of the sample. If a row has a larger exponential,
+the product's epilogue writes its logarithm, and the product is computed again with a correct reference. (For logits of
+10^8 float32 has too few digits for a correct reference: the result is NaN.)
 
-All that is decided on the device. `work` has three numbers, FLAG_STRIDE apart: 1 + the blocks of rows of the first
-product, the same of the second, or 0 if there is none, and one that is never read. The second product is always
-launched, and its programs return at once when there is nothing to do.
+The device decides this. `work` has three numbers, FLAG_STRIDE apart: 1 + the blocks of rows of the first product; the
+same of the second product, or 0 if none is needed; and a number that is never read. The second product is always
+launched, and its programs return at once if none is needed.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transfor
 # Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 _FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
-# The largest rounding error of the entries of a bfloat16 product, relative to them.
+# The largest relative rounding error of the entries of a bfloat16 product.
 _ROUNDING = tl.constexpr(2.0**-8)
-# A right normalizer is 2^-HEADROOM or more. What is as small as this is none.
+# A correct normalizer is at least 2^-HEADROOM. A normalizer up to this value is an error.
 _LEAST = tl.constexpr(2.0**-96)
-# The reference of a row whose sample and target are -inf.
+# The reference of a row if the logits of its sample and of its target are -inf.
 _VERY_SMALL = tl.constexpr(-(2.0**20))
 # Octaves between the largest logit of the sample and the reference.
 HEADROOM = 64.0
@@ -53,14 +56,14 @@ _HEADROOM = tl.constexpr(HEADROOM)
 def reference_kernel(
     x_ptr,  # (rows, hidden), row stride x_stride
     weight_ptr,  # (V, hidden), row stride weight_stride
-    sample_ptr,  # (rows, samples) logits as a product left them, sample_step classes apart, row stride sample_stride
+    sample_ptr,  # (rows, samples) logits before bias and scale, sample_step classes apart, row stride sample_stride
     target_ptr,  # (rows,) int64
     bias_ptr,  # (V,)
-    reference_ptr,  # (rows,) written: in octaves; inf for ignored rows
-    target_logit_ptr,  # (rows,) written: z of the target
-    target_jacobian_ptr,  # (rows,) written: dz/da of the target
-    work_ptr,  # (3,) int32, FLAG_STRIDE apart, written
-    count_ptr,  # () int64: how many of the rows the product is to be made of, the others being ignored
+    reference_ptr,  # (rows,) output, in octaves; inf for ignored rows
+    target_logit_ptr,  # (rows,) output: z of the target
+    target_jacobian_ptr,  # (rows,) output: dz/da of the target
+    work_ptr,  # (3,) int32, FLAG_STRIDE apart, output
+    count_ptr,  # () int64: the number of rows that the product computes; the rows behind them are ignored
     x_stride,
     weight_stride,
     sample_stride,
@@ -93,7 +96,8 @@ def reference_kernel(
     z, _jacobian = transform(
         a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
-    # The product has rounded them to bfloat16. Not larger than they are: too small is noticed, too large is not.
+    # The product has rounded the sample to bfloat16. Subtract the rounding error: a reference that is too small is
+    # detected, a reference that is too large is not.
     margin = tl.abs(a.to(tl.float32)) * (tl.abs(scale * cap) * _ROUNDING)
     if HAS_SOFTCAP:
         margin = tl.minimum(margin, 2.0 * tl.abs(cap))
@@ -114,7 +118,7 @@ def reference_kernel(
 
     reference = largest * LOG2_E + _HEADROOM
     reference = tl.where(in_range, tl.maximum(reference, target_z * LOG2_E), reference)
-    # A row that seems to have nothing but -inf: so small that any other logit asks for another reference.
+    # If all these logits are -inf, the reference is so small that any finite logit triggers the second product.
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if row == 0:
@@ -127,20 +131,20 @@ def reference_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride", "factors_stride"])
 def finish_kernel(
-    partial_ptr,  # (blocks, rows) as `product_kernel` left it
-    reference_ptr,  # (rows,) in octaves; written where the product has to be made again
+    partial_ptr,  # (blocks, rows), output of `product_kernel`
+    reference_ptr,  # (rows,) in octaves; overwritten for rows that need the second product
     target_logit_ptr,  # (rows,)
     target_jacobian_ptr,  # (rows,)
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    loss_ptr,  # (rows,) from here on written
+    loss_ptr,  # (rows,); from here on output
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
-    factors_ptr,  # (2, rows), row stride factors_stride: f and t, with respect to the logits as a product left them
-    work_ptr,  # (2,) int32, FLAG_STRIDE apart: read; written if the product is to be made again
+    factors_ptr,  # (2, rows), row stride factors_stride: f and t, for logits before bias and scale
+    work_ptr,  # (2,) int32, FLAG_STRIDE apart: the first is read, the second written if a second product is needed
     normalizer_stride,
     factors_stride,
     rows,
@@ -149,7 +153,7 @@ def finish_kernel(
     ignore_index,
     scale: tl.float64,
     z_loss: tl.float64,
-    HAS_SCALE: tl.constexpr,  # without softcap: it is in the exponentials
+    HAS_SCALE: tl.constexpr,  # False with softcap: the exponentials include the scale
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -169,7 +173,7 @@ def finish_kernel(
         block = start + tl.arange(0, BLOCKS)[:, None]
         place = block.to(tl.int64) * rows + row[None, :]
         partial = tl.load(partial_ptr + place, mask=(block < blocks) & exists[None, :], other=0.0)
-        totals += tl.where(partial < 0.0, 0.0, partial)  # a NaN stays
+        totals += tl.where(partial < 0.0, 0.0, partial)  # NaN is added
         beyond = tl.maximum(beyond, -partial)
     if blocks > 0:
         total = tl.sum(totals, axis=0)
@@ -187,7 +191,7 @@ def finish_kernel(
         target_z = tl.load(target_logit_ptr + row, mask=exists, other=0.0)
         target_octaves = target_z * LOG2_E - reference
         normalizer = tl.where(valid, total + tl.exp2(target_octaves), 1.0)
-        # lse = offset + log_sum. Where p is not tiny, of 1 / p - 1, which keeps its digits where p is nearly 1.
+        # lse = offset + log_sum. If p is not tiny, it is computed from 1 / p - 1, which is exact for p near 1.
         near = target_octaves > -_HEADROOM - 32.0
         odds = total * tl.exp2(tl.where(near, -target_octaves, 0.0))
         exact = log1p(odds)
@@ -195,7 +199,7 @@ def finish_kernel(
         offset = tl.where(near, target_z, reference * LN_2)
         log_sum = tl.where(near, exact, tl.log2(normalizer) * LN_2)
         nll = tl.where(near, exact, log_sum + (offset - target_z))
-        # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
+        # NaN for targets out of range, and for rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
         others = tl.where(normalizer > _LEAST, total / normalizer, float("nan"))
         softmax_factor, grad_at_target = finish_rows(
@@ -219,9 +223,9 @@ def combine_rows_kernel(
     x_ptr,  # (rows, hidden), strides x_stride and x_col_stride
     weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride
     out_ptr,  # (N, hidden), row stride out_stride; may be x_ptr
-    index_ptr,  # (rows,) int64: the row of `out` that each of x is written to
+    index_ptr,  # (rows,) int64: the row of `out` for each row of x
     target_ptr,  # (rows,) int64
-    factors_ptr,  # (2, rows), row stride factors_stride: of the row of x, and of the target's row of the weight
+    factors_ptr,  # (2, rows), row stride factors_stride: for the row of x, and for the target's row of the weight
     x_stride,
     x_col_stride,
     weight_stride,
@@ -249,7 +253,7 @@ def combine_rows_kernel(
     for start in range(0, hidden, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < hidden
-        # An ignored row is not read: 0 is written, whatever it holds.
+        # An ignored row is not read, because it may contain NaN: 0 is written.
         x = tl.load(x_ptr + row * x_stride + offsets.to(tl.int64) * x_col_stride, mask=mask & valid, other=0.0)
         out = factor * x.to(tl.float32)
         if ADD_TARGETS:
@@ -261,11 +265,11 @@ def combine_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows", "first_class", "classes", "ignore_index"])
 def add_to_targets_kernel(
-    grad_ptr,  # (classes, hidden), contiguous: what is added to, of the classes from first_class on
+    grad_ptr,  # (classes, hidden), contiguous: the sums, of the classes from first_class on
     x_ptr,  # (N, hidden), strides x_stride and x_col_stride
     target_ptr,  # (rows,) int32, ascending
-    row_ptr,  # (rows,) int64: rows of x, in that order
-    factor_ptr,  # (rows,) what they are multiplied by, in that order
+    row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
+    factor_ptr,  # (rows,) factors of these rows, in the order of target_ptr
     x_stride,
     x_col_stride,
     rows,
@@ -277,7 +281,8 @@ def add_to_targets_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """The first of the rows with a target adds all of them, in their order: the same bits every time."""
+    """Add the rows of each target to its class. The program of the first row of a target adds all rows of this target
+    in order, so that results are reproducible to the bit."""
     first = tl.program_id(0)
     target = tl.load(target_ptr + first)
     before = tl.load(target_ptr + first - 1, mask=first > 0, other=-1)

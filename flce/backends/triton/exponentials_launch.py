@@ -1,4 +1,7 @@
-"""Launches of `exponentials.py`, and of the product between them."""
+"""Launches of the kernels in `exponentials.py` and `weight_gradient.py`, and of the product that writes exponentials.
+
+`TritonBackend` calls this module.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,26 @@ from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.core.devices import device_record
 from flce.core.gemm import ALIGNMENT
 
-# Classes whose logits are made ahead, for the reference of each row. That is 0.2% of a vocabulary of 128,256.
+# Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
-# Elements of a row of hidden states at a time. On an H200 512 to 4096 are the same.
+# Elements of a row of hidden states per step. On an H200 512 to 4096 are equally fast.
 BLOCK = 1024
-# Sums for each target: rows and columns at a time, and targets that are compared at a time. Microseconds on an H200 for
-# half of the classes of two heads, with targets at random or as frequent as 1/rank (up to 896 and 477 rows of one):
-#   rows x columns                    8 x 1024    2 x 1024    32 x 256, whose registers leave room for few programs
+# Sums for each target: rows and columns per step, and targets that are compared per step. Microseconds on an H200 for
+# half of the classes of two heads. The targets are random, or their frequency is 1/rank (up to 896 and 477 rows of one
+# target). 32 x 256 needs so many registers that few programs run at a time.
+#   rows x columns                    8 x 1024    2 x 1024    32 x 256
 #   16384 x 1024 x 151936, random     33          25          334
 #   16384 x 1024 x 151936, 1/rank     255         281         321
 #   8192 x 4096 x 128256, random      63          49          664
 #   8192 x 4096 x 128256, 1/rank      175         180         629
 SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
-# A block of the weight gradient, classes x columns; tokens that it sums at a time; blocks of classes of a group;
-# targets at a time, 16 being the fewest that a product takes. In times the vendor's product without targets (H200):
+# A block of the weight gradient, classes x columns; tokens per step; blocks of classes of a group; targets per step (16
+# is the minimum of `tl.dot`). The time, relative to the vendor's product without targets (H200):
 #   head                       4096 x 4096 x 128256    16384 x 1024 x 151936    8192 x 2304 x 256000
 #   blocks of 128 x 256        1.04                    1.02                     1.01
 #   blocks of 256 x 128        1.06 to 1.12
-# Groups of 8 and 32 are within 1%. 16 targets at a time are 1.5 and 2% faster than 32 where a block has 4 or 2 (4096
-# and 2048 x 4096 x 128256), and 1% slower where one block has half of 16384 and others few.
+# Groups of 8 and 32 are within 1%. 16 targets per step are 1.5 and 2% faster than 32 if a block has 4 or 2 targets
+# (4096 and 2048 x 4096 x 128256), and 1% slower if one block has half of 16384 targets and other blocks have few.
 WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 256, 64, 16, 16
 
 
@@ -54,13 +58,13 @@ def product_exponentials(
     if len(x) == 0:
         return
     assert call.out is not None
-    # Where the exponentials will be.
     sampled = _sample_classes(weight)
+    # The memory of the exponentials is free until the product writes them.
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
     num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
     new = call.out.loss.new_empty
     partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    of_rows = [new(num_rows) for _ in range(3)]  # apart: kernels are built for addresses that are aligned
+    row_vectors = [new(num_rows) for _ in range(3)]  # separate, so that each address is aligned for the kernels
     run(
         _exponentials,
         product.align_for_descriptor(x),
@@ -72,7 +76,7 @@ def product_exponentials(
         count,
         partial,
         work,
-        of_rows,
+        row_vectors,
     )
 
 
@@ -95,10 +99,10 @@ def _exponentials(
     count: Tensor | None,
     partial: Tensor,  # (blocks of classes, rows)
     work: Tensor,  # (3, FLAG_STRIDE) int32
-    of_rows: Sequence[Tensor],  # (rows,) each
+    row_vectors: Sequence[Tensor],  # (rows,) each
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
-    reference, target_logit, target_jacobian = of_rows
+    reference, target_logit, target_jacobian = row_vectors
     yield build_launch(
         reference_kernel,
         (num_rows,),
@@ -126,12 +130,12 @@ def _exponentials(
     )
     for attempt, is_retry in enumerate((False, True)):
         attempt_work = work[attempt]
-        for tile, exps_of_tile in _tiles(exps, vocab_size, is_retry, product.classes_per_launch(weight)):
+        for tile, tile_exps in _tiles(exps, vocab_size, is_retry, product.classes_per_launch(weight)):
             yield product.launch(
                 x,
                 weight[tile.columns],
                 call._replace(tile=tile),
-                exps_of_tile,
+                tile_exps,
                 partial=partial,
                 reference=reference,
                 work=attempt_work,
@@ -157,13 +161,13 @@ def _exponentials(
 
 
 def _tiles(exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int) -> Iterator[tuple[Tile, Tensor]]:
-    """What is launched by itself (`product.tiles`). `is_retry`: as little as can be, of something that is rarely
-    done."""
+    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: as few launches as possible,
+    because the second product is rarely needed."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
-        one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
+        single = [Tile(start, stop - start, vocab_size, stop - start)]
+        for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
@@ -171,7 +175,7 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: in
 def combine_rows(
     x: Tensor,
     out: Tensor,
-    weight: Tensor | None,  # None: nothing is added
+    weight: Tensor | None,  # None: only scale the rows
     target: Tensor,
     factors: Tensor,
     ignore_index: int,
@@ -201,23 +205,23 @@ def combine_rows(
 
 
 class SortedTargets(NamedTuple):
-    """Rows in the order of their targets."""
+    """Rows of x in the order of their targets."""
 
     x: Tensor  # (N, H)
-    target: Tensor  # (rows,) int32, ascending; -1 or behind the last if it is no class
-    places: Tensor  # (rows,) the row of x of each
-    factor: Tensor  # (rows,) what they are multiplied by
+    target: Tensor  # (rows,) int32, ascending; -1 or V for targets that are not a class
+    places: Tensor  # (rows,) index into x
+    factor: Tensor  # (rows,) factor of the row of x
     ignore_index: int
 
     @staticmethod
     def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
-        ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
+        ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
         places = order if terms.index is None else terms.index[order]
         return SortedTargets(terms.x, ascending, places, terms.factor[order], terms.ignore_index)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the kernels that add them."""
+        """Arguments of the kernels that add the rows."""
         return {
             "x_ptr": self.x,
             "target_ptr": self.target,
@@ -229,7 +233,7 @@ class SortedTargets(NamedTuple):
         }
 
     def starts(self, first_class: int, stop: int) -> Tensor:
-        """Where the targets of each block of these classes begin."""
+        """Return the position of the first target of each block of the classes from `first_class` to `stop`."""
         end = first_class + (triton.cdiv(stop - first_class, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
         borders = torch.arange(first_class, end, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32)
         return torch.searchsorted(self.target, borders, out_int32=True)
@@ -251,8 +255,8 @@ def _weight_gradients(
     stops: Sequence[int],
 ) -> Iterator[Launch]:
     for grad, tile, start, stop in reversed(list(zip(grads, exps, starts, stops, strict=True))):
-        of_targets = {"start_ptr": start, "first_class": stop - len(grad), **targets.arguments}
-        yield _weight_gradient(tile, scaled, grad, of_targets, None)
+        target_arguments = {"start_ptr": start, "first_class": stop - len(grad), **targets.arguments}
+        yield _weight_gradient(tile, scaled, grad, target_arguments, None)
 
 
 def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
@@ -269,7 +273,7 @@ def _weight_gradient(
     exps: Tensor,  # or gradients of logits
     scaled: Tensor,
     grad: Tensor,
-    of_targets: dict[str, Any] | None,  # arguments of the kernel
+    target_arguments: dict[str, Any] | None,  # of the kernel
     gradient_scale: Tensor | None,
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
@@ -282,10 +286,10 @@ def _weight_gradient(
         "gradient_scale_ptr": scaled if gradient_scale is None else gradient_scale,
         "rows": len(exps),
         "classes": len(grad),
-        **(unused if of_targets is None else of_targets),
+        **(unused if target_arguments is None else target_arguments),
     }
     options = {
-        "HAS_TARGETS": of_targets is not None, "HAS_GRADIENT_SCALE": gradient_scale is not None,
+        "HAS_TARGETS": target_arguments is not None, "HAS_GRADIENT_SCALE": gradient_scale is not None,
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,
         "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip

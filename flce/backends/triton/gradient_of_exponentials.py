@@ -1,4 +1,7 @@
-"""The gradient of the logits from the exponentials that `cross_entropy.py` leaves in its place."""
+"""The kernel that turns the exponentials of `cross_entropy.py` into the gradient of the logits, in place.
+
+`TritonBackend` launches it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from flce.backends.triton.launch import Launch, build_launch, overlap_options, t
 
 @triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
 def gradient_of_exponentials_kernel(
-    exps_ptr,  # (rows, cols), row stride exps_stride; written
+    exps_ptr,  # (rows, cols), row stride exps_stride; overwritten
     factors_ptr,  # (2, rows), or 3 with label smoothing, row stride factors_stride, see `Backend.exponentials`
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
@@ -25,7 +28,7 @@ def gradient_of_exponentials_kernel(
     ignore_index,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     BLOCK: tl.constexpr,
 ):
     if OVERLAP:
@@ -38,7 +41,7 @@ def gradient_of_exponentials_kernel(
     if HAS_LABEL_SMOOTHING:
         classes_factor = tl.load(factors_ptr + 2 * factors_stride + row)
     exps_ptr += row * exps_stride
-    # Of an ignored row there is nothing but zeros.
+    # An ignored row contains only zeros.
     for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < cols

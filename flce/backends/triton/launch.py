@@ -1,4 +1,7 @@
-"""What launches of different kernels have in common: facts of memory and of devices, and flags."""
+"""`Launch`, and the options and arguments that launches of different kernels share.
+
+The launch functions of this package build their launches from it.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +17,50 @@ from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
 from flce.core.problem import NUMERIC_FIELDS, LossSpec
 
-# For `call_arguments`, made once: for each number of the spec its flag, and the value that switches it off.
+# For `call_arguments`: the name of each number of the spec, its flag, and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMERIC_FIELDS)
 
 # Threads of a warp, in the launch tables and on NVIDIA's devices.
 WARP = 32
-# A thread loads this many bytes at a time.
+# Bytes of one load instruction of a thread.
 VECTOR_BYTES = 16
-# A cache line, and a sector of memory: two threads that write to one make it be read first.
+# A cache line, and a sector of memory. If two threads write parts of a sector, the device reads it before it writes.
 LINE_BYTES = 128
 SECTOR_BYTES = 32
-# For each thread: a multiprocessor with 65,536 registers then has 1,024 threads to hide the latency of memory.
+# Registers of a thread: a multiprocessor with 65,536 registers then has 1,024 threads to hide the latency of memory.
 MAX_REGISTERS = 64
-# Blocks that a row fills to less than this are too large for it: the rest of a block takes time as well.
+# If a row fills less than this share of its blocks, smaller blocks are faster: the rest of a block costs time as well.
 MIN_FILLED_SHARE = 3 / 4
 
 
 class Launch(NamedTuple):
-    """A kernel, and what it is launched with, by the names of its parameters."""
+    """A kernel with its grid and its arguments, by the names of the parameters."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: dict[str, Any]
     options: dict[str, Any]
-    """What it is built for, and how it is launched."""
+    """Compile-time parameters and launch options."""
 
     def run(self) -> Any:
-        """Returns the compiled kernel; None from the interpreter."""
+        """Launch the kernel. Return the compiled kernel, or None from the interpreter."""
         return self.kernel[self.grid](**self.args, **self.options)
 
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
-    ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device_record(device).capability >= 90
-    return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
+    """Return the options of a kernel that starts before the previous kernel ends and waits for this end itself.
+
+    This is CUDA's programmatic dependent launch, which devices support from Hopper on. It saves a microsecond.
+    """
+    is_supported = device_record(device).capability >= 90
+    return {"OVERLAP": is_supported, **({"launch_pdl": True} if is_supported else {})}
 
 
 def thread_options(device: torch.device, warps: int, registers: int | None = None) -> dict[str, int]:
-    """Options of a kernel whose programs have this many warps of WARP threads: as many threads, in the device's warps.
+    """Return the options for programs of `warps` * WARP threads, in warps of the device's size.
 
     Args:
-        registers: the most of a thread. AMD's compiler goes by the number of threads instead, and takes no such option.
+        registers: maximum for each thread. AMD's compiler has no such option: it decides by the number of threads.
     """
     record = device_record(device)
     limit = {} if registers is None or is_amd(record) else {"maxnreg": registers}
@@ -63,7 +68,7 @@ def thread_options(device: torch.device, warps: int, registers: int | None = Non
 
 
 def spills_more(device: torch.device) -> bool:
-    """Whether the compiler keeps fewer values in registers than for Hopper: from compute capability 10.0 on."""
+    """Return True if the compiler keeps fewer values in registers than for Hopper: from compute capability 10.0 on."""
     return device_record(device).capability >= 100
 
 
@@ -72,8 +77,10 @@ def is_amd(device: DeviceRecord) -> bool:
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:
-    """The fewest warps, for rows that are read twice, with which the rows in flight fit in the L2 cache, so that the
-    second pass finds its row there. If none do, the most."""
+    """Return the smallest number of warps with which the rows in flight fit in the L2 cache, or else the largest.
+
+    Then the second pass over a row finds the row in the cache.
+    """
     record = device_record(device)
     threads = record.registers // MAX_REGISTERS
     fitting = [w for w in choice if record.multiprocessors * (threads // (32 * w)) * row_bytes <= record.cache]
@@ -81,21 +88,21 @@ def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) ->
 
 
 def filled_share(row: int, block: int) -> float:
-    """The share of its blocks that a row fills, both in columns or both in vectors."""
+    """Return the share of its blocks that a row fills. Both sizes are in columns, or both in vectors."""
     return row / (triton.cdiv(row, block) * block)
 
 
 class CallArguments(NamedTuple):
-    """All that kernels know to do with the logits of a call, by the names of their parameters.
+    """Arguments of a `TileCall` by the names of kernel parameters.
 
-    Options of `LossSpec` and results of `RowOutputs` are found here without further code: a number ``name`` has a flag
-    ``HAS_NAME``, memory ``name_ptr`` a flag ``WANT_NAME``.
+    A new option of `LossSpec` or result of `RowOutputs` is included automatically: a number ``name`` has the flag
+    ``HAS_NAME``, a tensor ``name_ptr`` the flag ``WANT_NAME``.
     """
 
     values: dict[str, Any]
     """Tensors and numbers."""
     flags: dict[str, bool]
-    """For each option, whether it is used."""
+    """True for each option that is used."""
 
 
 def call_arguments(call: TileCall) -> CallArguments:
@@ -113,7 +120,7 @@ def call_arguments(call: TileCall) -> CallArguments:
         "upstream": upstream,
         "normalizer": normalizer,
     }
-    unused = inputs.target  # stands for tensors that a flag switches off; never read
+    unused = inputs.target  # replaces tensors that a flag switches off; never read
     values: dict[str, Any] = {
         "target_ptr": inputs.target,
         "row_gradient_stride": 0 if row_gradient is None else row_gradient.stride(0),
@@ -145,14 +152,14 @@ def call_arguments(call: TileCall) -> CallArguments:
 
 @functools.cache
 def _matching_parameters(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names for which the kernel has a parameter."""
+    """Return the names that are parameters of the kernel."""
     parameters = set(kernel.arg_names)
     return tuple(name for name in names if name in parameters)
 
 
 def build_launch(kernel: Any, grid: tuple[int, ...], call: TileCall, options: Mapping[str, Any], **args: Any) -> Launch:
-    """A launch with what of the call the kernel has a parameter for, and with other arguments."""
+    """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`."""
     values, flags = (
-        {name: known[name] for name in _matching_parameters(kernel, tuple(known))} for known in call_arguments(call)
+        {name: group[name] for name in _matching_parameters(kernel, tuple(group))} for group in call_arguments(call)
     )
     return Launch(kernel, grid, {**values, **args}, {**flags, **options})

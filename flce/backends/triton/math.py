@@ -1,4 +1,4 @@
-"""Row mathematics shared by every kernel of the package; the formulas of the loss and its gradient among them."""
+"""Device functions that the kernels of this package share, among them the formulas of the loss and its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flce.backends import contract
 
-# A kernel can read no globals but constexpr ones.
+# A kernel can read only global variables that are constexpr.
 _OFFSET = tl.constexpr(contract.OFFSET)
 _LOG_SUM = tl.constexpr(contract.LOG_SUM)
 _LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
@@ -21,15 +21,16 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def balanced_group(row_blocks, GROUP: tl.constexpr):
-    """1 to GROUP, so that no group is much smaller than the others: it would use less of what it loads."""
+    """Return a group size from 1 to GROUP with which all groups have nearly the same size. A small group reuses less of
+    the memory that it loads."""
     groups = tl.maximum(tl.cdiv(row_blocks, GROUP), 1)
     return tl.maximum(tl.cdiv(row_blocks, groups), 1)
 
 
 @triton.jit
 def block_in_groups(block, row_blocks, group_blocks, group):
-    """Row and column of a block of a product. All blocks of `group` rows of blocks, group_blocks, come before the next,
-    so that what they load is used again while it is in the cache."""
+    """Return row and column of a block of a product. All group_blocks blocks of `group` rows of blocks precede the next
+    group, so that operands are read again while they are in the cache."""
     first = block // group_blocks * group
     in_group = tl.minimum(row_blocks - first, group)
     return first + block % group_blocks % in_group, block % group_blocks // in_group
@@ -37,16 +38,16 @@ def block_in_groups(block, row_blocks, group_blocks, group):
 
 @triton.jit
 def row_head(start, VECTOR: tl.constexpr):
-    """Elements of a row before its first boundary of VECTOR (a power of two) elements, the row beginning `start` of
-    them behind one: fewer than VECTOR."""
+    """Return the number of elements of a row before its first multiple of VECTOR (a power of two) elements. The row
+    begins `start` elements behind such a multiple."""
     return ((-start) & (VECTOR - 1)).to(tl.int32)
 
 
 @triton.jit
 def tanh_and_derivative(x):
-    """tanh(x) and 1 - tanh(x)^2, from t = exp(-2|x|), which cannot overflow.
+    """Return tanh(x) and 1 - tanh(x)^2, computed from t = exp(-2|x|), which cannot overflow.
 
-    The derivative is 4t / (1 + t)^2, which keeps its digits where tanh(x) is nearly 1.
+    The derivative is computed as 4t / (1 + t)^2, which is exact for tanh(x) near 1.
     """
     t = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     inverse = 1.0 / (1.0 + t)
@@ -56,7 +57,7 @@ def tanh_and_derivative(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), also where 1 + x rounds: the logarithm is corrected for what the sum has lost."""
+    """Return log(1 + x). The logarithm is corrected for the rounding of 1 + x."""
     one_more = 1.0 + x
     lost = one_more - 1.0
     return tl.where(lost == 0.0, x, tl.log2(one_more) * LN_2 * (x / lost))
@@ -64,14 +65,14 @@ def log1p(x):
 
 @triton.jit
 def address_head(row_ptr, BYTES: tl.constexpr):
-    """Elements until the first multiple of BYTES, a power of two, in memory."""
+    """Return the number of elements from row_ptr to the next multiple of BYTES, a power of two, in memory."""
     return ((-row_ptr.to(tl.int64)) & (BYTES - 1)).to(tl.int32) // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def lane_max(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """(parts, lanes * vector) to (lanes,). Both steps stay within a thread, and lay out the result as the next wants it
-    (a reduction of three dimensions at once does not, in every version of Triton)."""
+    """Reduce (parts, lanes * vector) to (lanes,) in two steps. Both steps stay within a thread, and the result has the
+    layout that the caller needs. (One reduction of three dimensions does not have it in every version of Triton.)"""
     return tl.max(tl.reshape(tl.max(x, axis=0), (LANES, VECTOR)), axis=1)
 
 
@@ -87,21 +88,21 @@ def lane_sum(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def broadcast_lanes(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """(lanes,) to (1, lanes * vector)."""
+    """Broadcast (lanes,) to (1, lanes * vector)."""
     return tl.reshape(tl.broadcast_to(x[:, None], (LANES, VECTOR)), (LANES * VECTOR,))[None, :]
 
 
 @triton.jit
 def softmax_update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """One step of the online softmax: merges the block `z` into the running maximum and sum of each lane.
+    """Merge the block `z` into the running maximum and sum of each lane: one step of the online softmax.
 
-    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Returns the new maximum and
-    sum, the exponentials of the block relative to the new maximum (to 0 while the maximum is -inf, so that
-    -inf - -inf does not make a NaN), that reference, and the factor that the old sum was scaled by.
+    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). Return the new maximum and sum, the
+    exponentials of the block relative to a reference, this reference, and the factor by which the old sum was scaled.
+    The reference is the new maximum, or 0 while the maximum is -inf, because -inf - -inf is NaN.
     """
     new_largest = tl.maximum(largest, lane_max(z, LANES, VECTOR))
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    # exp2 is one instruction of the GPU; exp adds four, for the sake of denormal results.
+    # exp2 is one instruction of the GPU; exp adds four for denormal results.
     exps = tl.exp2((z - broadcast_lanes(reference, LANES, VECTOR)) * LOG2_E)
     decay = tl.exp2((largest - reference) * LOG2_E)
     return new_largest, total * decay + lane_sum(exps, LANES, VECTOR), exps, reference, decay
@@ -109,7 +110,7 @@ def softmax_update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr)
 
 @triton.jit
 def softmax_merge(largest, total, other_largest, other_total):
-    """Maximum and sum of exponentials of two parts of a row, for `tl.reduce`."""
+    """Merge the maxima and sums of exponentials of two parts of a row, for `tl.reduce`."""
     new_largest = tl.maximum(largest, other_largest)
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     left = total * tl.exp2((largest - reference) * LOG2_E)
@@ -118,7 +119,7 @@ def softmax_merge(largest, total, other_largest, other_total):
 
 @triton.jit
 def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0.0):
-    """What is there, and OTHER where the mask says no; None: all."""
+    """Load the values, and OTHER for elements whose mask is False. Without a mask (None) load all."""
     if mask is None:
         return tl.load(pointers, eviction_policy=EVICTION)
     else:
@@ -127,10 +128,10 @@ def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0
 
 @triton.jit
 def transform(
-    a,  # as loaded
+    a,  # logits before bias and scale, as loaded
     bias_ptr,
     columns,
-    mask,  # which of the columns are classes; None: all
+    mask,  # True for columns that are classes; None: all are
     scale,
     cap,
     ACCUM: tl.constexpr,
@@ -138,11 +139,11 @@ def transform(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """z and dz/da of some columns of a row.
+    """Return z and dz/da of some columns of a row.
 
-    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``. The 0 that is added to a product keeps it
-    from being contracted with what is subtracted from it next: z - max(z) would not be 0 where z is the largest, and
-    one kernel's z would not be another's.
+    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``. Adding 0 to the product prevents the
+    compiler from fusing it with a later subtraction. Otherwise z - max(z) would not be 0 for the largest z, and two
+    kernels would compute different z.
     """
     a = a.to(ACCUM)
     if HAS_BIAS:
@@ -158,24 +159,24 @@ def transform(
 
 @triton.jit
 def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
-    """m and log(sum(exp(z - m))) of rows, from the slots of the normalizer."""
+    """Return m and log(sum(exp(z - m))) of rows, from the slots of the normalizer."""
     offset = load_columns(normalizer_ptr + _OFFSET * normalizer_stride + row, mask, "")
     return offset, load_columns(normalizer_ptr + _LOG_SUM * normalizer_stride + row, mask, "")
 
 
 @triton.jit
 def load_scales(scales_ptr, ACCUM: tl.constexpr):
-    """What multiplies the cross entropies and the z-losses of all rows."""
+    """Return the scale of the cross entropies and the scale of the z-losses of all rows."""
     return tl.load(scales_ptr).to(ACCUM), tl.load(scales_ptr + 1).to(ACCUM)
 
 
 @triton.jit
 def store_results(
     row,
-    mask,  # which of the rows exist; None: all
-    valid,  # which are not ignored; the results of others are 0
+    mask,  # True for rows that exist; None: all do
+    valid,  # False for ignored rows, whose results are 0
     nll,  # lse - z_y
-    offset,  # with log_sum the normalizer: their sum is lse
+    offset,  # the normalizer: offset + log_sum is lse
     log_sum,
     target_weight,
     row_weight,
@@ -187,12 +188,13 @@ def store_results(
     z_loss,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
-    vocab_size=0,  # this and the following for label smoothing
+    vocab_size=0,  # this and the following parameters are for label smoothing
     smooth=0.0,  # sum_k w_k (lse - z_k)
     label_smoothing=0.0,
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """The losses of rows, and what is kept of them. Called by keyword. Defaults are for kernels without an option."""
+    """Store losses, normalizers and log-probabilities of rows. Call by keyword. Defaults are for kernels without label
+    smoothing."""
     loss = nll * target_weight
     if HAS_LABEL_SMOOTHING:
         loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
@@ -208,19 +210,19 @@ def store_results(
 
 @triton.jit
 def gradient_factors(
-    ce_scale,  # what the cross entropy of a row is multiplied by
-    z_loss_scale,  # what its z-loss is multiplied by
+    ce_scale,  # scale of the cross entropy of a row
+    z_loss_scale,  # scale of its z-loss
     lse,
     z_loss,
     HAS_Z_LOSS: tl.constexpr,
     target_weight=1.0,
-    vocab_size=0,  # this and the following for label smoothing
+    vocab_size=0,  # this and the following parameters are for label smoothing
     weight_sum=0.0,  # of all classes
     label_smoothing=0.0,
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """What is known of a row's gradient before its columns: the factors of softmax, of the target's one-hot vector, and
-    of the class weights. `logit_gradient` makes the gradient of them. Called by keyword, as `store_results`."""
+    """Return the factors of a row's gradient: of softmax, of the target's one-hot vector, and of the class weights.
+    `logit_gradient` computes the gradient from these factors. Call by keyword."""
     target_factor = ce_scale
     if HAS_LABEL_SMOOTHING:
         target_factor *= 1.0 - label_smoothing
@@ -247,7 +249,7 @@ def load_weights(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     ACCUM: tl.constexpr = tl.float32,
 ):
-    """The weights of rows: those of their tokens and of their targets."""
+    """Return the token weights and the class weights of the targets of rows."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
     if HAS_TOKEN_WEIGHT:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
@@ -265,7 +267,7 @@ def finish_rows(
     valid,
     in_range,
     nll,
-    others,  # 1 - p of the target, with all of its digits
+    others,  # 1 - p of the target, without cancellation
     offset,
     log_sum,
     class_weight_ptr,
@@ -283,9 +285,9 @@ def finish_rows(
     WANT_LOGPROB: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """The results of rows from finished statistics, float32 and without label smoothing: for kernels beside products.
-    With FACTORS returns what multiplies softmax in their gradient, and their gradient at the target, which is a
-    difference of close numbers where p is nearly 1. Called by keyword."""
+    """Store the results of rows from complete statistics, in float32 and without label smoothing, for the kernels that
+    follow a fused product. With FACTORS return the factor of softmax in the gradient, and the gradient at the target,
+    whose two terms cancel for p near 1. Call by keyword."""
     row_weight, target_weight = load_weights(
         row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
     )
@@ -304,7 +306,7 @@ def finish_rows(
             lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
         )  # fmt: skip
         grad_at_target = -softmax_factor * others
-        if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
+        if HAS_Z_LOSS:  # otherwise both are equal, but a fused multiply-add would add their rounding error
             grad_at_target += softmax_factor - target_factor
     return softmax_factor, grad_at_target
 
@@ -318,8 +320,8 @@ def load_row_gradient(
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """The factors of a gradient that is given as a whole, in the place of those of `gradient_factors`: of softmax, of
-    the target's one-hot vector, of the class weights and of entropy."""
+    """Load the factors of a given row gradient, which replace the results of `gradient_factors`: of softmax, of the
+    target's one-hot vector, of the class weights and of entropy."""
     softmax_factor = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
     target_factor = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
     classes_factor = tl.zeros_like(softmax_factor)
@@ -341,15 +343,15 @@ def row_gradient_kernel(
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
-    upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
+    upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
-    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride, written
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride, output
     upstream_stride,
     normalizer_stride,
     row_gradient_stride,
     rows,
-    cols,  # of the classes from column_start on the target's factor is written
+    cols,  # of the tile: the target's factor is 0 for targets outside of it
     column_start,
     vocab_size,
     ignore_index,
@@ -376,7 +378,7 @@ def row_gradient_kernel(
     )
     if HAS_UPSTREAM:
         row_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
-    row_weight = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
+    row_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
     scales = load_scales(scales_ptr, ACCUM)
     softmax_factor, target_factor, classes_factor = gradient_factors(
         ce_scale=row_weight * scales[0], z_loss_scale=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss,
@@ -396,25 +398,25 @@ def row_gradient_kernel(
 
 @triton.jit
 def softmax_term(z, offset, log_sum, softmax_factor, entropy_factor=0.0, HAS_ENTROPY_GRADIENT: tl.constexpr = False):
-    """The softmax's term of the gradient: `softmax_factor` times exp(z - m) / sum(exp(z - m)), m being the offset. With
-    the gradient of an entropy that, p, is multiplied by ``softmax_factor - entropy_factor * log(p)``."""
+    """Return the softmax's term of the gradient: `softmax_factor` times p = exp(z - m) / sum(exp(z - m)), where m is
+    the offset. With the gradient of an entropy, p is multiplied by ``softmax_factor - entropy_factor * log(p)``."""
     if HAS_ENTROPY_GRADIENT:
         softmax_factor = softmax_factor - entropy_factor * tl.maximum((z - offset) - log_sum, _LEAST_LOGPROB)
-    # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
+    # exp((z - m) - log_sum): one operation does the second subtraction and the change of base.
     return softmax_factor * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
 
 
 @triton.jit
 def logit_gradient(
     term,  # `softmax_term`
-    is_target,  # which of the columns is the target's; None: all
+    is_target,  # True for the target's column; None: for all columns
     target_factor,
-    jacobian,  # of z in the logits as a product left them
+    jacobian,  # dz/da
     HAS_JACOBIAN: tl.constexpr,
     classes_factor=0.0,  # times the weight of the class
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """The gradient of a row's loss in logits; the other arguments are of `gradient_factors`."""
+    """Return the gradient of a row's loss with respect to its logits, from the results of `gradient_factors`."""
     grad = term - target_factor
     if is_target is not None:
         grad = tl.where(is_target, grad, term)

@@ -1,18 +1,21 @@
-"""A matrix product whose results never leave the chip as logits: what is made of them is in its epilogue.
+"""The fused product: a matrix product whose epilogue processes the logits in registers, and its launches.
 
-What the vendor's product followed by a pass over the logits does. A block of ``x W^T`` is summed in float32 and stays
-in registers: it is neither written as logits, nor read again, nor rounded. Three epilogues:
+It replaces the vendor's product and a pass over the logits. `TritonBackend` and `exponentials_launch` call this module.
 
-* statistics of the rows, where nothing else is wanted: of each block, for `finish_statistics_kernel` to merge;
-* the gradient of the logits, where they are made a second time and the statistics are known. Both sum in the same
-  order, so the gradient sees the logits that the statistics were made of, to the bit;
-* exponentials relative to a reference of each row, and their sums, where gradients are made in one go: see
-  `backends/triton/exponentials.py` for what becomes of them.
+A block of ``x W^T`` is summed in float32 and stays in registers: the logits are neither written to memory nor rounded.
+There are three epilogues:
 
-A program makes one block after the other (there is one for each multiprocessor), those of GROUP blocks of rows before
-the next, so that what is in the cache is used again. Operands come by tensor descriptors (the bulk copies of Hopper),
-those of the next block while the epilogue of this one runs: for that the loop must not branch (0.35 of the time of a
-product), and it is better to know the number of programs when it is compiled (0.04).
+* statistics of the rows, if only these are needed: the statistics of each block, which `finish_statistics_kernel`
+  merges;
+* the gradient of the logits, if the logits are computed a second time and the statistics are complete. Both passes sum
+  in the same order, so the logits are the same to the bit;
+* exponentials relative to a reference of each row, and their sums, if losses and gradients are computed in one pass:
+  see `backends/triton/exponentials.py`.
+
+There is one program for each multiprocessor. A program computes one block after the other, all blocks of GROUP blocks
+of rows before the next group, so that cached operands are read again. Operands are loaded by tensor descriptors (the
+bulk copies of Hopper). The operands of the next block are loaded while the epilogue of a block runs: this requires a
+loop without branches (otherwise a product takes 0.35 of its time longer). A compile-time number of programs saves 0.04.
 """
 
 from __future__ import annotations
@@ -44,19 +47,20 @@ from flce.backends.triton.math import (
 from flce.backends.triton.replay import run
 from flce.core.devices import device_record
 
-# A block, ROWS x COLS summed over DEPTH at a time. Statistics on an H200, in times a bare product that writes its
-# logits: 0.96 (8192 x 4096 x 128256), 1.01 (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x 151936); with blocks of
-# 128 x 128 0.97 and more, 256 x 128 1.0 and more. Statistics and gradients have to sum in the same order.
+# A block has ROWS x COLS logits, summed over DEPTH per step. The time of statistics on an H200, relative to a bare
+# product that writes its logits: 0.96 (8192 x 4096 x 128256), 1.01 (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x
+# 151936); at least 0.97 with blocks of 128 x 128, at least 1.0 with 256 x 128. Statistics and gradients have to sum in
+# the same order, so both use these sizes.
 ROWS, COLS, DEPTH, GROUP, STAGES, WARPS = 128, PRODUCT_BLOCK, 64, 16, 3, 8
-# `finish_statistics_kernel`: rows for a program, and blocks of their sums at a time. With 32 and 32 a call in twelve
-# chunks of 1,408 rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
+# `finish_statistics_kernel`: rows of a program, and blocks per step. With 32 and 32 a call in twelve chunks of 1,408
+# rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
 FINISH_ROWS, FINISH_BLOCKS = 8, 128
-# Descriptors ask for addresses and strides that are multiples of this many bytes.
+# Descriptors need addresses and strides that are multiples of these bytes.
 DESCRIPTOR_BYTES = 16
-# The most that is copied at a time of a weight that does not begin at such an address.
+# If a weight does not begin at such an address, it is copied in blocks of at most these bytes.
 COPY_BYTES = 8 << 20
-# Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
-# bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
+# Exponentials above 2^LIMIT are out of range. A sum of 2^18 such exponentials, times weights, is far from the limits of
+# float32 and bfloat16, and so is the inverse of the sum, divided by a number of tokens, times an input.
 LIMIT = 64.0
 _LIMIT = tl.constexpr(LIMIT)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
@@ -77,20 +81,20 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 def product_kernel(
     x_desc,  # (rows, hidden)
     weight_desc,  # (cols, hidden)
-    out_desc,  # (rows, cols) the gradient or the exponentials; x_desc
-    # statistics (planes, blocks of all classes, rows): the largest z of a row in a block, sum of exp(z - that), and
-    # for each that is wanted, in this order, sum of exp(z - that) (z - that), the argmax, sum of z, sum of squares of
-    # exp(z - that);
-    # exponentials (blocks of all classes, rows): their sum or, where one is beyond 2^LIMIT, minus its logarithm
+    out_desc,  # (rows, cols) the gradient or the exponentials; with statistics x_desc, unused
+    # Statistics: (planes, blocks of all classes, rows). With m, the largest z of a row in a block, the planes are m and
+    # the sum of exp(z - m), then, if requested, the sum of exp(z - m) (z - m), the argmax, the sum of z, the sum of
+    # exp(z - m)^2.
+    # Exponentials: (blocks of all classes, rows), their sum or, if one exceeds 2^LIMIT, minus its logarithm.
     partial_ptr,
-    target_logit_ptr,  # (rows,): written where the target is among the columns
+    target_logit_ptr,  # (rows,): written if the target is one of the columns
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of these columns
     row_factor_ptr,  # (rows,)
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
-    work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
+    work_ptr,  # () exponentials: 1 + the number of blocks of rows to compute, or 0 for none
     normalizer_stride,
     row_gradient_stride,
     rows,
@@ -102,8 +106,8 @@ def product_kernel(
     scale: tl.float64,
     cap: tl.float64,
     GRADIENT: tl.constexpr,
-    EXPONENTIALS: tl.constexpr,  # neither: statistics
-    HAS_TAIL: tl.constexpr,  # cols is no multiple of COLS
+    EXPONENTIALS: tl.constexpr,  # if both are False, statistics
+    HAS_TAIL: tl.constexpr,  # cols is not divisible by COLS
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -113,7 +117,7 @@ def product_kernel(
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
     WANT_LOG_SUM_SQ_PROB: tl.constexpr,
-    OVERLAP: tl.constexpr,  # what is launched next may begin where this one leaves multiprocessors idle
+    OVERLAP: tl.constexpr,  # the next kernel may start on multiprocessors that this kernel leaves idle
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -144,7 +148,8 @@ def product_kernel(
         columns = col_start + tl.arange(0, COLS)[None, :]
         present = columns < cols
         if HAS_BIAS:
-            # Not in `transform`: the block would change its layout for these loads, which takes more than there is.
+            # Not in `transform`: the compiler would convert the block to the layout of the loads there, which needs
+            # more shared memory than is left.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
         row_scale = tl.full((ROWS,), scale, tl.float32)
@@ -165,13 +170,13 @@ def product_kernel(
         target_in_tile = valid & (target_column >= col_start) & (target_column < tl.minimum(col_start + COLS, cols))
         target_column = tl.where(target_in_tile, target_column, -1).to(tl.int32)
 
-        # 64-bit: blocks x rows passes 2^31 at a billion rows only, but costs nothing here.
+        # 64-bit: blocks x rows exceeds 2^31 only at a billion rows, but costs no time here.
         place = (column_start // COLS + col_block).to(tl.int64) * rows + row
         if EXPONENTIALS:
-            # Ignored rows have a reference of inf, and no exponentials.
+            # Ignored rows have a reference of inf: their exponentials are 0.
             reference = tl.load(reference_ptr + row, mask=exists, other=0.0)
             octaves = z * LOG2_E - reference[:, None]
-            # The target's own is left out: 1 - p is the sum of the others, to the last digit.
+            # The target's exponential is 0, so that the sum gives 1 - p without cancellation.
             others = tl.arange(0, COLS)[None, :] != (target_column - col_start)[:, None]
             if HAS_TAIL:
                 others = others & present
@@ -188,7 +193,7 @@ def product_kernel(
             softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
                 row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT
             )
-            if HAS_SCALE and not HAS_SOFTCAP:  # the derivative is the same for all columns of a row
+            if HAS_SCALE and not HAS_SOFTCAP:  # all columns of a row have one derivative
                 softmax_factor *= row_scale
                 target_factor *= row_scale
                 entropy_factor *= row_scale
@@ -210,7 +215,7 @@ def product_kernel(
             if HAS_TAIL:
                 z = tl.where(present, z, float("-inf"))
             largest = tl.max(z, axis=1)
-            # Relative to 0 while there is nothing but -inf, so that -inf - -inf makes no NaN.
+            # If all logits are -inf, the reference is 0, because -inf - -inf is NaN.
             reference = tl.where(largest == float("-inf"), 0.0, largest)
             exps = tl.exp2((z - reference[:, None]) * LOG2_E)
             tl.store(partial_ptr + place, largest, mask=exists)
@@ -219,7 +224,7 @@ def product_kernel(
             tl.store(partial_ptr + place, tl.sum(exps, axis=1), mask=exists)
             if WANT_ENTROPY:
                 place += plane
-                terms = exps * tl.maximum(z - reference[:, None], _LEAST_LOGPROB)  # 0 where z is -inf
+                terms = exps * tl.maximum(z - reference[:, None], _LEAST_LOGPROB)  # 0 if z is -inf
                 tl.store(partial_ptr + place, tl.sum(terms, axis=1), mask=exists)
             if WANT_ARGMAX:
                 place += plane
@@ -238,12 +243,12 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride"])
 def finish_statistics_kernel(
-    partial_ptr,  # (planes, blocks, rows) as `product_kernel` left it
-    target_logit_ptr,  # (rows,), likewise
+    partial_ptr,  # (planes, blocks, rows), output of `product_kernel`
+    target_logit_ptr,  # (rows,), output of `product_kernel`
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
-    loss_ptr,  # (rows,) from here on written
+    loss_ptr,  # (rows,); from here on output
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
@@ -287,7 +292,7 @@ def finish_statistics_kernel(
     in_range = (target >= 0) & (target < vocab_size)
     target_logit = tl.load(target_logit_ptr + row, mask=exists & in_range, other=0.0)
     log_sum = tl.log(tl.where(valid, row_sum, 1.0))
-    # (m - z_y) first, then log_sum: exact where all logits share a large offset. Wrong targets make NaN, not nonsense.
+    # (m - z_y) first, then log_sum: exact if all logits share a large offset. NaN for targets out of range.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
     finish_rows(
         row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=0.0, offset=row_max,
@@ -306,8 +311,8 @@ def finish_statistics_kernel(
             block = start + tl.arange(0, BLOCKS)[:, None]
             mask = (block < blocks) & exists[None, :]
             place = block.to(tl.int64) * rows + row[None, :]
-            of_block = tl.load(partial_ptr + place, mask=mask, other=float("-inf"))
-            shift = of_block - zero
+            block_max = tl.load(partial_ptr + place, mask=mask, other=float("-inf"))
+            shift = block_max - zero
             decay = tl.exp2(shift * LOG2_E)
             place += plane
             if WANT_ENTROPY:
@@ -318,7 +323,7 @@ def finish_statistics_kernel(
             if WANT_ARGMAX:
                 place += plane
                 found = tl.load(partial_ptr + place, mask=mask, other=float("inf"))
-                lowest = tl.minimum(lowest, tl.where(of_block == row_max[None, :], found, float("inf")))
+                lowest = tl.minimum(lowest, tl.where(block_max == row_max[None, :], found, float("inf")))
             if WANT_MEAN_LOGIT:
                 place += plane
                 logit_sum += tl.load(partial_ptr + place, mask=mask, other=0.0)
@@ -330,7 +335,7 @@ def finish_statistics_kernel(
             tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0), mask=exists)
         if WANT_ARGMAX:
             found = tl.min(lowest, axis=0)
-            found = tl.where(found == float("inf"), 0.0, found)  # of a row of NaN
+            found = tl.where(found == float("inf"), 0.0, found)  # for a row of NaN
             tl.store(argmax_ptr + row, tl.where(valid, found.to(tl.int64), -1), mask=exists)
         if WANT_MEAN_LOGIT:
             mean = tl.sum(logit_sum, axis=0) / vocab_size
@@ -341,19 +346,19 @@ def finish_statistics_kernel(
 
 
 def has_descriptor_layout(x: Tensor) -> bool:
-    """Whether a tensor descriptor can stand for the matrix."""
+    """Return True if a tensor descriptor can describe the matrix."""
     stride = x.stride(0)
     aligned = x.data_ptr() % DESCRIPTOR_BYTES == 0 and stride * x.element_size() % DESCRIPTOR_BYTES == 0
     return aligned and x.stride(1) == 1 and stride >= x.shape[1]
 
 
 def align_for_descriptor(x: Tensor) -> Tensor:
-    """The matrix, or a copy for which a descriptor can stand."""
+    """Return the matrix, or a copy that a descriptor can describe."""
     return x if has_descriptor_layout(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def classes_per_launch(weight: Tensor) -> int:
-    """Classes of a launch: all of a weight; of one that has to be copied only a few, so that the copy is small."""
+    """Return the number of classes of a launch: all, or few if the weight has to be copied, to keep the copy small."""
     if has_descriptor_layout(weight):
         return len(weight)
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // COLS) * COLS
@@ -376,8 +381,8 @@ def _statistics(
 ) -> Iterator[Launch]:
     vocab_size, (_, blocks, num_rows) = len(weight), partial.shape
     for tile in tiles(0, vocab_size, vocab_size, classes_per_launch(weight)):
-        of_tile = call._replace(tile=tile)
-        yield launch(x, weight[tile.columns], of_tile, partial=partial, target_logit=target_logit)
+        tile_call = call._replace(tile=tile)
+        yield launch(x, weight[tile.columns], tile_call, partial=partial, target_logit=target_logit)
     yield build_launch(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
@@ -389,11 +394,14 @@ def _statistics(
     )
 
 
-def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
-    """Tiles of these classes, at most `most` in each: whole blocks, and a last one of fewer columns. Only that needs a
-    mask, which costs up to 6%."""
-    whole = first + (end - first) // COLS * COLS
-    borders = sorted({*range(first, whole, most), first, whole, end})
+def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[Tile]:
+    """Return tiles of the classes from `first` to `end`, with at most `max_cols` classes each.
+
+    The tiles have full blocks, except the last tile, which has the rest: only this tile needs a mask, which costs up
+    to 6%.
+    """
+    full_end = first + (end - first) // COLS * COLS
+    borders = sorted({*range(first, full_end, max_cols), first, full_end, end})
     return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
@@ -405,8 +413,8 @@ def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> Iterat
     step, tile = classes_per_launch(weight), call.tile
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
-        of_part = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
-        yield launch(x, weight[cols], of_part, grad[:, cols])
+        part_call = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
+        yield launch(x, weight[cols], part_call, grad[:, cols])
 
 
 def launch(
@@ -417,13 +425,13 @@ def launch(
     *,
     partial: Tensor | None = None,
     target_logit: Tensor | None = None,
-    reference: Tensor | None = None,  # makes it exponentials
+    reference: Tensor | None = None,  # given: exponentials
     work: Tensor | None = None,
 ) -> Launch:
-    """The arguments are those of `product_kernel`. Of `weight` a copy is made where no descriptor can stand for it."""
+    """Return a launch of `product_kernel`. If a descriptor cannot describe `weight`, the weight is copied."""
 
     def pointer(t: Tensor | None) -> Tensor:
-        return call.inputs.target if t is None else t  # what a flag switches off is never read
+        return call.inputs.target if t is None else t  # replaces tensors that a flag switches off; never read
 
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
     weight_desc = TensorDescriptor.from_tensor(align_for_descriptor(weight), [COLS, DEPTH])
@@ -433,7 +441,7 @@ def launch(
     options = {
         "GRADIENT": gradient,
         "EXPONENTIALS": reference is not None,
-        "HAS_TAIL": call.tile.cols % COLS != 0 and not gradient,  # whose store needs no mask
+        "HAS_TAIL": call.tile.cols % COLS != 0 and not gradient,  # a gradient's store needs no mask
         "ROWS": ROWS,
         "COLS": COLS,
         "DEPTH": DEPTH,
@@ -441,7 +449,7 @@ def launch(
         "PROGRAMS": programs,
         "num_stages": STAGES,
         "num_warps": WARPS,
-        "OVERLAP": overlap_options(x.device)["OVERLAP"],  # it does not begin early itself
+        "OVERLAP": overlap_options(x.device)["OVERLAP"],  # without launch_pdl: this kernel does not start early
     }
     return build_launch(
         product_kernel,

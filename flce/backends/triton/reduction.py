@@ -1,7 +1,7 @@
-"""What is made of all rows at once: one small kernel, where PyTorch would take a dozen.
+"""Loss scales and the sum of the losses, in one small kernel instead of a dozen kernels of PyTorch.
 
-Next to a pass over small logits each of those takes its time: 4096 x 4096 bfloat16 are read in 9 microseconds, and a
-kernel of any size takes about two.
+`TritonBackend` calls `loss_scales` and `reduce`. For small logits the number of kernels counts: 4096 x 4096 bfloat16
+logits are read in 9 microseconds, and a kernel of any size takes about two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flce.core.problem import LossSpec, accumulation_dtype
 
 # 2.5 microseconds for 4096 rows, 5 for 16384; with half or twice the warps 5% more, with a quarter of the block 60%.
 BLOCK, WARPS = 4096, 16
-# One program goes through all of them, a microsecond for a block. PyTorch's dozen of kernels take as long for these.
+# One program reads all rows, a microsecond for a block. From this number of rows on PyTorch's kernels are as fast.
 MAX_ROWS = 16 * BLOCK
 
 
@@ -31,8 +31,8 @@ def reduction_kernel(
     target_ptr,  # (rows,) int64
     num_items_ptr,  # ()
     loss_ptr,  # (rows,)
-    z_loss_ptr,  # (rows,) the other of `contract.RowOutputs.losses`
-    scales_ptr,  # (3,) see `contract.Backend.loss_scales`; written, or read
+    z_loss_ptr,  # (rows,) the second of `contract.RowOutputs.losses`
+    scales_ptr,  # (3,) see `contract.Backend.loss_scales`; output with COMPUTE_SCALES, otherwise input
     loss_sum_ptr,  # ()
     z_loss_sum_ptr,  # ()
     rows,
@@ -44,14 +44,14 @@ def reduction_kernel(
     HAS_NUM_ITEMS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
-    SETTLED: tl.constexpr,  # targets and num_items are older than the kernel before: they may be read while it runs
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    SETTLED: tl.constexpr,  # the previous kernel does not write targets and num_items: they are read while it runs
     BLOCK: tl.constexpr,
 ):
     if OVERLAP and not SETTLED:
         gdc_wait()
         gdc_launch_dependents()
-    # Past the L1 cache, which may be older still.
+    # Bypass the L1 cache, whose contents may be outdated.
     CACHE: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
     if COMPUTE_SCALES:
@@ -66,13 +66,13 @@ def reduction_kernel(
             items = tl.load(num_items_ptr, cache_modifier=CACHE).to(tl.float64)
         else:
             items = tl.full((), 1.0, tl.float64)
-        # In float64, because a division of float32 is not rounded correctly.
+        # In float64, because float32 division is not rounded correctly.
         scale = (1.0 / items).to(ACCUM)
         z_loss_scale = scale
     if OVERLAP and SETTLED:
         gdc_wait()
         gdc_launch_dependents()
-    # Nothing is written before: what has this memory now may still be read.
+    # No write before the wait: the previous kernel may still read this memory.
     if COMPUTE_SCALES:
         tl.store(scales_ptr, scale)
         tl.store(scales_ptr + 1, z_loss_scale)
@@ -109,32 +109,30 @@ def loss_scales(p: RowProblem) -> Tensor:
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     if out.loss.numel() > MAX_ROWS or (scales is None and p.class_weight is not None):
         return reduction.reduce(p, out, scales)
-    used = out.loss.new_empty(3) if scales is None else scales
+    used_scales = out.loss.new_empty(3) if scales is None else scales
     loss = out.loss.new_empty(())
     z_loss = None if out.losses[1] is None else out.loss.new_empty(())
-    # Losses without scales come from kernels that have waited for all that was there before the call, or let no kernel
-    # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
+    # If scales are None, the kernels that computed the losses waited for all kernels before the call, or let no kernel
+    # start early. With zero rows no such kernel ran. A contiguous copy of the targets would be written by this call.
     settled = scales is None and out.loss.numel() > 0 and p.target.is_contiguous()
-    run(_launch, used, scales is None, p.target, p.num_items, p.spec, p.vocab_size, out, loss, z_loss, settled)
-    return loss, z_loss, used
+    run(_launch, used_scales, scales is None, p.target, p.num_items, p.spec, p.vocab_size, out, loss, z_loss, settled)
+    return loss, z_loss, used_scales
 
 
 def _launch(
-    scales: Tensor,  # first, because of no rows there is a sum, too
-    compute_scales: bool,  # or else they are there
+    scales: Tensor,  # first, because `run` launches nothing if its first tensor is empty, and zero rows have a sum
+    compute_scales: bool,  # False: `scales` are an input
     target: Tensor,
     num_items: Tensor | None,
     spec: LossSpec,
     vocab_size: int,
-    out: RowOutputs | None,  # None: no losses
+    out: RowOutputs | None,  # None: compute only the scales
     loss: Tensor,
     z_loss: Tensor | None,
     settled: bool,
 ) -> Iterator[Launch]:
-    """The arguments are those of `reduction_kernel`."""
-
     def pointer(t: Tensor | None) -> Tensor:
-        return scales if t is None else t  # what a flag switches off is never read
+        return scales if t is None else t  # replaces tensors that a flag switches off; never read
 
     target = target.reshape(-1).contiguous()  # a view of one dimension may have gaps
     losses = (None, None) if out is None else out.losses

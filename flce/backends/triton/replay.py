@@ -1,10 +1,10 @@
-"""Launches that are made ready once for each signature.
+"""`run` launches kernels. It prepares the launches of each signature once and replays them with new addresses.
 
-Triton looks at every argument of every launch, and a launch has up to forty of them: 0.1 ms of the host, beside a
-kernel that may take 5 microseconds. All that it finds, and all that this package computes for a launch, depends on
-nothing but types, shapes, strides and alignments of tensors and on numbers: the signature of a call of `run`. So the
-launches of the first call with a signature are kept, compiled and with their arguments in order. Calls after it put
-their own addresses in.
+All launches of this package except the softmax launches go through `run`. Triton inspects each argument of each launch,
+and a launch has up to forty arguments: this takes 0.1 ms of the host, for a kernel that may take 5 microseconds. The
+results depend only on types, shapes, strides and alignments of tensors and on numbers, which are the signature of a
+call of `run`. Therefore the first call with a signature stores its compiled launches and their arguments in order.
+Later calls only insert their addresses.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flce.backends.triton.launch import Launch
 from flce.core import private
 
-# Signatures that are kept, enough for some hundred shapes, as batches of different lengths have them. At this number
-# all are forgotten.
+# Stored signatures: enough for some hundred shapes, because batches have different lengths. At this number all are
+# deleted.
 MAX_SIGNATURES = 4096
-# Kernels and launch sizes may depend on an address modulo this many bytes, and on no more of it.
+# Kernels and launch sizes may depend only on an address modulo these bytes.
 ADDRESS_BYTES = 16
 
 
 class AddressSlot(NamedTuple):
-    """The place of an address among the arguments of a launch."""
+    """An argument of a launch that needs the address of a tensor."""
 
     argument: int
-    tensor: int  # among those of the call
-    offset: int  # bytes behind its beginning
-    descriptor: dict[str, Any] | None  # what it is the base of; None: it is an argument itself
+    tensor: int  # index of the tensor in the call
+    offset: int  # bytes behind the beginning of the tensor
+    descriptor: dict[str, Any] | None  # fields of the descriptor with this base; None: the argument is the address
 
 
 class PreparedLaunch(NamedTuple):
-    """A launch that lacks its addresses."""
+    """A compiled launch without its addresses."""
 
     compiled: Any
-    start: Callable[..., None]  # of it, on its grid
-    arguments: list[Any]  # in their order
+    start: Callable[..., None]  # launches `compiled` on its grid
+    arguments: list[Any]  # in the order of the kernel's parameters
     address_slots: tuple[AddressSlot, ...]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         self.start(*self.fill_addresses(addresses), stream=stream)
 
     def fill_addresses(self, addresses: Sequence[int]) -> list[Any]:
-        """The arguments, for tensors at these addresses."""
+        """Return the arguments for tensors at these addresses."""
         arguments = self.arguments.copy()
         for argument, tensor, offset, descriptor in self.address_slots:
             address = addresses[tensor] + offset
@@ -56,7 +56,7 @@ class PreparedLaunch(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """Stands for the base of a descriptor: a launch asks for its address only."""
+    """The base of a descriptor in a replayed launch, which reads only the address."""
 
     address: int
 
@@ -68,17 +68,17 @@ _prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...] | None] = {}
 
 
 def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
-    """Run the launches of ``list_launches(*args)``, one after the other, on the device of the first tensor; none if it
-    is empty.
+    """Run the launches of ``list_launches(*args)``, one after the other, on the device of the first tensor. If the
+    first tensor is empty, run no launch.
 
     Args:
-        list_launches: a function of a module, which lists the launches. It may look at all of its arguments but values
-        of
-            tensors and, of their addresses, more than the alignment. What it takes from elsewhere must never change.
-            The arguments of launches are tensors of `args`, views of these, or descriptors of both. With others, such
-            as a copy that `list_launches` has made, the launches are made anew in every call.
-        args: tensors, which are all on one device, tuples and lists of them, and what is hashable. Equal values are one
-            signature, so each place has one type: 1, 1.0 and True are equal.
+        list_launches: a module-level function that yields the launches. The launches may depend on all properties of
+            `args` except the values of tensors and, for addresses, more than their alignment. All other inputs must be
+            constant. Tensor arguments of launches are tensors of `args`, views of these tensors, or descriptors of
+            both. With any other tensor, for example a copy that `list_launches` allocates, each call builds its
+            launches again.
+        args: tensors, all on one device; tuples and lists of tensors; hashable values. Equal values are one signature,
+            so each argument always has the same type: 1, 1.0 and True are equal.
     """
     tensors: list[Tensor] = []
     key: list[Any] = [list_launches]
@@ -86,7 +86,7 @@ def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
     if not tensors[0].numel():
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
-    # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
+    # The index shows which tensors share an address: this may differ from call to call.
     key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
     device = tensors[0].device
     if not _can_replay(device):
@@ -95,7 +95,7 @@ def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
         return
     key.append(device.index)
     signature = tuple(key)
-    # Triton launches on the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which may not be the tensors' device.
     if torch.cuda.current_device() == device.index:
         _run(signature, list_launches, args, tensors, addresses)
     else:
@@ -104,12 +104,12 @@ def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
 
 
 def _can_replay(device: torch.device) -> bool:
-    # On a CPU it is the interpreter, which compiles nothing.
+    # On a CPU the interpreter runs kernels and compiles none.
     return device.type == "cuda" and private.triton_driver is not None
 
 
 def clear() -> None:
-    """For tests that change what launches are made of."""
+    """Delete the stored launches, for tests that change inputs of `list_launches`."""
     _prepared.clear()
 
 
@@ -123,16 +123,16 @@ def _run(
     prepared = _prepared.get(signature)
     if prepared is not None:
         stream = private.triton_driver.active.get_current_stream(tensors[0].device.index)
-        for one in prepared:
-            one.run(addresses, stream)
+        for prepared_launch in prepared:
+            prepared_launch.run(addresses, stream)
         return
     new_launches: list[PreparedLaunch] | None = None if signature in _prepared else []
     for launch in list_launches(*args):
         compiled = launch.run()
         if new_launches is not None:
-            prepared_launch = _prepare(launch, compiled, tensors, addresses)
-            new_launches = None if prepared_launch is None else [*new_launches, prepared_launch]
-        del launch  # and with it what memory only this one needs
+            new = _prepare(launch, compiled, tensors, addresses)
+            new_launches = None if new is None else [*new_launches, new]
+        del launch  # frees memory that only this launch needs
     if signature not in _prepared:
         if len(_prepared) >= MAX_SIGNATURES:
             clear()
@@ -140,7 +140,7 @@ def _run(
 
 
 def _add_to_signature(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
-    """Adds what is known of the arguments without their addresses to `key`, and tensors to `tensors`."""
+    """Append the properties of the arguments, without addresses, to `key`, and the tensors to `tensors`."""
     for value in args:
         if isinstance(value, Tensor):
             tensors.append(value)
@@ -155,8 +155,8 @@ def _add_to_signature(args: Iterable[Any], key: list[Any], tensors: list[Tensor]
 def _prepare(
     launch: Launch, compiled: Any, tensors: Sequence[Tensor], addresses: Sequence[int]
 ) -> PreparedLaunch | None:
-    """None where an address is not one that the arguments of the call give, or where nothing was compiled."""
-    if compiled is None:  # by the interpreter, of tensors on a GPU
+    """Return the launch for replay, or None if a tensor is not from the call's arguments or if nothing was compiled."""
+    if compiled is None:  # the interpreter ran the kernel on tensors of a GPU
         return None
     values = {**launch.options, **launch.args}
     arguments = [values[name] for name in launch.kernel.arg_names]
@@ -176,9 +176,9 @@ def _prepare(
 
 
 def _locate(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
-    """Which of the tensors `x` is, or is a view of, and how many bytes behind its beginning.
+    """Return the index of the tensor that `x` is, or is a view of, and the offset of `x` in bytes; or None.
 
-    A view lies within what it is a view of. So where `x` lies within one of the tensors only, it is that one's.
+    A view lies within its base. Therefore `x` is a view of a tensor if it lies within this tensor and no other.
     """
     for number, tensor in enumerate(tensors):
         if x is tensor:
@@ -190,14 +190,14 @@ def _locate(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> t
         for number, (tensor, address) in reversed(list(enumerate(zip(tensors, addresses, strict=True))))
         if tensor.untyped_storage().data_ptr() == storage and address <= begin and end <= _byte_range(tensor)[1]
     }
-    if len(candidates) != 1:  # it may be a view of any of several that share memory
+    if len(candidates) != 1:  # several tensors share memory: `x` may be a view of each
         return None
     ((address, number),) = candidates.items()
     return number, begin - address
 
 
 def _byte_range(x: Tensor) -> tuple[int, int]:
-    """The first of its bytes, and the one behind its last."""
+    """Return the addresses of the first byte and of the byte behind the last one."""
     begin = x.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1 if x.numel() else 0) * x.element_size()

@@ -1,7 +1,8 @@
-"""The rows of a head that is divided over processes, from what the exponentials of each slice have left.
+"""The kernel that merges the statistics of all shards of a head into losses and factors of rows, and its launch.
 
-`flce/engine/shards.py` has the formulas, in PyTorch, for every loss. This kernel is for those whose exponentials a
-product can make: it does in one launch what takes a hundred there, 2 to 5% of the time of a slice.
+`flce/engine/shards.py` calls it (`Backend.finish_sharded_rows`), and has the same formulas in PyTorch for all losses.
+This kernel is for losses whose exponentials a fused product computes. It replaces a hundred launches of PyTorch, which
+take 2 to 5% of the time of a shard.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOGPROB = tl.constexpr(RowResults._fields.index("logprob"))
 
 @triton.jit
 def load_log_sum_exp(sent_ptr, process, stride, row, rows, exists):
-    """(m, log(sum(exp(z - m)))) of a process's classes; m is -inf where it has none."""
+    """Return m and log(sum(exp(z - m))) of a process's classes; m is -inf if the process has no class."""
     sent_ptr += process * stride + row
     offset = tl.load(sent_ptr + _OFFSET * rows, mask=exists, other=0.0)
     return offset, tl.load(sent_ptr + _LOG_SUM * rows, mask=exists, other=0.0)
@@ -34,7 +35,7 @@ def load_log_sum_exp(sent_ptr, process, stride, row, rows, exists):
 
 @triton.jit
 def one_minus_exp(x):
-    """1 - exp(-x) for x >= 0, also where x is small."""
+    """Return 1 - exp(-x) for x >= 0, without cancellation for small x."""
     # The series has an error of x^6 / 5040.
     series = x * (1.0 - x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0))))))
     return tl.where(x < 0.25, series, 1.0 - tl.exp2(-x * LOG2_E))
@@ -47,23 +48,25 @@ def one_minus_exp(x):
     ]
 )
 def finish_sharded_rows_kernel(
-    sent_ptr,  # (processes, 3 * rows + 1): offset, log_sum and target's log-probability of the rows; number of classes
+    sent_ptr,  # (processes, 3 * rows + 1): offset, log_sum, target's log-probability of the rows; number of classes
     target_ptr,  # (rows,) int64, of all classes
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    loss_ptr,  # (rows,) from here on written
+    loss_ptr,  # (rows,); from here on output
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
-    factors_ptr,  # with HAS_FACTORS (2, rows), row stride factors_stride: f of the slice alone; of all classes f and t
+    # With HAS_FACTORS (2, rows), row stride factors_stride: the input is f of the shard, the output f and t of all
+    # classes.
+    factors_ptr,
     sent_stride,
     normalizer_stride,
     factors_stride,
     rows,
     processes,
     rank,  # of this process
-    classes,  # of the processes that have most
+    classes,  # of the largest shard
     column_start,  # the first class of this process
     vocab_size,
     ignore_index,
@@ -89,7 +92,7 @@ def finish_sharded_rows_kernel(
     in_range = (target >= 0) & (target < vocab_size)
     owner = tl.where(in_range, target, 0) // classes
 
-    # All log-sum-exps relative to the largest: the difference of two offsets first, where they are large.
+    # All log-sum-exps are relative to the largest. Offsets may be large, so their difference is computed first.
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     wrong = tl.full((), 0.0, tl.float32)
     for process in range(processes):
@@ -116,7 +119,7 @@ def finish_sharded_rows_kernel(
     log_sum = tl.log2(tl.where(valid, total, 1.0)) * LN_2
     target_logprob_ptr = sent_ptr + owner.to(tl.int64) * sent_stride + _LOGPROB * rows + row
     nll = -tl.load(target_logprob_ptr, mask=exists & in_range, other=0.0)
-    # log(1 + exp(x)), x being what the others weigh beside the owner of the target.
+    # log(1 + exp(x)), where x is the log-sum-exp of all other shards relative to the shard with the target.
     x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - owner_lse)
     more = tl.maximum(x, 0.0) + log1p(tl.exp2(-tl.abs(x) * LOG2_E))
     nll = tl.where(owner_lse == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
@@ -132,10 +135,10 @@ def finish_sharded_rows_kernel(
     if not HAS_FACTORS:
         return
     share = own_lse - log_sum
-    # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
+    # The probabilities of a shard without classes, or with logits that are all -inf, are NaN: they count as 0.
     counts = share != float("-inf")
     own = tl.load(sent_ptr + rank * sent_stride + _LOGPROB * rows + row, mask=exists, other=0.0)
-    # Of the target, or of the class that stands in for one that is elsewhere.
+    # The probability of the target or, if another shard has the target, of the class that replaces it in this shard.
     stand_in_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
     grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * stand_in_probability)
     if HAS_SOFTCAP:

@@ -1,27 +1,28 @@
-"""The softmax kernels: softmax or log-softmax of rows, and their gradients, wherever the row's elements lie.
+"""The softmax kernels: softmax or log-softmax of rows with any strides, and their gradients.
 
-Two for each direction, which `softmax_launch` chooses between by the size of a row:
+There are two kernels for each direction. `softmax_launch` chooses by the size of a row:
 
-* *resident*: a program holds a few rows, or one, in registers: reads them once, writes their results once;
-* *online*: a program goes over its rows block by block, twice, backwards the second time: what it read last is in the
-  caches then. The first pass is the online softmax of the fused operator (`math.softmax_update`), or a sum.
+* *resident*: a program has one row or a few rows in registers; it reads them once and writes their results once;
+* *online*: a program reads its rows block by block, twice, the second time backwards, because the caches then have the
+  blocks that were read last. The first pass is the online softmax of the fused operator (`math.softmax_update`), or a
+  sum.
 
 With p = softmax(x) over a row and an upstream gradient g:
 
     y = p               dx_k = y_k (g_k - sum_j g_j y_j)
     y = log p           dx_k = g_k - exp(y_k) sum_j g_j
 
-A row of nothing but -inf, and one that has +inf or NaN in it, is NaN, as in PyTorch: that follows from
-(-inf) - (-inf) where the row's maximum is not replaced by 0, and is not tested for.
+The result of a row is NaN if all its elements are -inf, or if it has +inf or NaN, as in PyTorch. The kernels have no
+check: NaN results from (-inf) - (-inf), because the row's maximum is not replaced by 0.
 
-A tensor is (outer, columns, inner) elements with three strides, softmax along the columns. Rows are numbered along
-`inner` first, and several of one program are neighbours there: where the columns lie apart, `inner` is where vectors
-are loaded from. Where they are adjacent, the strides between rows and the number of columns are counted in units of
-ALIGN elements, for the compiler to see what they are multiples of, and so that whole vectors are inside of a row.
+A tensor has (outer, columns, inner) elements with three strides. The softmax is along the columns. Rows are numbered
+along `inner` first, and the rows of one program are neighbours along `inner`: if columns are not adjacent in memory,
+vectors are loaded along `inner`. If columns are adjacent, the strides between rows and the number of columns are in
+units of ALIGN elements, so that the compiler knows their divisors, and whole vectors lie within a row.
 
-Rows that begin anywhere (an odd number of columns) have *edges*: up to EDGES - 1 elements before the first boundary of
-a vector and behind the last one. What lies between them, the row's whole vectors, goes through a kernel as an aligned
-row does; the edges are one small tile beside it, of single elements. All tensors of a call have the same edges.
+Rows that begin at any address (with an odd number of columns) have *edges*: up to EDGES - 1 elements before the first
+boundary of a vector and behind the last one. The kernels process the whole vectors between the edges like an aligned
+row, and the edges as a second small tile of single elements. All tensors of a call have the same edges.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ from flce.backends.triton.math import (
 
 @triton.jit
 def _row_indices(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
-    """Place along `outer` and `inner` of the rows `local` < ROWS of this program, and which of them exist.
+    """Return the indices along `outer` and `inner` of the rows `local` < ROWS of this program, and the mask of rows
+    that exist.
 
-    FLAT: ROWS consecutive ones of all; otherwise of one place of `outer`, the last program of which may have fewer.
+    FLAT: the rows are consecutive among all rows. Otherwise they have one index along `outer`, and the last program of
+    this index may have fewer rows.
     """
-    # 64 bits: rows and the offsets made of them pass 2^31. Divisions of 64 bits are slow: not for each row.
+    # 64 bits: row numbers and offsets may exceed 2^31. Divisions of 64 bits are slow, so not for each row.
     program = tl.program_id(0)
     if FLAT:
         row = program.to(num_rows.dtype) * ROWS + local
-        # Some of the rows behind the last one may be past the end of 32 bits, and negative.
+        # Row numbers behind the last row may overflow 32 bits and be negative.
         present = (row >= 0) & (row < num_rows)
         return (row // inner).to(tl.int64), (row % inner).to(tl.int64), present
     else:
@@ -62,21 +65,21 @@ def _row_indices(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr)
 
 @triton.jit
 def _row_start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
-    """Where the rows, or their whole vectors, begin; strides are in units of ALIGN elements."""
+    """Return pointers to the rows, with EDGES to their first whole vectors. Strides are in units of ALIGN elements."""
     start = (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
     if EDGES:
-        # The head added, as a product: the compiler sees that what it points to is as aligned as the tensor.
+        # Add the head as a product: then the compiler knows that the pointer is aligned like the tensor.
         start = (start + (EDGES - 1)) // EDGES * EDGES
     return ptr + start
 
 
 @triton.jit
 def _split_edges(outer_index, inner_index, outer_stride, inner_stride, cols, slots, EDGES: tl.constexpr):
-    """Elements of the rows in whole vectors, and the edges beside them: places, counted as the columns are from the
-    first vector on, and which exist."""
+    """Return the number of elements in whole vectors of the rows, the offsets of the edges from the first vector, and
+    the mask of edges that exist."""
     head = row_head(outer_index * outer_stride + inner_index * inner_stride, EDGES)
     rest = cols - head
-    # A product, for the compiler to see that no vector is masked in part.
+    # A product: then the compiler knows that no vector is masked in part.
     vector_cols = tl.maximum(rest, 0) // EDGES * EDGES
     edges = slots - head + tl.where(slots < head, 0, vector_cols)
     return vector_cols, edges, edges < rest
@@ -92,17 +95,17 @@ def _column_offsets(columns, stride, UNIT_STRIDE: tl.constexpr):
 
 @triton.jit
 def _reload_after(x, after):
-    """`x`, of 16 bits, for a second use that the compiler cannot move before `after` is known.
+    """Return 16-bit `x` for a second use that the compiler cannot move before the computation of `after`.
 
-    Otherwise it would convert a row once and keep it in float32, which takes twice the registers: where they are not
-    there, the row goes to memory and back. Where `after` is NaN it is not `x`, and the row's results are NaN anyway.
+    Otherwise the compiler converts a row to float32 once, which needs twice the registers, and may spill the row to
+    memory. If `after` is NaN, the return value differs from `x`, but the results of the row are NaN anyway.
     """
-    nothing = (after != after).to(tl.int16)
-    return (x.to(tl.int16, bitcast=True) ^ nothing).to(x.dtype, bitcast=True)
+    zero = (after != after).to(tl.int16)
+    return (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
 
 
-# A tile of several rows has two dimensions. That of one row has one, and its statistics none: two tiles of different
-# length then each keep the layout in which they were loaded.
+# A tile of several rows has two dimensions. A tile of one row has one dimension, and its statistics are scalars: then
+# two tiles of different length each keep the layout in which they were loaded.
 @triton.jit
 def _row_range(ROWS: tl.constexpr):
     if ROWS == 1:
@@ -148,13 +151,13 @@ def softmax_resident_kernel(
     LOG: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,  # all column strides are 1
     ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,  # elements of a vector, where rows have edges; or 0
-    SLOTS: tl.constexpr,  # of the edges of a row
+    EDGES: tl.constexpr,  # elements of a vector if rows have edges; otherwise 0
+    SLOTS: tl.constexpr,  # size of the tile for the edges of a row
     FLAT: tl.constexpr,
-    NARROW: tl.constexpr,  # the row is kept in the dtype of x
-    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
+    NARROW: tl.constexpr,  # the row stays in the dtype of x
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,  # cols, or those of them in whole vectors, or more
+    COLS: tl.constexpr,  # at least cols, or the columns in whole vectors
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -189,7 +192,7 @@ def softmax_resident_kernel(
             exps = tl.exp2((z - largest) * LOG2_E)
     if LOG:
         normalizer = tl.log(total)
-        # Differences first: exact where all of the row shares a large offset.
+        # Differences first: exact if all elements of the row share a large offset.
         y = (z - largest) - normalizer
     else:
         normalizer = 1.0 / total
@@ -266,7 +269,7 @@ def softmax_resident_backward_kernel(
 
 @triton.jit
 def _term(y, grad, LOG: tl.constexpr):
-    """A term of the sum over a row that its gradient takes."""
+    """Return the terms of the sum over a row that the gradient needs."""
     if LOG:
         return grad
     else:
@@ -283,10 +286,10 @@ def _gradient(y, grad, total, LOG: tl.constexpr):
 
 @triton.jit
 def _tile(ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Row of the program and column of the block for each element of a (PARTS, LANES * VECTOR) tile.
+    """Return the row of the program and the column of the block for each element of a (PARTS, LANES * VECTOR) tile.
 
-    A lane has VECTOR columns of one row: neighbouring lanes have the next columns, or, with several rows, those of
-    the next row, and VECTOR is 1.
+    A lane has VECTOR columns of one row. The next lane has the next columns or, with several rows, the same column of
+    the next row; then VECTOR is 1.
     """
     tl.static_assert(ROWS == 1 or VECTOR == 1)
     width = tl.arange(0, LANES * VECTOR)[None, :]
@@ -296,7 +299,7 @@ def _tile(ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: 
 
 @triton.jit
 def _broadcast_to_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """A value of each row, (ROWS,), or of the only one, for each element of a tile."""
+    """Broadcast a value for each row, (ROWS,), or the scalar of the only row to the elements of a tile."""
     if ROWS == 1:
         return value
     else:
@@ -306,7 +309,7 @@ def _broadcast_to_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: t
 
 @triton.jit
 def _store(pointers, value, mask):
-    # Written lines leave the cache before those that are still to be read a second time.
+    # Evict written lines first, before lines that the second pass still has to read.
     if mask is None:
         tl.store(pointers, value, eviction_policy="evict_first")
     else:
@@ -359,7 +362,7 @@ def softmax_online_kernel(
     total = tl.full((LANES,), 0.0, ACCUM)
     vector_cols = cols * ALIGN
     if EDGES:
-        # One element for a lane, and none for most.
+        # Each lane has at most one element of the edges.
         slots = tl.arange(0, LANES)[None, :]
         vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
         edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
@@ -371,8 +374,8 @@ def softmax_online_kernel(
     if ROWS > 1:
         mask = mask & present
 
-    # What is read here is to stay in the cache, for the second pass: 1 to 3% for rows of 32,000 elements or more, and
-    # nothing in backward.
+    # Keep the row in the cache for the second pass: this saves 1 to 3% for rows of 32,000 elements or more, and nothing
+    # in backward.
     for start in range(0, last, BLOCK):
         x = load_columns(
             x_ptr + _column_offsets(start + offsets, x_column, UNIT_STRIDE), present, "evict_last", float("-inf")
@@ -445,7 +448,7 @@ def softmax_online_backward_kernel(
     total = tl.full((LANES,), 0.0, ACCUM)
     vector_cols = cols * ALIGN
     if EDGES:
-        # One element for a lane, and none for most.
+        # Each lane has at most one element of the edges.
         slots = tl.arange(0, LANES)[None, :]
         vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
         edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)

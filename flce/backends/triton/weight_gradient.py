@@ -1,14 +1,16 @@
-"""The gradient of the head from exponentials, and the targets' own terms, in one sum.
+"""The kernel for the gradient of the head: a matrix product whose epilogue adds the targets' own terms or divides.
+
+`exponentials_launch` launches it: `Backend.weight_gradient` and `divided_weight_gradient`.
 
     dW = E^T (f * X) + sum_i t_i X[i] at row y[i]
 
-(`exponentials.py` says what E, f and t are.) For a class that is often a target both sums are large, and nearly equal
-in a model that has learned how frequent it is: they have to meet before they are rounded. So this is a product with an
-epilogue, too: while a block is in float32 registers, the targets among its classes are added, as products with a matrix
-that has one entry in each column. That entry, t, is the sum of two bfloat16 numbers, which it is to 2^-17.
+(`exponentials.py` defines E, f and t.) If a class is often a target, both sums are large, and nearly equal in a model
+that has learned the frequency of the class. Therefore the sums are added before they are rounded: while a block is in
+float32 registers, the terms of the targets among its classes are added, as products with a matrix that has one entry in
+each column. This entry, t, is represented by the sum of two bfloat16 numbers, with an error of 2^-17.
 
-From gradients of float16 logits, which are multiples of a unit, dW is the product divided by the unit, which the
-epilogue does before it rounds. The vendor's products have no such epilogue.
+Gradients of float16 logits are multiples of a unit. Then dW is the product divided by the unit. The epilogue divides
+before it rounds, which the vendor's products cannot do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from flce.backends.triton.math import balanced_group, block_in_groups
 
 @triton.jit
 def _load_targets(target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden):
-    """Some of the sorted rows: their targets, factors and inputs."""
+    """Return targets, factors and inputs of some of the sorted rows."""
     target = tl.load(target_ptr + number, mask=number < stop, other=-1)
     counts = (number < stop) & (target != ignore_index)
     row = tl.load(row_ptr + number, mask=counts, other=0)
@@ -32,7 +34,7 @@ def _load_targets(target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop
 
 @triton.jit
 def _add_targets(a, class_start, target, factor, x):
-    """`a`, a block of (classes, columns), and the terms of these rows."""
+    """Return `a`, a block of (classes, columns), plus the terms of the rows."""
     classes = class_start + tl.arange(0, a.shape[0])
     entries = tl.where(classes[:, None] == target[None, :], factor[None, :], 0.0)
     high = entries.to(x.dtype)
@@ -47,9 +49,9 @@ def weight_gradient_kernel(
     grad_desc,  # (classes, hidden)
     x_ptr,  # (N, hidden), row stride x_stride
     target_ptr,  # (rows,) int32, ascending
-    row_ptr,  # (rows,) int64: rows of x, in that order
-    factor_ptr,  # (rows,) t, in that order
-    start_ptr,  # (blocks of classes + 1,) int32: the first of the sorted rows with a target in a block, or behind it
+    row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
+    factor_ptr,  # (rows,) t, in the order of target_ptr
+    start_ptr,  # (blocks of classes + 1,) int32: the first sorted row with a target in or behind a block
     gradient_scale_ptr,  # () with HAS_GRADIENT_SCALE
     x_stride,
     rows,
@@ -62,7 +64,7 @@ def weight_gradient_kernel(
     CLASSES: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    TARGETS: tl.constexpr,  # at a time
+    TARGETS: tl.constexpr,  # per step
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
@@ -70,14 +72,14 @@ def weight_gradient_kernel(
     col_blocks = tl.cdiv(hidden, COLS)
     group = balanced_group(class_blocks, GROUP)
     group_blocks = group * col_blocks
-    # Flattened loops are 1 to 3% faster, and a loop over targets does not allow them.
+    # A flattened loop is 1 to 3% faster, but cannot contain the loop over targets.
     for block in tl.range(tl.program_id(0), class_blocks * col_blocks, PROGRAMS, flatten=not HAS_TARGETS):
         class_block, col_block = block_in_groups(block, class_blocks, group_blocks, group)
         class_start = class_block * CLASSES
         col_start = col_block * COLS
         if HAS_TARGETS:
             columns = col_start + tl.arange(0, COLS)
-            # Loaded ahead of the product, which takes longer: usually these are all.
+            # Load the first targets before the product, which hides the latency. Usually there are no others.
             start = tl.load(start_ptr + class_block)
             stop = tl.load(start_ptr + class_block + 1)
             number = start + tl.arange(0, TARGETS)
