@@ -326,7 +326,7 @@ def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch
     (found,) = run_split([faulty("hangs", plain), plain], 2)
     assert found.status == "failed"
     assert "rank 1: ended or gave no result within 2 s." in found.wrong
-    monkeypatch.setattr(processes, "SECONDS", 0.1)
+    monkeypatch.setattr(processes, "TOTAL_TIMEOUT", 0.1)
     (found,) = run_split([plain, plain], 2)  # the processes end before the first check
     assert (found.status, len(found.wrong)) == ("failed", 2)
 
