@@ -76,7 +76,7 @@ def loss_step(fused: bool, device: str) -> Callable[[], None]:
 
 
 def test_a_step_with_and_without_logits(torch_backend: str) -> None:
-    """Stock allocates at most the logits, their logarithms and their gradient. A budget bounds the memory of flce."""
+    """Check the peak of stock (logits, logarithms, gradient), and that a budget bounds the peak of flce."""
     logits, gradients = 4 * 512 * 4096, 4 * 32 * (512 + 4096)
     stock = flce.profile_memory(loss_step(False, "cpu"), device="cpu").peak
     fused = flce.profile_memory(loss_step(True, "cpu"), device="cpu").peak
@@ -103,7 +103,7 @@ def test_inside_a_profiler() -> None:
 
 
 def test_a_profiler_in_the_function() -> None:
-    """PyTorch ends the recording or refuses the second profiler. An incomplete profile is never returned."""
+    """Check the error: PyTorch ends the recording or refuses the second profiler."""
 
     def profiles() -> None:
         with torch.autograd.profiler.profile():
@@ -161,7 +161,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 
 def test_records_of_the_cuda_allocator(simulated: SimulatedDevice) -> None:
-    """A free counts from its request on. Segments are not counted."""
+    """Check that a free counts from its request on, and that segments are not counted."""
     fn = simulated.does(
         ("segment_alloc", 20 * MIB), ("alloc", 3 * MIB), ("alloc", MIB), ("free_requested", 3 * MIB),
         ("free_completed", 3 * MIB), ("free_requested", 9 * MIB), ("snapshot", 0),
@@ -232,7 +232,7 @@ def test_formats(tmp_path: Path) -> None:
 
 
 def test_the_curves_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With different scales a small peak looks like a large peak."""
+    """Check equal scales: with different scales a small peak would look large."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn = []
     monkeypatch.setattr(figure, "savefig", lambda self, file: drawn.append(self))
@@ -273,7 +273,7 @@ def recorded_and_counted(fn: Callable[[], None]) -> tuple[flce.MemoryProfile, in
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_is_counted_as_the_allocator_does(fused: bool) -> None:
-    """The profile has the requested bytes exactly; blocks are rounded up. Backward runs in a separate thread."""
+    """Compare with the requested bytes, and with rounded blocks. Backward runs in a separate thread."""
     profile, requested, blocks = recorded_and_counted(loss_step(fused, "cuda"))
     assert profile.peak == requested
     assert requested <= blocks <= requested + 16 * MIB
@@ -302,7 +302,7 @@ def test_recording_on_a_gpu_is_left_as_it_was() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_before_on_a_gpu() -> None:
-    """The curve is negative after a free of memory from before. Only the requested device is counted."""
+    """Check the negative curve after a free of memory from before, and that other devices are not counted."""
     profile = flce.profile_memory([torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")].clear)
     assert held(profile) == [0, -5 * MIB, -5 * MIB]
     assert profile.peak == 0

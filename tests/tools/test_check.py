@@ -243,7 +243,7 @@ def test_the_full_suite_has_more() -> None:
 
 
 def test_checks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List, but do not run, the checks of a GPU with 80 GiB and of a small, old GPU."""
+    """Check the lists for a GPU with 80 GiB and for a small, old GPU, without running the checks."""
     cuda = torch.device("cuda", 0)
     free, bf16 = 80 << 30, True
     monkeypatch.setattr(suite, "why_no_backend", lambda device, backend: None)
