@@ -1,11 +1,11 @@
-"""Accelerate with FSDP2 and flce, in two processes: `patch_model` before `prepare`, and nothing else changes.
+"""Accelerate with FSDP2 and flce, in two processes: the only change is `patch_model` before `prepare`.
 
     python integrations/accelerate_fsdp2.py                                    # starts two processes by itself
     accelerate launch --multi_gpu --num_processes 2 integrations/accelerate_fsdp2.py
     torchrun --nproc-per-node 2 integrations/accelerate_fsdp2.py               # also without GPUs
 
-The weights are split over the processes: on GPUs with NCCL, without two of them on the CPU with gloo. The script trains
-the same small model stock and patched, and ends with status 1 if the losses differ.
+The weights are divided over the processes: on two GPUs with NCCL, else on the CPU with gloo. The script trains the same
+small model stock and patched, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, need
+from demo import Curve, compare, examples, has_gpu, require
 from flce.testing.models import tiny_model
-from processes import in_two_processes, of_all_processes
+from processes import average_over_processes, run_in_two_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,7 +26,7 @@ Precision = Enum("Precision", {"no": "no", "bf16": "bf16"})
 
 
 def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
-    # These take seconds to import: here, so that --help does not wait for them.
+    # These imports take seconds. They are here so that --help is fast.
     import torch
     from torch.utils.data import DataLoader
 
@@ -34,7 +34,7 @@ def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
 
     model = tiny_model().train()
     if patched:
-        flce.patch_model(model)  # all that is different
+        flce.patch_model(model)  # the only difference
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = DataLoader(examples(4 * steps * accelerator.num_processes), batch_size=4)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
@@ -47,10 +47,10 @@ def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.free_memory()
-    return of_all_processes(curve)
+    return average_over_processes(curve)
 
 
-def in_each_process(steps: int, mixed_precision: str) -> int:
+def run_process(steps: int, mixed_precision: str) -> int:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -73,8 +73,8 @@ def main(
     mixed_precision: Precision = Precision.no,
 ) -> None:
     """Train with Accelerate and FSDP2 in two processes, stock and patched by flce, and compare the losses."""
-    need("accelerate")
-    raise typer.Exit(in_two_processes(in_each_process, steps, mixed_precision.value))
+    require("accelerate")
+    raise typer.Exit(run_in_two_processes(run_process, steps, mixed_precision.value))
 
 
 if __name__ == "__main__":

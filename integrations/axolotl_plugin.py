@@ -1,4 +1,4 @@
-"""A plugin of Axolotl that patches the model; axolotl_train.py trains with it.
+"""Plugin of Axolotl that patches the model. axolotl_train.py trains with it.
 
 The line in the configuration: `plugins: [axolotl_plugin.FlcePlugin]`.
 """
@@ -14,5 +14,5 @@ import flce
 
 class FlcePlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """The model has its adapters by now."""
+        """Patch the model. Axolotl calls this method after it has added adapters."""
         flce.patch_model(model)

@@ -1,4 +1,4 @@
-"""DeepSpeed with a patched model, in two processes: losses are stock's with each stage of ZeRO, and the loss is fused.
+"""DeepSpeed with a patched model, in two processes: with each stage of ZeRO the losses are equal to stock's losses.
 
     python integrations/deepspeed_zero3.py                       # ZeRO-3; starts two processes by itself
     python integrations/deepspeed_zero3.py --by accelerate       # by Accelerate's DeepSpeedPlugin
@@ -6,8 +6,8 @@
     python integrations/deepspeed_zero3.py --stage 2
     torchrun --nproc-per-node 2 integrations/deepspeed_zero3.py
 
-The script trains the same small model stock and patched, on GPUs with NCCL, without two of them on the CPU with gloo.
-It ends with status 1 if the losses differ, or if a loss is not fused.
+The script trains the same small model stock and patched: on two GPUs with NCCL, else on the CPU with gloo. It ends with
+status 1 if the losses differ, or if a loss is not fused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerate_fsdp2
-from demo import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
+from demo import Curve, compare, examples, has_gpu, record_losses, require, train_and_record, trainer_settings
 from flce.testing.models import tiny_model
-from processes import in_two_processes, of_all_processes
+from processes import average_over_processes, run_in_two_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 By = Enum("By", {"engine": "engine", "accelerate": "accelerate", "trainer": "trainer"})
 
 
-def with_engine(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
-    # These take seconds to import: here, so that --help does not wait for them.
+def train_with_engine(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
+    # These imports take seconds. They are here so that --help is fast.
     import deepspeed
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
@@ -41,7 +41,7 @@ def with_engine(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
 
     model = tiny_model().train()
     if patched:
-        flce.patch_model(model)  # all that is different
+        flce.patch_model(model)  # the only difference
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -59,51 +59,51 @@ def with_engine(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
         engine.backward(loss)
         engine.step()
     engine.destroy()
-    return of_all_processes(curve)
+    return average_over_processes(curve)
 
 
-@functools.cache  # Accelerate allows one with a plugin
+@functools.cache  # Accelerate allows only one accelerator with a plugin
 def accelerator(stage: int) -> Accelerator:
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
-    PartialState(cpu=not has_gpu())  # else Accelerate knows one process where it finds no GPU
+    PartialState(cpu=not has_gpu())  # else Accelerate uses one process if it finds no GPU
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1))
 
 
-def with_accelerate(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
+def train_with_accelerate(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
     return accelerate_fsdp2.train(accelerator(zero["stage"]), patched, steps)
 
 
-def with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
+def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
     from transformers import Trainer, TrainingArguments
 
     from flce.huggingface import FlceCallback
 
-    def make_trainer(patched: bool, folder: str) -> Any:
+    def create_trainer(patched: bool, folder: str) -> Any:
         config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
-        return keeping_losses(Trainer)(
+        return record_losses(Trainer)(
             model=tiny_model(),
             args=TrainingArguments(
                 **trainer_settings(folder, steps), deepspeed={**config, "zero_allow_untested_optimizer": True}
             ),
             train_dataset=examples(4 * 50),
-            callbacks=[FlceCallback()] if patched else [],  # all that is different
+            callbacks=[FlceCallback()] if patched else [],  # the only difference
         )
 
-    return of_all_processes(curve_of(make_trainer, patched))
+    return average_over_processes(train_and_record(create_trainer, patched))
 
 
-def in_each_process(steps: int, stage: int, by: str) -> int:
+def run_process(steps: int, stage: int, by: str) -> int:
     import deepspeed
     import torch.distributed as dist
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that DeepSpeed calls
-    # On a CPU it would compile a collective in C++ for a minute, and run without it as well.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls deprecated functions
+    # On a CPU DeepSpeed would compile an optional collective in C++ for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    train = {"engine": with_engine, "accelerate": with_accelerate, "trainer": with_trainer}[by]
-    # Weights of less than 100,000 entries would not be taken apart, nor those that are needed again soon.
+    train = {"engine": train_with_engine, "accelerate": train_with_accelerate, "trainer": train_with_trainer}[by]
+    # By default DeepSpeed does not divide weights of less than 100,000 entries, nor weights that are needed again soon.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     status = compare(
         f"DeepSpeed, ZeRO-{stage} by {by}, in {dist.get_world_size()} processes",
@@ -115,12 +115,12 @@ def in_each_process(steps: int, stage: int, by: str) -> int:
 
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 50,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="Of ZeRO.")] = 3,
-    by: Annotated[By, typer.Option(help="DeepSpeed's own engine, Accelerate, or Transformers' Trainer.")] = By.engine,
+    stage: Annotated[int, typer.Option(min=0, max=3, help="Stage of ZeRO.")] = 3,
+    by: Annotated[By, typer.Option(help="DeepSpeed's engine, Accelerate, or Transformers' Trainer.")] = By.engine,
 ) -> None:
     """Train with DeepSpeed in two processes, stock and patched by flce, and compare the losses."""
-    need("deepspeed", *(["accelerate"] if by != By.engine else []))
-    raise typer.Exit(in_two_processes(in_each_process, steps, stage, by.value))
+    require("deepspeed", *(["accelerate"] if by != By.engine else []))
+    raise typer.Exit(run_in_two_processes(run_process, steps, stage, by.value))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Megatron-Core's `GPTModel` with flce's loss of vocabulary-parallel logits; megatron_train.py trains it."""
+"""Megatron-Core's `GPTModel` with flce's loss of vocabulary-parallel logits. megatron_train.py trains this model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import flce
 
 class FlceGPTModel(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """The loss per token, (B, S). `labels`: (B, S), `logits`: (S, B, V / tensor-parallel ranks), overwritten."""
-        group = self.pg_collection.tp
-        how = {"process_group": group, "vocab_size": self.vocab_size}
-        return flce.cross_entropy(logits, labels.t(), reduction="none", inplace=True, **how).t()
+        """Return the loss of each label (B, S), and overwrite the logits (S, B, V / tensor-parallel ranks)."""
+        shard = {"process_group": self.pg_collection.tp, "vocab_size": self.vocab_size}
+        return flce.cross_entropy(logits, labels.t(), reduction="none", inplace=True, **shard).t()

@@ -1,11 +1,11 @@
-"""Megatron-Core with flce: a subclass of `GPTModel` computes the loss of its logits. In two processes, of one model.
+"""Megatron-Core with flce: a subclass of `GPTModel` computes the loss. Two processes share one model.
 
     python integrations/megatron_train.py
 
-Logits exist here: the head is divided over the processes by classes, and flce takes their slices as they are. What is
-saved is the tensor of gradients, and the copies in float32.
+The head is divided over the processes by classes. Each process computes the logits of its classes in memory, and flce
+reads these logits. flce saves the memory of the gradient's tensor and of the float32 copies.
 
-It trains the same small model with Megatron's loss and with flce, and ends with status 1 if the losses differ.
+The script trains the same small model with Megatron's loss and with flce, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from unittest import mock
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, need
+from demo import Curve, compare, examples, has_gpu, require
 from flce.testing.models import SIZES
-from processes import in_two_processes, of_all_processes
+from processes import average_over_processes, run_in_two_processes
 
 
 @contextlib.contextmanager
-def on_this_device() -> Iterator[Any]:
-    """The device; without a GPU, Megatron asks CUDA for it and for the state of its generator all the same."""
+def prepare_device() -> Iterator[Any]:
+    """Yield the device. Without a GPU, replace the functions of CUDA that Megatron calls anyway."""
     import torch
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 
@@ -38,7 +38,7 @@ def on_this_device() -> Iterator[Any]:
 
 
 def train(patched: bool, steps: int) -> Curve:
-    # These take seconds to import: here, so that --help does not wait for them.
+    # These imports take seconds. They are here so that --help is fast.
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -47,9 +47,9 @@ def train(patched: bool, steps: int) -> Curve:
     from megatron_model import FlceGPTModel
 
     curve = Curve()
-    with on_this_device() as device:
+    with prepare_device() as device:
         torch.manual_seed(0)
-        model = (FlceGPTModel if patched else GPTModel)(  # all that is different
+        model = (FlceGPTModel if patched else GPTModel)(  # the only difference
             config=TransformerConfig(
                 num_layers=SIZES["num_hidden_layers"],
                 hidden_size=SIZES["hidden_size"],
@@ -76,10 +76,10 @@ def train(patched: bool, steps: int) -> Curve:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return of_all_processes(curve)
+    return average_over_processes(curve)
 
 
-def in_each_process(steps: int) -> int:
+def run_process(steps: int) -> int:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -98,8 +98,8 @@ def in_each_process(steps: int) -> int:
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
     """Train with Megatron-Core in two processes, with its loss and with flce's, and compare the losses."""
-    need("megatron-core")
-    raise typer.Exit(in_two_processes(in_each_process, steps))
+    require("megatron-core")
+    raise typer.Exit(run_in_two_processes(run_process, steps))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two processes for the scripts that shard a model; torchrun, `accelerate launch` and `deepspeed` start more."""
+"""Two processes for the scripts that shard a model. torchrun, `accelerate launch` and `deepspeed` may start more."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from demo import Curve
 
 
-def in_two_processes(function: Callable[..., int], *arguments: object) -> int:
-    """Calls `function` in two processes, and returns the larger of its two results.
+def run_in_two_processes(function: Callable[..., int], *arguments: object) -> int:
+    """Call `function` in two processes, and return the larger of the two results.
 
-    A process that a launcher has started calls it itself. The processes get what torchrun would give them: the
-    environment that a process group is made of, and one thread each. They see the GPUs where there are two or more.
+    If a launcher has started this process, `function` is called here. The two processes have the environment that
+    torchrun sets for a process group, and one thread each. They use GPUs if there are two or more.
 
     Args:
-        function: of a module, so that the processes find it. It returns an exit status.
-        arguments: its arguments. They are pickled.
+        function: a function of a module, so that the processes can import it. It returns an exit status.
+        arguments: the arguments of `function`. They are pickled.
     """
     if "RANK" in os.environ:
         return function(*arguments)
-    # These take seconds to import: here, so that --help does not wait for them.
+    # These imports take seconds. They are here so that --help is fast.
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if torch.cuda.device_count() < 2:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # NCCL wants one for each
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # NCCL needs one GPU for each process
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=1,
@@ -34,15 +34,15 @@ def in_two_processes(function: Callable[..., int], *arguments: object) -> int:
         nproc_per_node=2,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # of a free port
+        rdzv_endpoint="localhost:0",  # a free port
         max_restarts=0,
         start_method="spawn",
     )
     return max(elastic_launch(config, function)(*arguments).values())
 
 
-def of_all_processes(curve: Curve) -> Curve:
-    """The mean of the processes' losses at each step, which was fused where it was in every process."""
+def average_over_processes(curve: Curve) -> Curve:
+    """Return the mean losses of all processes. A step was fused if it was fused in every process."""
     import torch.distributed as dist
 
     curves: list[Curve] = [curve] * dist.get_world_size()

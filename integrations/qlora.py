@@ -3,10 +3,10 @@
     python integrations/qlora.py
     python integrations/qlora.py --adapt-head
 
-bitsandbytes leaves the head as it is, so it can be patched. Adapters on the head are fused with it: neither the logits
-of the head nor those of the adapter are made.
+bitsandbytes does not quantize the head, so the head can be patched. An adapter on the head is fused with the head:
+neither computes all logits in memory.
 
-It trains the same small model with and without the callback, and ends with status 1 if the losses differ.
+The script trains the same small model with and without the callback, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
+from demo import Curve, compare, examples, has_gpu, record_losses, require, train_and_record, trainer_settings
 from flce.testing.models import tiny_model
 
 
 def quantized_model(adapt_head: bool) -> Any:
-    """The tiny model in 4 bits, loaded from files as any other would be, with adapters."""
-    # These take seconds to import: here, so that --help does not wait for them.
+    """Return the tiny model in 4 bits, loaded from files, with adapters."""
+    # These imports take seconds. They are here so that --help is fast.
     import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -50,30 +50,30 @@ def quantized_model(adapt_head: bool) -> Any:
     )
 
 
-def make_trainer(patched: bool, folder: str, *, steps: int, model: Any, **arguments: Any) -> Any:
+def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **arguments: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from flce.huggingface import FlceCallback
 
-    return keeping_losses(Trainer)(
+    return record_losses(Trainer)(
         model=model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),
-        callbacks=[FlceCallback()] if patched else [],  # all that is different
+        callbacks=[FlceCallback()] if patched else [],  # the only difference
     )
 
 
 def train(patched: bool, *, adapt_head: bool = False, **arguments: Any) -> Curve:
-    return curve_of(make_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
+    return train_and_record(create_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
 
 
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 50,
-    adapt_head: Annotated[bool, typer.Option("--adapt-head", help="Train an adapter on the head, too.")] = False,
+    adapt_head: Annotated[bool, typer.Option("--adapt-head", help="Also train an adapter on the head.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
 ) -> None:
     """Train LoRA adapters on a model in 4 bits, stock and with FlceCallback, and compare the losses."""
-    need("bitsandbytes", "peft")
+    require("bitsandbytes", "peft")
     status = compare(
         "QLoRA" + " with an adapter on the head" * adapt_head,
         lambda patched: train(patched, steps=steps, adapt_head=adapt_head, bf16=bf16),

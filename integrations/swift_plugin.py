@@ -1,4 +1,4 @@
-"""A plugin of ms-swift that adds a callback; swift_train.py trains with it.
+"""Plugin of ms-swift that adds a callback. swift_train.py trains with it.
 
 The options: `--external_plugins swift_plugin.py --callbacks flce`.
 """

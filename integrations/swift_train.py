@@ -3,7 +3,7 @@
     python integrations/swift_train.py
     python integrations/swift_train.py --lora
 
-It trains the same small model with and without the callback, and ends with status 1 if the losses differ.
+The script trains the same small model with and without the callback, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, excerpts, has_gpu, losses_of_accelerate, need, save_model
+from demo import Curve, compare, excerpts, has_gpu, record_accelerate_losses, require, save_model
 
 PLUGIN = Path(__file__).with_name("swift_plugin.py")
 
 
 def arguments(folder: Path, patched: bool, steps: int, lora: bool) -> dict[str, Any]:
-    said = [{"role": "user", "content": "Go on."}]
-    rows = [{"messages": [*said, {"role": "assistant", "content": text}]} for text in excerpts(4 * steps)]
+    prompt = [{"role": "user", "content": "Go on."}]
+    rows = [{"messages": [*prompt, {"role": "assistant", "content": text}]} for text in excerpts(4 * steps)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with_flce = {"external_plugins": [str(PLUGIN)], "callbacks": ["flce"]}  # all that is different
+    with_flce = {"external_plugins": [str(PLUGIN)], "callbacks": ["flce"]}  # the only difference
     return {
         **(with_flce if patched else {}),
         "model": str(save_model(folder)),
         "model_type": "qwen3",
-        "check_model": False,  # else ms-swift asks its hub for a newer version
+        "check_model": False,  # else ms-swift looks for a newer version in its hub
         "template": "dummy",
         "tuner_type": "lora" if lora else "full",
         "torch_dtype": "float32",
@@ -49,10 +49,10 @@ def arguments(folder: Path, patched: bool, steps: int, lora: bool) -> dict[str, 
 
 
 def train(patched: bool, steps: int, lora: bool = False) -> Curve:
-    # These take seconds to import: here, so that --help does not wait for them.
+    # These imports take seconds. They are here so that --help is fast.
     from swift import SftArguments, sft_main
 
-    with tempfile.TemporaryDirectory() as name, losses_of_accelerate() as curve:
+    with tempfile.TemporaryDirectory() as name, record_accelerate_losses() as curve:
         sft_main(SftArguments(**arguments(Path(name), patched, steps, lora)))
     return curve
 
@@ -62,7 +62,7 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters.")] = False,
 ) -> None:
     """Train with ms-swift, stock and with FlceCallback, and compare the losses."""
-    need("ms-swift")
+    require("ms-swift")
     raise typer.Exit(compare("ms-swift", lambda patched: train(patched, steps, lora)))
 
 

@@ -1,4 +1,4 @@
-"""A loss for torchtune's recipes that takes hidden states; torchtune_recipe.py trains with it."""
+"""Loss of hidden states for torchtune's recipes. torchtune_recipe.py trains with it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import flce
 
 
 class FlceLoss(nn.Module):
-    """The cross entropy of torchtune's models, without their logits.
+    """Cross-entropy of torchtune's models, without logits in memory.
 
-    `loss: {_component_: torchtune_loss.FlceLoss}` in a recipe's configuration makes it. `set_model_output` has to be
-    called once, after the model has been made.
+    `loss: {_component_: torchtune_loss.FlceLoss}` in a recipe's configuration creates it. Call `set_model_output` once,
+    after the model was created.
 
     Args:
         ignore_index: targets with this value contribute nothing.
@@ -37,5 +37,5 @@ class FlceLoss(nn.Module):
         model.unembed = model.norm.__call__
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """The mean over the targets that count. `hidden`: (..., H), `target`: (...)."""
+        """Return the mean loss of the targets that count. `hidden`: (..., H), `target`: (...)."""
         return flce.fused_linear_cross_entropy(hidden, self.head.weight, target, ignore_index=self.ignore_index)

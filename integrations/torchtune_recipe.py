@@ -1,10 +1,10 @@
-"""torchtune with flce: its recipe for full fine-tuning on one device, the loss of torchtune_loss.py and one more line.
+"""torchtune with flce: the recipe for full fine-tuning on one device, with the loss of torchtune_loss.py.
 
     python integrations/torchtune_recipe.py
     python integrations/torchtune_recipe.py --tied
 
-Recipes are files that `tune cp` copies and users change. Here a subclass stands for the changed copy.
-It trains the same small model with torchtune's loss and with flce, and ends with status 1 if the losses differ.
+Recipes are files that `tune cp` copies and users change. A subclass here is used instead of a changed copy.
+The script trains the same small model with torchtune's loss and with flce, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, need, save_model
+from demo import Curve, compare, examples, has_gpu, require, save_model
 from flce.testing.models import SIZES
 
 
 @functools.cache
 def recipe() -> Any:
-    """torchtune's class, from the file that it comes in: recipes are no package."""
+    """Return the class of torchtune's recipe, loaded from its file: recipes are not in a package."""
     import torchtune
 
     file = Path(torchtune.__file__).parents[1] / "recipes/full_finetune_single_device.py"
@@ -37,7 +37,7 @@ def recipe() -> Any:
 
 
 def tokenizer() -> Any:
-    """What the recipe asks of one whose texts are tokens already."""
+    """Return the attributes of a tokenizer that the recipe reads. The data set already has tokens."""
     return SimpleNamespace(pad_id=0)
 
 
@@ -86,7 +86,7 @@ def configuration(folder: Path, patched: bool, steps: int, tied: bool) -> dict[s
 
 
 def train(patched: bool, steps: int, tied: bool = False) -> Curve:
-    # These take seconds to import: here, so that --help does not wait for them.
+    # These imports take seconds. They are here so that --help is fast.
     from omegaconf import OmegaConf
 
     curve = Curve()
@@ -113,10 +113,10 @@ def train(patched: bool, steps: int, tied: bool = False) -> Curve:
 
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 50,
-    tied: Annotated[bool, typer.Option(help="A head that has the embedding's weight.")] = False,
+    tied: Annotated[bool, typer.Option(help="Use the embedding's weight for the head.")] = False,
 ) -> None:
     """Train with a recipe of torchtune, stock and with flce, and compare the losses."""
-    need("torchtune")
+    require("torchtune")
     raise typer.Exit(compare("torchtune", lambda patched: train(patched, steps, tied)))
 
 

@@ -3,10 +3,10 @@
     python integrations/trl_train.py
     python integrations/trl_train.py --by dpo
 
-TRL (1.16) does not call the output embedding, which `patch_model` changes: a kernel of TRL's multiplies by its weight.
-`flce.huggingface.trl.install()` puts flce in the place of that kernel.
+TRL (1.16) does not call the output embedding, which `patch_model` changes: a kernel of TRL multiplies by its weight.
+`flce.huggingface.trl.install()` replaces this kernel by flce.
 
-It trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
+The script trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import typer
 from demo import (
     Curve,
     compare,
-    curve_of,
     excerpts,
-    keeping_losses,
-    need,
+    record_losses,
+    require,
     tiny_tokenizer,
+    train_and_record,
     trainer_settings,
     trl_installed,
 )
@@ -36,7 +36,7 @@ By = Enum("By", {"sft": "sft", "dpo": "dpo"})
 
 
 def preferences(count: int) -> Dataset:
-    """The beginning of a piece of source code, how it goes on (chosen), and how another one does (rejected)."""
+    """Return prompts (beginnings of source code), chosen texts (their continuations) and rejected texts (others)."""
     from datasets import Dataset
 
     texts = excerpts(count)
@@ -45,8 +45,8 @@ def preferences(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": chosen[1:] + chosen[:1]})
 
 
-def make_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", lora: bool = False, **more: Any) -> Any:
-    # These take seconds to import: here, so that --help does not wait for them.
+def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", lora: bool = False, **more: Any) -> Any:
+    # These imports take seconds. They are here so that --help is fast.
     from datasets import Dataset, disable_progress_bars
     from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -57,8 +57,8 @@ def make_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", lor
     if by == "dpo":
         args = DPOConfig(**{**settings, "learning_rate": 1e-4, **more})
         data = preferences(4 * steps)
-        return keeping_losses(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
-    return keeping_losses(SFTTrainer)(
+        return record_losses(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
+    return record_losses(SFTTrainer)(
         args=SFTConfig(**{**settings, **more}),
         train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,
@@ -67,8 +67,8 @@ def make_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", lor
 
 
 def train(patched: bool, **arguments: Any) -> Curve:
-    with trl_installed(patched):  # all that is different
-        return curve_of(make_trainer, patched, **arguments)
+    with trl_installed(patched):  # the only difference
+        return train_and_record(create_trainer, patched, **arguments)
 
 
 def main(
@@ -76,8 +76,8 @@ def main(
     by: By = By.sft,
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters, with SFTTrainer.")] = False,
 ) -> None:
-    """Train with a trainer of TRL's, stock and with flce, and compare the losses."""
-    need("trl", "peft")
+    """Train with a trainer of TRL, stock and with flce, and compare the losses."""
+    require("trl", "peft")
     name = f"{by.value.upper()}Trainer"
     raise typer.Exit(compare(name, lambda patched: train(patched, steps=steps, by=by.value, lora=lora)))
 

@@ -1,1 +1,1 @@
-"""Allocated memory over a stretch of a program: `profile` records it, `plot` draws it."""
+"""Memory profiles of a function: `profile` records the allocated bytes, `plot` draws them."""

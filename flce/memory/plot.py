@@ -1,4 +1,4 @@
-"""Pictures of memory profiles. Matplotlib is imported when one is drawn."""
+"""Pictures of memory profiles, for `MemoryProfile.plot`. Matplotlib is imported when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from flce.core.sizes import GIB, MIB, size_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Samples = Sequence[tuple[float, int]]  # seconds, and bytes from then on
-# Told apart by the colour-blind too.
+Samples = Sequence[tuple[float, int]]  # seconds since the start, and the bytes that are allocated from this time on
+# Colour-blind readers can distinguish these colours.
 COLOURS = ("#d08a2e", "#1f5fa8", "#3a9a7a", "#a8508a", "#6b6b6b")
 
 
 def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: str) -> None:
-    """See `MemoryProfile.plot_side_by_side`."""
+    """Draw the profiles side by side: see `MemoryProfile.plot_side_by_side`."""
     if not profiles:
-        raise ValueError("there is no profile to draw: give at least one, under its name")
+        raise ValueError("profiles must have at least one profile, got none: give a dictionary of names and profiles")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a picture needs Matplotlib, which is not installed: pip install matplotlib") from None
 
-    # Letters are of a legible size where the picture is 900 pixels wide, as in a README.
+    # The letters are legible in a picture of 900 pixels, the width of a README.
     figure = Figure(figsize=(max(6.5, 4.5 * len(profiles)), 3.8), dpi=200, layout="constrained")
     if title:
-        figure.suptitle(title, fontsize=9)  # it may be long
+        figure.suptitle(title, fontsize=9)  # small: a title may be long
     panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
     sizes = [allocated for samples in profiles.values() for _, allocated in samples]
     peak, lowest = max(sizes), min(sizes)
     unit = GIB if peak >= GIB else MIB
     for number, (axes, (name, samples)) in enumerate(zip(panels, profiles.items(), strict=True)):
-        _panel(axes, samples, unit, COLOURS[number % len(COLOURS)])
+        _draw_panel(axes, samples, unit, COLOURS[number % len(COLOURS)])
         axes.set_title(name, fontsize=12)
     panels[0].set_ylabel(f"allocated since the start, {'GiB' if unit == GIB else 'MiB'}", fontsize=11)
-    headroom = 0.16 * max(peak - lowest, 1)  # for what is written over the peak
+    headroom = 0.16 * max(peak - lowest, 1)  # for the label above the peak
     panels[0].set_ylim((lowest - headroom if lowest < 0 else 0) / unit, (peak + headroom) / unit)
     panels[0].margins(x=0.01)
     file = Path(path)
@@ -46,7 +46,7 @@ def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: s
     figure.savefig(file)
 
 
-def _panel(axes: Axes, samples: Samples, unit: int, colour: str) -> None:
+def _draw_panel(axes: Axes, samples: Samples, unit: int, colour: str) -> None:
     milliseconds = [1e3 * seconds for seconds, _ in samples]
     allocated = [size / unit for _, size in samples]
     axes.fill_between(milliseconds, allocated, step="post", color=colour, alpha=0.3, linewidth=0)

@@ -1,5 +1,5 @@
-"""What `flce check`, benchmarks and the tests compare with: one problem, one float64 oracle, one table of tolerances.
+"""References of `flce check`, the benchmarks and the tests.
 
-`problem` makes the tensors of a call and runs it through flce and through PyTorch's own operators. `oracle` computes
-what it has to return. `tolerances` says how far from that a result may be. `models` has a tiny language model.
+`problem` creates the tensors of a call and runs flce and PyTorch's operators on them. `oracle` computes the results in
+float64. `tolerances` has the allowed errors. `models` has a tiny language model.
 """

@@ -1,4 +1,4 @@
-"""Small language models with random weights, made from their configuration: nothing is downloaded."""
+"""Small language models with random weights, created from a configuration without a download."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIZES: Mapping[str, Any] = {
 
 
 def tiny_model(architecture: str = "Qwen3", seed: int = 0, **sizes: Any) -> Any:
-    """Two layers without dropout, in float32 on the CPU: with one seed the same model on every call.
+    """Create a model of two layers without dropout, in float32 on the CPU. The same seed gives the same weights.
 
     Args:
-        architecture: as the classes of Transformers begin.
-        seed: of the weights.
-        sizes: other values of the configuration.
+        architecture: the prefix of the class in Transformers: ``Qwen3`` of ``Qwen3ForCausalLM``.
+        seed: the seed of the weights.
+        sizes: values of the configuration that differ from `SIZES`.
     """
     import torch
     import transformers

@@ -1,8 +1,8 @@
-"""What the fused functions have to return, computed the plain way: the loss in float64, and results of tokens.
+"""The float64 oracle: expected losses, gradients and results of tokens, for `flce check`, benchmarks and tests.
 
-Nothing here is shared with the rest of the package: the logits are materialised, every formula is the one of the
-documentation, and the gradients come from PyTorch's own autograd. ``tests/testing/test_oracle.py`` compares the oracle
-with ``torch.nn.functional.cross_entropy`` and with values computed by hand.
+The oracle shares no code with the rest of the package: it computes all logits and the formulas of the documentation.
+PyTorch's autograd computes the gradients. ``tests/testing/test_oracle.py`` compares the oracle with
+``torch.nn.functional.cross_entropy`` and with values computed by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The most logits that are made at once: half a GiB, several times.
+# The most logits that are computed at once: several tensors of half a GiB.
 MAX_LOGITS = 1 << 26
 
 
@@ -30,14 +30,14 @@ class OracleResult:
     correct: Tensor
     grad_input: Tensor
     grad_weight: Tensor
-    """Empty where there is no weight."""
+    """Empty if there is no weight."""
     grad_bias: Tensor | None
     grad_adapters: list[tuple[Tensor, Tensor]]
     grad_token_weight: Tensor | None
 
 
 def shifted_target(target: Tensor, ignore_index: int, shift: int) -> tuple[Tensor, Tensor]:
-    """The target that each position predicts and whether the position counts at all."""
+    """Return the target that each position predicts, and True for each position that counts."""
     if shift == 0:
         return target, target != ignore_index
     moved = torch.zeros_like(target)
@@ -59,7 +59,7 @@ def dense_logits(
     logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """``z`` for every position and class. Without a weight ``input`` are logits before their scale and cap."""
+    """Return the logits of every position and class. Without a weight ``input`` has the logits before scale and cap."""
     z = input if linear_weight is None else input @ linear_weight.transpose(0, 1)
     for a, b in adapters:
         z = z + a @ b.transpose(0, 1)
@@ -72,7 +72,7 @@ def dense_logits(
 
 
 def token_results(z: Tensor, target: Tensor, candidates: Tensor, ignore_index: int = -100) -> dict[str, Tensor]:
-    """Results of `flce.linear_logprobs` that have gradients, of logits (N, V), in their dtype and differentiable.
+    """Return the differentiable results of `flce.linear_logprobs` for logits (N, V), in the dtype of the logits.
 
     Args:
         candidates: (N, K) classes; -1 for none.
@@ -107,7 +107,7 @@ def oracle(
     shift: int = 0,
     grad_output: Tensor | float | None = None,
 ) -> OracleResult:
-    """Loss, statistics and gradients for the upstream gradient ``grad_output`` (ones if not given)."""
+    """Return the loss, the statistics and the gradients for the upstream gradient ``grad_output`` (default: ones)."""
     w, b = (None if t is None else _leaf(t) for t in (linear_weight, linear_bias))
     ups = [_leaf(up) for _, up in adapters]
     num_classes = input.shape[-1] if w is None else w.shape[0]
@@ -116,7 +116,7 @@ def oracle(
     per_class = input.new_ones(num_classes, dtype=torch.float64) if weight is None else weight.detach().double()
     per_token = None if token_weight is None else _leaf(token_weight.reshape(-1))
 
-    # What the two terms of all tokens are divided by.
+    # The divisors of the cross-entropy and of the z-loss.
     one = input.new_ones((), dtype=torch.float64)
     if reduction == "mean":
         divisor, z_divisor = per_class[y[valid]].sum(), valid.sum().double()
@@ -182,14 +182,14 @@ def _grad(leaf: Tensor) -> Tensor:
 
 
 def _scatter_rows(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """The values at these of `count` rows; zero or False elsewhere."""
+    """Return a vector of `count` values: `values` at the indices `rows`, zero or False elsewhere."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_put((rows,), values)
 
 
 def _statistics(z: Tensor, lse: Tensor, y: Tensor) -> dict[str, Tensor]:
     p = torch.softmax(z, dim=1)
     plogit = torch.where(p > 0, p * z, torch.zeros_like(p))
-    # The lowest index among equals, whatever torch.argmax does.
+    # The lowest index of equal logits. torch.argmax may return any of them.
     is_top = z == z.amax(dim=1, keepdim=True)
     order = torch.arange(z.shape[1], device=z.device).expand_as(is_top)
     highest = torch.where(is_top, order, z.shape[1]).amin(dim=1)

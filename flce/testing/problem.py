@@ -1,4 +1,4 @@
-"""Tensors and arguments of one call; the call of flce, of PyTorch's own operators, and of the oracle."""
+"""One call as data (`Problem`), and its results by flce, by PyTorch's operators and by the oracle."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flce.testing.oracle import OracleResult, dense_logits, oracle, shifted_targ
 IGNORED = -100
 # Standard deviation of the logits; about that of a trained model.
 LOGITS_STD = 4.0
-# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters. "t", that of
-# the weights of tokens, is for those who ask for it.
+# Letters of gradients: x input, w weight, b bias, a and B the tensors of all adapters. "t" is the gradient of
+# `token_weight`.
 ALL_GRADS = "xwbaB"
 
 
@@ -29,7 +29,7 @@ class Problem:
 
     input: Tensor
     linear_weight: Tensor
-    """With dimensions (0,) where there is no head: `input` are logits then."""
+    """Has shape (0,) if there is no head. `input` then has the logits."""
     target: Tensor
     linear_bias: Tensor | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Problem:
         return replace(self, kwargs={**self.kwargs, **kwargs})
 
     def map(self, function: Callable[[Tensor, str], Tensor]) -> Problem:
-        """With other tensors in the place of those that may have a gradient, made of them and their `ALL_GRADS`."""
+        """Return the problem with each tensor that may have a gradient replaced by `function(tensor, letter)`."""
         return replace(
             self,
             input=function(self.input, "x"),
@@ -62,13 +62,12 @@ class Problem:
         return {**self.kwargs, "token_weight": token_weight}
 
     def to(self, device: torch.device) -> Problem:
-        """On another device."""
         return replace(self.map(lambda t, _: t.to(device)), target=self.target.to(device))
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """The loss and the gradients of a call; `output` is what it returned, statistics among it."""
+    """Loss and gradients of a call. `output` is the value that the call returned, with its statistics."""
 
     loss: Tensor
     grad_input: Tensor | None
@@ -97,13 +96,13 @@ def make_problem(
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> Problem:
-    """A random problem whose logits have about the standard deviation ``std``. With ``hidden=None`` it has no head.
+    """Create a random problem. Its logits have about the standard deviation ``std``. ``hidden=None``: without a head.
 
-    The numbers are the same on every device, unless a generator of another device than the CPU draws them.
+    The numbers are the same on every device if ``generator`` is None or a generator of the CPU.
     """
     g = torch.Generator().manual_seed(seed) if generator is None else generator
-    how: dict[str, Any] = {"generator": g, "dtype": torch.float64, "device": g.device}
-    rand, randn = functools.partial(torch.rand, **how), functools.partial(torch.randn, **how)
+    settings: dict[str, Any] = {"generator": g, "dtype": torch.float64, "device": g.device}
+    rand, randn = functools.partial(torch.rand, **settings), functools.partial(torch.randn, **settings)
     shape = tuple(leading)
     if hidden is None:
         x, w = randn((*shape, vocab)).mul_(std).to(device, dtype), torch.empty(0, dtype=dtype, device=device)
@@ -134,7 +133,7 @@ def run_fused(
     grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
 ) -> CallResult:
-    """One forward and, if any of ``grads`` is wanted, one backward of flce."""
+    """Run one forward pass of flce and, if ``grads`` is not empty, one backward pass."""
     p = problem.map(lambda t, letter: _leaf(t, letter in grads))
     output: Any = flce.fused_linear_cross_entropy(
         p.input,
@@ -153,11 +152,11 @@ def run_fused(
 
 
 def run_stock(problem: Problem, grad_output: Tensor | float | None = None, processes: int = 1) -> CallResult:
-    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64.
+    """Run ``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64.
 
     Args:
-        processes: that divide the head by classes. Each rounds its share of the input's gradient, and autograd adds the
-            shares in the dtype of the problem.
+        processes: the number of shards of the head. The input's gradient of each shard is rounded, and autograd adds
+            the shards' gradients in the dtype of the problem.
     """
     p = problem.map(lambda t, _: _leaf(t, True))
     z = p.input
@@ -188,7 +187,7 @@ def stock_loss(
     label_smoothing: float = 0.0,
     token_weight: Tensor | None = None,
 ) -> tuple[Tensor, SimpleNamespace]:
-    """The loss of logits that exist, by PyTorch's own operators, and the statistics of each token."""
+    """Return the loss of given logits by PyTorch's operators, and the statistics of each token."""
     z = dense_logits(
         z if z.dtype == torch.float64 else z.float(),
         None,
@@ -235,10 +234,10 @@ def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> O
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what was expected.
+    """Return the norm of the difference divided by the norm of the expected tensor.
 
     Raises:
-        ValueError: the two have different shapes.
+        ValueError: the two tensors have different shapes.
     """
     if actual.shape != expected.shape:
         raise ValueError(f"a result has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
@@ -248,13 +247,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
-    if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
+    if t.data_ptr() % 16:  # a copy would be aligned, and the test needs this address
         return t.detach().requires_grad_(requires_grad)
     return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
 
 
 def _tensors(p: Problem) -> list[Tensor]:
-    """Those that may have a gradient."""
+    """Return the tensors that may have a gradient."""
     every = (p.input, p.linear_weight, p.linear_bias, *(t for pair in p.adapters for t in pair), p.token_weight)
     return [t for t in every if t is not None]
 
@@ -265,5 +264,5 @@ def _after_backward(p: Problem, loss: Tensor, output: Any, grad_output: Tensor |
         loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
     bias = None if p.linear_bias is None else p.linear_bias.grad
     adapters = [(a.grad, up.grad) for a, up in p.adapters]
-    of_weights = None if p.token_weight is None else p.token_weight.grad
-    return CallResult(loss.detach(), p.input.grad, p.linear_weight.grad, bias, adapters, output, of_weights)
+    token_weight_grad = None if p.token_weight is None else p.token_weight.grad
+    return CallResult(loss.detach(), p.input.grad, p.linear_weight.grad, bias, adapters, output, token_weight_grad)

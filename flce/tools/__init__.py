@@ -1,1 +1,1 @@
-"""The command line and what it runs: `flce check`, `flce plan`, `flce info`."""
+"""The command `flce`: `flce info`, `flce check` and `flce plan`."""

@@ -1,4 +1,4 @@
-"""This machine: its devices, what runs on them, and the facts that a bug report and a result file say of it."""
+"""Facts of this machine for commands, bug reports and result files: devices, backends, versions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE", "TRITON_I
 
 
 def distinct_devices() -> tuple[list[torch.device], dict[torch.device, torch.device]]:
-    """One device of each name, and those that are as one of them."""
+    """Return one device of each name, and a dictionary from every other device to the device of the same name."""
     first: dict[str, torch.device] = {}
-    there = {device: first.setdefault(device_name(device), device) for device in list_devices()}
-    return list(first.values()), {device: kept for device, kept in there.items() if kept != device}
+    same = {device: first.setdefault(device_name(device), device) for device in list_devices()}
+    return list(first.values()), {device: other for device, other in same.items() if other != device}
 
 
 def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a device cannot compute in a dtype; None: it can."""
+    """Return the reason a device cannot compute in a dtype, or None if it can."""
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         return f"{device_name(device)} has no bfloat16"
     if dtype == torch.float64 and exact_device(device) != device:
@@ -45,15 +45,15 @@ def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """The device itself, or the CPU in the place of one that has no float64."""
+    """Return the device, or the CPU if the device has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def why_no_backend(device: torch.device, backend: str) -> str | None:
-    """Why a backend cannot run on a device; None: it can."""
+    """Return the reason a backend cannot run on a device, or None if it can."""
     if backend == "torch":
         return None
-    with use_backend(""):  # by flce, whatever the user has asked for
+    with use_backend(""):  # the choice of flce without the user's FLCE_BACKEND
         if choose_backend(device).name != backend:
             return choose_backend(device).reason
     return "Triton's interpreter is for tests" if device.type == "cpu" else None
@@ -61,7 +61,7 @@ def why_no_backend(device: torch.device, backend: str) -> str | None:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within it every call takes this backend; "": the one that flce chooses."""
+    """Set the backend of every call in the context. "": flce chooses the backend."""
     before = os.environ.get("FLCE_BACKEND")
     os.environ["FLCE_BACKEND"] = backend
     try:
@@ -75,7 +75,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_threads(number: int) -> Iterator[None]:
-    """Within it PyTorch uses this number on a CPU."""
+    """Set the number of PyTorch's CPU threads in the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -92,14 +92,14 @@ TESTED = {
     "triton": ("3.6.0", "3.8.0"),
     "transformers": ("4.56.2", "5.24.0"),
 }
-"""The oldest and the newest version of each that the tests are run with."""
+"""The oldest and the newest version of each package that the tests run with."""
 
 BY_HAND = {"torch": "2.15.0"}
-"""Newer versions, which a part of the tests was run with once."""
+"""Newer versions with which a part of the tests was run once."""
 
 
 def environment() -> dict[str, Any]:
-    """Everything that a bug report needs to say of the machine; it can be written as JSON."""
+    """Return the facts of the machine for a bug report, as values for JSON."""
     packages = dict.fromkeys((*PACKAGES, *PEERS[:2]))
     return {
         "flce": flce.__version__,
@@ -113,28 +113,29 @@ def environment() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = (*PACKAGES, *PEERS)) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """Return the versions of the packages that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     if "torch" in found:
-        found["torch"] = str(torch.__version__)  # says which build it is: +cpu, +cu132
+        found["torch"] = str(torch.__version__)  # with the build: +cpu, +cu132
     return found
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """One device: its name, memory in bytes, compute capability, backend and why, fast paths and why not."""
+    """Return the facts of a device: name, memory in bytes, compute capability, backend, the reason, fast paths."""
     facts: dict[str, Any] = {"device": str(device), "type": device.type}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        facts |= {"name": found.name, "memory": found.total_memory, "capability": f"{found.major}.{found.minor}"}
-        facts |= {"multiprocessors": found.multi_processor_count, "l2_cache": found.L2_cache_size}
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"name": properties.name, "memory": properties.total_memory}
+        facts |= {"capability": f"{properties.major}.{properties.minor}"}
+        facts |= {"multiprocessors": properties.multi_processor_count, "l2_cache": properties.L2_cache_size}
     else:
         facts |= {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     try:
         facts["backend"], record = choose_backend(device).name, device_record(device)
-    except ValueError as error:  # FLCE_BACKEND asks for what cannot be, or the profile is wrong
+    except ValueError as error:  # FLCE_BACKEND requests a backend that cannot run, or the profile is wrong
         return facts | {"backend": None, "why": str(error)}
     facts |= {"kind": record.name, "profile": record.profile}
     return facts | {"why": choose_backend(device).reason, "logits_in_registers": has_product(device)}

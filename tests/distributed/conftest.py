@@ -1,4 +1,4 @@
-"""The processes, started when the first test needs them."""
+"""Fixture of two processes, started by the first test that needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of the tests with DeepSpeed run."""
+"""Functions that the processes of `test_deepspeed.py` run: training with DeepSpeed, stock and patched."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.distributed.training import (
     with_lora,
 )
 
-# Nothing stays gathered because it is small; what is needed again soon does, from the second step on.
+# Small weights are divided too. From the second step on, weights that are needed again soon stay gathered.
 ZERO_3: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10000}
 FREED_AT_ONCE = {**ZERO_3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 
 
-def engine_of(model: Any, zero: dict[str, Any], accumulation: int = 1, **config: Any) -> Any:
+def create_engine(model: Any, zero: dict[str, Any], accumulation: int = 1, **config: Any) -> Any:
     import deepspeed
 
-    # Otherwise it compiles a collective in C++ for a minute, which nothing here depends on.
+    # Otherwise DeepSpeed compiles a collective in C++ for a minute, which the tests do not need.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
     config = {
@@ -58,7 +58,7 @@ def engine_of(model: Any, zero: dict[str, Any], accumulation: int = 1, **config:
 def _train(
     engine: Any, loss: Callable[[Any, Tensor], Tensor], direct: bool
 ) -> tuple[list[float], list[Tensor], list[Tensor]]:
-    """Losses, the gradients of the first step, and the weights after the last."""
+    """Return the losses, the gradients of the first step, and the weights after the last step."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     stage, accumulation = engine.zero_optimization_stage(), engine.gradient_accumulation_steps()
@@ -78,18 +78,18 @@ def _train(
     return losses, gradients, [weight.detach().clone() for weight in weights]
 
 
-def _check_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+def _check_same(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
     tolerance = rounding(tolerance)
-    torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=tolerance)
-    for mine, stocks in zip(got[1], want[1], strict=True):
-        assert (mine - stocks).norm() <= tolerance * stocks.norm(), (mine, stocks)
-    # AdamW divides by the size of a gradient, so rounding shows in weights whose gradients are next to nothing.
-    torch.testing.assert_close(got[2], want[2], rtol=20 * tolerance, atol=20 * tolerance)
-    assert want[0][-1] != want[0][0]
+    torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=tolerance)
+    for ours, stocks in zip(got[1], expected[1], strict=True):
+        assert (ours - stocks).norm() <= tolerance * stocks.norm(), (ours, stocks)
+    # AdamW divides by the size of a gradient, which magnifies rounding in weights with tiny gradients.
+    torch.testing.assert_close(got[2], expected[2], rtol=20 * tolerance, atol=20 * tolerance)
+    assert expected[0][-1] != expected[0][0]
 
 
 def _two_forwards(model: Any, ids: Tensor) -> Tensor:
-    """Before one backward, several losses of each: one of the first forward is older than the second forward."""
+    """Return the sum of losses of two forward passes. One loss is computed before the second forward pass."""
     logits = model(input_ids=ids).logits
     older = logits.logsumexp(-1).square().mean()
     return smoothed(model, ids.flip(0)) + F.cross_entropy(*shifted(logits, ids)) + older
@@ -106,24 +106,24 @@ def compare(
     tolerance: float = 1e-5,
     **config: Any,
 ) -> Any:
-    """Patched beside stock, both with DeepSpeed."""
+    """Train stock and patched with DeepSpeed and compare. Return the report and the warnings."""
     stock = tiny_llama(tie_word_embeddings=tied)
     stock = stock if adapters is None else with_lora(adapters)(stock)
     if checkpointing:
         stock.gradient_checkpointing_enable()
     patched = flce.patch_model(copy.deepcopy(stock))
     function = _two_forwards if loss == "two forwards" else LOSSES[loss]
-    want = _train(engine_of(stock, zero, accumulation, **config), function, direct)
+    expected = _train(create_engine(stock, zero, accumulation, **config), function, direct)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got = _train(engine_of(patched, zero, accumulation, **config), function, direct)
-    _check_same(got, want, tolerance)
+        got = _train(create_engine(patched, zero, accumulation, **config), function, direct)
+    _check_same(got, expected, tolerance)
     kinds = {w.category for w in caught} & {MaterializedLogitsWarning, NotFusedWarning}
     return flce.report(patched), {kind.__name__ for kind in kinds}
 
 
 class _TwoOutputs(torch.nn.Module):
-    """Returns the logits, and a view of them."""
+    """Model that returns the logits and a view of the logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -135,13 +135,13 @@ class _TwoOutputs(torch.nn.Module):
 
 
 def two_outputs() -> None:
-    """DeepSpeed's factor 1/4 is in a hook of each output, and reaches the gradient once."""
+    """Check that DeepSpeed's factor 1/4, which is in a hook of each output, is applied once."""
     norms: list[Tensor] = []
     stock = tiny_llama()
     for model in (stock, flce.patch_model(copy.deepcopy(stock))):
         model.lm_head.weight.register_hook(lambda grad: norms.append(grad.norm()))
         ids = batch(dist.get_rank(), 0)
-        logits = engine_of(_TwoOutputs(model), {"stage": 1}, 4)(input_ids=ids)["logits"]
+        logits = create_engine(_TwoOutputs(model), {"stage": 1}, 4)(input_ids=ids)["logits"]
         F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     torch.testing.assert_close(norms[1], norms[0], rtol=rounding(1e-5), atol=0.0)
 
@@ -152,43 +152,43 @@ def two_outputs() -> None:
 def _stock_and_patched(zero: dict[str, Any]) -> list[Any]:
     stock = tiny_llama()
     return [
-        engine_of(model, zero) for model in (stock, flce.patch_model(copy.deepcopy(stock), on_materialize="ignore"))
+        create_engine(model, zero) for model in (stock, flce.patch_model(copy.deepcopy(stock), on_materialize="ignore"))
     ]
 
 
-def _losses_of(steps: Callable[[Any], list[float]], zero: dict[str, Any]) -> None:
-    """Losses and other numbers of a training, of stock and patched."""
+def _compare_steps(steps: Callable[[Any], list[float]], zero: dict[str, Any]) -> None:
+    """Compare the numbers that `steps` returns for stock and patched."""
     stock, patched = _stock_and_patched(zero)
-    want, got = steps(stock), steps(patched)
-    torch.testing.assert_close(got, want, rtol=rounding(1e-5), atol=rounding(1e-5))
-    assert len(set(want)) > 1
+    expected, got = steps(stock), steps(patched)
+    torch.testing.assert_close(got, expected, rtol=rounding(1e-5), atol=rounding(1e-5))
+    assert len(set(expected)) > 1
     assert not flce.report(patched).stock
 
 
 def late_reads(zero: dict[str, Any]) -> None:
-    """Logits read after backward, and after the next forward, are stock's; after a step they are an error."""
+    """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
     stock, patched = _stock_and_patched(zero)
     ids = batch(dist.get_rank(), 0)
-    want = stock(input_ids=ids).logits.detach().clone()
+    expected = stock(input_ids=ids).logits.detach().clone()
 
-    def trained() -> Tensor:
+    def logits_after_backward() -> Tensor:
         outputs = patched(input_ids=ids, labels=ids)
         patched.backward(outputs.loss)
         logits: Tensor = outputs.logits
         return logits
 
-    torch.testing.assert_close(trained().softmax(-1), want.softmax(-1))
-    logits = trained()
+    torch.testing.assert_close(logits_after_backward().softmax(-1), expected.softmax(-1))
+    logits = logits_after_backward()
     patched(input_ids=ids, labels=ids)
-    assert torch.equal(logits.argmax(-1), want.argmax(-1))
-    logits = trained()
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    logits = logits_after_backward()
     patched.step()
     error_of(lambda: logits.argmax(-1), "by an optimizer step")
-    assert not torch.equal(patched(input_ids=ids, labels=ids).logits.argmax(-1), want.argmax(-1))
+    assert not torch.equal(patched(input_ids=ids, labels=ids).logits.argmax(-1), expected.argmax(-1))
 
 
 def evaluated(zero: dict[str, Any]) -> None:
-    """An evaluation between the steps."""
+    """Train with an evaluation between the steps."""
 
     def steps(engine: Any) -> list[float]:
         numbers = []
@@ -204,11 +204,11 @@ def evaluated(zero: dict[str, Any]) -> None:
                 numbers += [loss.item(), outputs.loss.item(), outputs.logits.exp().mean().log().item()]
         return numbers
 
-    _losses_of(steps, zero)
+    _compare_steps(steps, zero)
 
 
 def targets_refused(zero: dict[str, Any]) -> None:
-    """Some batches have a target out of range, which raises; training goes on with the next."""
+    """Train with some batches that raise an error because a target is out of range."""
 
     def steps(engine: Any) -> list[float]:
         losses = []
@@ -225,11 +225,11 @@ def targets_refused(zero: dict[str, Any]) -> None:
         assert len(losses) == 2
         return losses
 
-    _losses_of(steps, zero)
+    _compare_steps(steps, zero)
 
 
 def ranks_apart(zero: dict[str, Any]) -> None:
-    """In some steps one process has no labels, or only a zero of its logits in the place of a loss."""
+    """Train with steps in which one process has no labels, or a loss of zero."""
 
     def steps(engine: Any) -> list[float]:
         losses = []
@@ -245,11 +245,11 @@ def ranks_apart(zero: dict[str, Any]) -> None:
             losses.append(loss.item())
         return losses
 
-    _losses_of(steps, zero)
+    _compare_steps(steps, zero)
 
 
 class _CountHeads(TorchDispatchMode):
-    """The most memories of a whole parameter that exist at a time, looked for at every operation."""
+    """Counter of the full copies of a parameter: the most at one time (`most`), and all (`gathered`)."""
 
     def __init__(self, parameter: Any) -> None:
         super().__init__()
@@ -269,23 +269,25 @@ class _CountHeads(TorchDispatchMode):
         return result
 
 
-def _kept_outputs(kept: list[Any]) -> Callable[[Any, Tensor], Tensor]:
-    """A loss whose backward makes the logits again, and which keeps the outputs of earlier steps."""
+def _loss_with_history(outputs: list[Any]) -> Callable[[Any, Tensor], Tensor]:
+    """Return a loss that computes the logits again in backward, and stores the outputs of earlier steps."""
 
     def loss(model: Any, ids: Tensor) -> Tensor:
-        kept.append(model(input_ids=ids).logits)
-        return F.cross_entropy(kept[-1][:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").square().mean()
+        outputs.append(model(input_ids=ids).logits)
+        return (
+            F.cross_entropy(outputs[-1][:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none").square().mean()
+        )
 
     return loss
 
 
 def gathered_heads(zero: dict[str, Any], frozen: bool) -> list[list[int]]:
-    """How often stock and patched gather the head in each step. It is never there twice."""
+    """Return the number of gathers of the head in each step, stock and patched. Two copies never exist at once."""
     counts: list[list[int]] = []
     for patched in (False, True):
         model = flce.patch_model(tiny_llama()) if patched else tiny_llama()
         model.lm_head.weight.requires_grad_(not frozen)
-        engine, loss = engine_of(model, zero), _kept_outputs([])
+        engine, loss = create_engine(model, zero), _loss_with_history([])
         counts.append([])
         for step in range(STEPS):
             with _CountHeads(model.lm_head.weight) as heads:
@@ -312,10 +314,10 @@ class _Checkpointed(torch.nn.Module):
 
 
 def checkpointed_head() -> list[str]:
-    """Why stock code runs."""
+    """Train with a checkpoint around the head. Return the reasons that the stock code runs."""
     losses = []
     for patched in (False, True):
-        engine = engine_of(flce.patch_model(_Checkpointed()) if patched else _Checkpointed(), FREED_AT_ONCE)
+        engine = create_engine(flce.patch_model(_Checkpointed()) if patched else _Checkpointed(), FREED_AT_ONCE)
         for step in range(2):
             loss = engine(batch(dist.get_rank(), step))
             engine.backward(loss)
@@ -325,21 +327,21 @@ def checkpointed_head() -> list[str]:
     return list(flce.report(engine).stock)
 
 
-def of_trl() -> None:
-    """TRL's loss with flce's head, beside the loss of stock."""
+def trl_head() -> None:
+    """Compare TRL's loss with flce's head with stock."""
     from trl.trainer import utils
 
     import flce.huggingface.trl
 
-    def loss_of_trl(model: Any, ids: Tensor) -> Tensor:
-        made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=True)
-        value: Tensor = -made.log_probs.sum() / made.label_mask.sum()
+    def trl_loss(model: Any, ids: Tensor) -> Tensor:
+        outputs = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=True)
+        value: Tensor = -outputs.log_probs.sum() / outputs.label_mask.sum()
         return value
 
     stock, patched = tiny_llama(), tiny_llama()
     flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(patched, outputs=("entropy",))
-    results = [_train(engine_of(stock, FREED_AT_ONCE), LOSSES["labels"], False)]
-    results.append(_train(engine_of(patched, FREED_AT_ONCE), loss_of_trl, False))
+    results = [_train(create_engine(stock, FREED_AT_ONCE), LOSSES["labels"], False)]
+    results.append(_train(create_engine(patched, FREED_AT_ONCE), trl_loss, False))
     _check_same(results[1], results[0])
     report = flce.report(patched)
     assert report.fused == STEPS, report

@@ -1,7 +1,7 @@
-"""Processes that talk over gloo (or NCCL), started once, in which tests run their functions.
+"""Processes with a process group of gloo or NCCL, in which tests run functions.
 
-A test gives a :class:`World` a function of a module and its arguments. Every process calls it; the results come back in
-the order of the ranks. A failure in one process is raised in the test, with that process's traceback.
+A test calls :meth:`World.run` with a function of a module and its arguments. Every process calls the function. The
+results are in the order of the ranks. An error in a process is raised in the test, with the traceback of the process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-SECONDS = 120  # for one call
+CALL_TIMEOUT = 120  # seconds of one call
 
-# Each takes a process seconds to import. Without a GPU one process imports them, and the others are forked from it.
+# Each import takes seconds. Without a GPU one process imports these modules, and the others are forked from it.
 SLOW_IMPORTS = ["tests.distributed.training", "transformers.models.llama.modeling_llama", "peft", "accelerate"]
 SLOW_IMPORTS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "deepspeed", "lightning.fabric"]
 
 
 class World:
-    """``size`` processes with one process group.
+    """Processes with one process group.
 
     Args:
         size: number of processes.
@@ -39,15 +39,15 @@ class World:
         self._ends: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a module-level function in every process."""
+        """Call a module-level function in every process, and return the results."""
         if not self._processes:
             self._start()
         for end in self._ends:
             end.send((function.__module__, function.__qualname__, args, kwargs))
-        results = [end.recv() if end.poll(SECONDS) else ("no answer", None) for end in self._ends]
+        results = [end.recv() if end.poll(CALL_TIMEOUT) else ("no answer", None) for end in self._ends]
         failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(results) if text is not None]
         if failures:
-            self.close()  # the others may wait for the one that failed
+            self.close()  # other processes may wait for the failed process
             raise AssertionError("\n".join(failures))
         return [value for _, value in results]
 
@@ -58,19 +58,19 @@ class World:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        # With a GPU the libraries look for it when they are imported, and CUDA forbids forks after that.
+        # With a GPU the imports of the libraries initialize CUDA, which forbids forks after that.
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(SLOW_IMPORTS)
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.size):
-            mine, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.size, self.backend, str(store)), daemon=True
+                target=_serve, args=(child_end, rank, self.size, self.backend, str(store)), daemon=True
             )
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._ends.append(mine)
+            self._ends.append(parent_end)
 
 
 def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> None:

@@ -1,5 +1,7 @@
-"""What processes do that share a head: each has some of the classes, all have the same tokens. Called by
-`test_split_head.py` in every process."""
+"""Functions that `test_split_head.py` runs in every process of a group that shares a head.
+
+Each process has some of the classes. All processes have the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,16 @@ OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_
 
 @functools.cache
 def groups() -> dict[str, Any]:
-    """All processes, and pairs, of which each process is in one. A wait ends after 60 seconds."""
-    count, wait = dist.get_world_size(), timedelta(seconds=60)
-    made = {"all": dist.new_group(range(count), timeout=wait)}
-    pairs = [dist.new_group([k, k + 1], timeout=wait) for k in range(0, count, 2)]
-    return {**made, "pair": pairs[dist.get_rank() // 2]}
+    """Return the group of all processes, and the pair of this process. The timeout is 60 seconds."""
+    count, timeout = dist.get_world_size(), timedelta(seconds=60)
+    full = {"all": dist.new_group(range(count), timeout=timeout)}
+    pairs = [dist.new_group([k, k + 1], timeout=timeout) for k in range(0, count, 2)]
+    return {**full, "pair": pairs[dist.get_rank() // 2]}
 
 
 @functools.cache
 def device() -> torch.device:
-    """Of this process. Where several share a GPU they talk over gloo, which takes CPU tensors: the test copies them."""
+    """Return the device of this process. If processes share a GPU, wrap gloo's collectives, which need CPU tensors."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     os.environ.pop("FLCE_BACKEND", None)
@@ -76,20 +78,20 @@ class _FinishedWork:
 
 
 def _via_cpu(collective: Any) -> Any:
-    """The first tensor is written."""
+    """Wrap a collective whose first tensor is the output: it runs on copies in CPU memory."""
 
     @functools.wraps(collective)
-    def copied(out: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def run_on_cpu(out: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         on_cpu = [out.cpu(), *(t.cpu() if isinstance(t, Tensor) else t for t in args)]
         collective(*on_cpu, **kwargs)
         out.copy_(on_cpu[0])
         return _FinishedWork() if async_op else None
 
-    return copied
+    return run_on_cpu
 
 
 class LocalShare:
-    """What this process has of a problem, as leaves."""
+    """The tensors of a problem that this process has, as leaves."""
 
     def __init__(self, p: Problem, group: Any, sequence_parallel: bool = False, slices: bool = False) -> None:
         self.p, self.group, self.sequence_parallel = p, group, sequence_parallel
@@ -111,13 +113,13 @@ class LocalShare:
         return t.detach().clone().requires_grad_()
 
     def tokens(self, x: Tensor) -> Tensor:
-        """This process's share."""
+        """Return the tokens of this process."""
         if not self.sequence_parallel:
             return x
         return x.chunk(self.group.size(), dim=-2)[self.group.rank()]
 
     @property
-    def how(self) -> dict[str, Any]:
+    def group_arguments(self) -> dict[str, Any]:
         return {
             "process_group": self.group,
             "vocab_size": self.vocab_size,
@@ -132,16 +134,16 @@ class LocalShare:
             linear_bias=self.bias,
             adapters=self.adapters,
             **self.kwargs,
-            **self.how,
+            **self.group_arguments,
             **kwargs,
         )
 
     def errors(self, expected: OracleResult) -> dict[str, float]:
-        """Of all gradients, relative to those of all classes and tokens."""
+        """Return the errors of the gradients, relative to the gradients of all classes and tokens."""
 
-        def relative(got: Tensor | None, local: Tensor, all_of_it: Tensor) -> float:
+        def relative(got: Tensor | None, local: Tensor, full: Tensor) -> float:
             assert got is not None
-            return float((got.double() - local).norm() / all_of_it.norm().clamp(min=1e-6))
+            return float((got.double() - local).norm() / full.norm().clamp(min=1e-6))
 
         dx, dw = expected.grad_input, expected.grad_weight
         errors = {"dX": relative(self.input.grad, self.tokens(dx), dx)}
@@ -154,8 +156,8 @@ class LocalShare:
             if len(b):
                 errors[f"B{k}"] = relative(b.grad, db[self.classes], db)
         if expected.grad_token_weight is not None:
-            of_weights = expected.grad_token_weight
-            errors["token_weight"] = relative(self.kwargs["token_weight"].grad, of_weights, of_weights)
+            gradient = expected.grad_token_weight
+            errors["token_weight"] = relative(self.kwargs["token_weight"].grad, gradient, gradient)
         return errors
 
 
@@ -163,17 +165,19 @@ def problem(*sizes: Any, **kwargs: Any) -> Problem:
     return make_problem(*sizes, device=device(), **kwargs)
 
 
-def upstream_of(p: Problem) -> Tensor:
+def upstream_gradient(p: Problem) -> Tensor:
     each = torch.linspace(0.5, 2.0, p.target.numel(), dtype=torch.float64, device=device()).view(p.target.shape)
     return each if p.kwargs.get("reduction") == "none" else each.mean()
 
 
 def check(
-    p: Problem, group: Any, limit: float, options: dict[str, Any], of_results: float = 1e-9, **how: Any
+    p: Problem, group: Any, limit: float, options: dict[str, Any], result_limit: float = 1e-9, **settings: Any
 ) -> list[Tensor]:
-    """The loss, statistics and gradients of a call are those of the float64 oracle. Returns what must be the same, bit
-    for bit, in all processes."""
-    local, upstream = LocalShare(p, group, **how), upstream_of(p)
+    """Compare the loss, statistics and gradients of a call with the float64 oracle.
+
+    Return the tensors that must be equal bit for bit in all processes.
+    """
+    local, upstream = LocalShare(p, group, **settings), upstream_gradient(p)
     stats = options.pop("stats", STATS)
     out = local.loss(stats=stats, options=flce.ChunkOptions(**options))
     out.loss.backward(upstream.to(out.loss.dtype))
@@ -182,8 +186,8 @@ def check(
     errors = local.errors(expected)
     for name in ("loss", *stats):
         errors[name] = relative_error(getattr(out, name), getattr(expected, name))
-    wrong = {k: v for k, v in errors.items() if not v <= (limit if k[0] in "daBbt" else of_results)}
-    assert not wrong, f"{wrong}, {options}, {how}, {p.kwargs}"
+    wrong = {k: v for k, v in errors.items() if not v <= (limit if k[0] in "daBbt" else result_limit)}
+    assert not wrong, f"{wrong}, {options}, {settings}, {p.kwargs}"
     return [out.loss.detach(), *(getattr(out, name) for name in stats)]
 
 
@@ -193,11 +197,11 @@ def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
             assert torch.equal(value, other) or bool(value.isnan().any())
 
 
-# -------------------------------------------------------------------------------------------------- functions of tests
+# --------------------------------------------------------------------------------------------- bodies of the tests
 
 
 def losses(group_name: str) -> None:
-    """All features, in float64, with slices that are even, uneven and empty."""
+    """Check all options in float64, with shards that are equal, unequal and empty."""
     group = groups()[group_name]
     for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3, 1), OPTIONS):
         if vocab == 1 and (options or kwargs.get("ignore_index") == 3):
@@ -214,7 +218,7 @@ def losses(group_name: str) -> None:
 
 
 def padded(p: Problem, classes: int) -> Problem:
-    """With a bias of -inf on its last classes, as of a vocabulary that is filled up, and targets before these."""
+    """Return the problem with a bias of -inf on the last classes, like a padded vocabulary, and other targets."""
     assert p.linear_bias is not None
     first = len(p.linear_weight) - classes
     bias = torch.where(torch.arange(len(p.linear_bias), device=p.target.device) < first, p.linear_bias, -torch.inf)
@@ -223,8 +227,8 @@ def padded(p: Problem, classes: int) -> Problem:
 
 
 def uneven(p: Problem) -> Problem:
-    """With rows that are certain of their target, that give it hardly any probability, that are far from the others,
-    or for which the first classes have none."""
+    """Return the problem with extreme rows: targets of probability near 1 or 0, very large logits, and first classes
+    without probability."""
     x, weight, n = p.input.clone(), p.linear_weight.clone(), len(p.target)
     x[:, :n], weight[:, :n] = torch.eye(n, dtype=x.dtype, device=x.device), 0.0
     weight[p.target[0], 0] = weight[p.target[1], 1] = 60.0
@@ -234,7 +238,7 @@ def uneven(p: Problem) -> Problem:
 
 
 def padded_losses(group_name: str) -> None:
-    """Slices of which some or all classes are padding, and slices without classes below very low logits."""
+    """Check shards with some or only padded classes, and empty shards with very low logits in the others."""
     group, low = groups()[group_name], -2000.0
     kinds: list[dict[str, Any]] = [
         {"z_loss": 0.1, "class_weight": True},
@@ -250,18 +254,18 @@ def padded_losses(group_name: str) -> None:
 
 
 def token_results(group_name: str) -> None:
-    """`flce.linear_logprobs`, beside the same call with all classes in one process."""
+    """Compare `flce.linear_logprobs` with the call with all classes in one process."""
     group = groups()[group_name]
     draw = torch.Generator().manual_seed(2)
-    several: list[dict[str, Any]] = [
+    variants: list[dict[str, Any]] = [
         {},
         {"bias": True, "softcap": 3.0, "logit_scale": -0.5},
         {"adapter_ranks": (3,), "temperatures": True},
         {"ignored": 0.4},
         {"ignored": 1.0},
     ]
-    for vocab, given, sequence_parallel in itertools.product((40, 41, 3), several, (False, True)):
-        kwargs = dict(given)
+    for vocab, variant, sequence_parallel in itertools.product((40, 41, 3), variants, (False, True)):
+        kwargs = dict(variant)
         temperature: Any = 1.0
         if kwargs.pop("temperatures", False):
             temperature = (torch.rand(3, 8, dtype=torch.float64, generator=draw) + 0.5).to(device())
@@ -271,24 +275,24 @@ def token_results(group_name: str) -> None:
         alone = LocalShare(p, _SingleProcessGroup())
 
         def call(
-            of: LocalShare,
-            how: dict[str, Any],
+            share: LocalShare,
+            group_arguments: dict[str, Any],
             candidates: Tensor = candidates,
             temperature: Any = temperature,
         ) -> flce.LinearLogprobsOutput:
-            kwargs = {name: of.kwargs[name] for name in ("softcap", "logit_scale") if name in of.kwargs}
+            kwargs = {name: share.kwargs[name] for name in ("softcap", "logit_scale") if name in share.kwargs}
             out = flce.linear_logprobs(
-                of.input,
-                of.weight,
-                of.p.target,
+                share.input,
+                share.weight,
+                share.p.target,
                 candidates=candidates,
-                top_k=min(5, of.vocab_size),
+                top_k=min(5, share.vocab_size),
                 outputs=OUTPUTS,
-                linear_bias=of.bias,
-                adapters=of.adapters,
+                linear_bias=share.bias,
+                adapters=share.adapters,
                 temperature=temperature,
                 **kwargs,
-                **how,
+                **group_arguments,
             )
             total = torch.zeros((), dtype=torch.float64, device=device())
             for k, values in enumerate((out.logprob, out.entropy, out.lse, out.candidate_logprob)):
@@ -299,7 +303,7 @@ def token_results(group_name: str) -> None:
             total.backward()
             return out
 
-        got, expected = call(local, local.how), call(alone, {})
+        got, expected = call(local, local.group_arguments), call(alone, {})
         for field in fields(got):
             torch.testing.assert_close(
                 getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
@@ -310,14 +314,14 @@ def token_results(group_name: str) -> None:
         ]
         if local.bias is not None and alone.bias is not None:
             pairs.append((local.bias.grad, _grad(alone.bias)[local.classes]))
-        for (a, b), (of_a, of_b) in zip(local.adapters, alone.adapters, strict=True):
-            pairs += [(a.grad, local.tokens(_grad(of_a))), (b.grad, _grad(of_b)[local.classes])]
-        for gradient, right in pairs:
-            torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-10)
+        for (a, b), (full_a, full_b) in zip(local.adapters, alone.adapters, strict=True):
+            pairs += [(a.grad, local.tokens(_grad(full_a))), (b.grad, _grad(full_b)[local.classes])]
+        for gradient, correct in pairs:
+            torch.testing.assert_close(gradient, correct, rtol=1e-9, atol=1e-10)
 
 
 class _SingleProcessGroup:
-    """A group of one process, for `LocalShare`."""
+    """Simulation of a group of one process, for `LocalShare`."""
 
     def size(self) -> int:
         return 1
@@ -333,27 +337,27 @@ def _grad(t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _as_on_a_gpu(hopper: bool) -> Iterator[list[str]]:
-    """Kernels under the interpreter, with the dtypes of a GPU; the names of the schedules that are taken."""
+    """Run kernels in the interpreter with the dtypes of a GPU. Yield the names of the schedules that run."""
     quick_interpreter.speed_up_interpreter()
-    taken: list[str] = []
+    schedules: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLCE_BACKEND", "triton")
         fix_interpreter(patch)
-        whole = plan_as_on_hopper(patch) if hopper else iter((None,))
-        next(whole)
+        hopper_plans = plan_as_on_hopper(patch) if hopper else iter((None,))
+        next(hopper_plans)
         patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         search.plan_for_case.cache_clear()
         search.plan_for_shard.cache_clear()
         plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
 
-        def noted(*args: Any) -> Any:
+        def record_schedule(*args: Any) -> Any:
             plan = plan_for_problem(*args)
-            taken.append(type(plan.schedule).__name__)
+            schedules.append(type(plan.schedule).__name__)
             return plan
 
-        patch.setattr(linear_cross_entropy, "plan_for_problem", noted)
-        yield taken
-        next(whole, None)
+        patch.setattr(linear_cross_entropy, "plan_for_problem", record_schedule)
+        yield schedules
+        next(hopper_plans, None)
     search.plan_for_case.cache_clear()
     search.plan_for_shard.cache_clear()
 
@@ -362,82 +366,84 @@ LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
 def gpu_schedules() -> list[str]:
-    """Those of a GPU, with its dtypes, by two processes. Returns the names of those that were taken."""
+    """Check the schedules and dtypes of a GPU with two processes. Return the names of the schedules."""
     group, names = groups()["pair"], set()
     half = (torch.bfloat16, torch.float16)
-    losses_: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         "plain": {"ignored": 0.3, "z_loss": 0.01},
         "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
         "bias": {"reduction": "sum", "bias": True, "class_weight": True},
         "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "token_weight": True},
     }
     for hopper in (False, True):
-        with _as_on_a_gpu(hopper) as taken:
+        with _as_on_a_gpu(hopper) as schedules:
             dtypes = itertools.cycle(half[: 2 - hopper])
-            for kwargs in losses_.values():
+            for kwargs in variants.values():
                 dtype = next(dtypes)
                 p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
                 options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
-                check(p, group, LIMIT[dtype], options, of_results=1e-5)
-            # A slice that is all padding, and one without a class. Weights of tokens take another way than the kernel.
+                check(p, group, LIMIT[dtype], options, result_limit=1e-5)
+            # A shard with only padded classes, and a shard without classes. With token_weight another kernel runs.
             for weighted in (False, True):
                 dtype = next(dtypes)
                 options = {"chunk_rows": 4, "skip_ignored": hopper, "stats": ("lse",)}
                 kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
                 p = padded(problem((6,), 64, 257, bias=True, **kwargs), 140)
-                check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
+                check(p, group, LIMIT[dtype], dict(options), result_limit=1e-5)
                 p = problem((6,), 64, 1, softcap=3.0, **kwargs)
-                check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
+                check(p, group, LIMIT[dtype], dict(options), result_limit=1e-5)
             for reduction in ("mean", "none"):
                 p = uneven(problem((10,), 64, 257, dtype=half[0], reduction=reduction))
-                check(p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, of_results=1e-5)
-            if hopper:  # Processes with other numbers of classes, where the host looks at no values.
+                check(
+                    p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, result_limit=1e-5
+                )
+            if hopper:  # Processes with different numbers of classes, if the host may not read values.
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr("flce.ops.split_head.can_read_values", lambda device: False)
                     p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
                     x, weight = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
-                    for smoothing in (0.0, 0.1):  # by the kernel, and by PyTorch
-                        how: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
-                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **how)
+                    for smoothing in (0.0, 0.1):  # with the kernel, and with PyTorch
+                        options = {"reduction": "none", "label_smoothing": smoothing}
+                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **options)
                         assert loss.isnan().all()
-            names.update(taken)
+            names.update(schedules)
     return sorted(names)
 
 
 def forced_schedules() -> None:
-    """Those that make logits twice, or lend memory of dW."""
+    """Check schedules that compute logits twice or borrow the memory of dW."""
 
     def choose(kind: Any) -> Any:
-        def make(c: Case) -> Schedule:
+        def create(c: Case) -> Schedule:
             sizes = kind.sizes(c)
             return kind.from_size(c, sizes[min(8, len(sizes)) - 1])
 
-        return make
+        return create
 
     from tests.forced import force
 
     for kind in (Borrowed, Recomputed):
         with _as_on_a_gpu(True), pytest.MonkeyPatch.context() as patch:
-            made = force(patch, choose(kind))
+            schedules = force(patch, choose(kind))
             p = problem((24,), 64, 2300, dtype=torch.bfloat16, z_loss=0.01, token_weight=True)
             options = {"skip_ignored": False, "stats": ("lse",)}
-            check(p, groups()["pair"], LIMIT[torch.bfloat16], options, of_results=1e-5)
-            assert made
+            check(p, groups()["pair"], LIMIT[torch.bfloat16], options, result_limit=1e-5)
+            assert schedules
 
 
 def compiled() -> None:
-    """One graph."""
+    """Check a call that is compiled as one graph."""
     p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1)
     for sequence_parallel in (False, True):
         local, again = (LocalShare(p, groups()["all"], sequence_parallel, slices=True) for _ in range(2))
         local.loss().backward()
         torch.compile(again.loss, fullgraph=True, backend="aot_eager")().backward()
-        for got, right in ((again.input, local.input), (again.weight, local.weight)):
-            assert torch.equal(_grad(got), _grad(right))
+        for got, expected in ((again.input, local.input), (again.weight, local.weight)):
+            assert torch.equal(_grad(got), _grad(expected))
 
 
 def repeatable() -> None:
-    """The same bits from run to run."""
+    """Check that two runs have equal bits."""
     p = problem((2, 8), 16, 41, dtype=torch.float32)
     first, second = (LocalShare(p, groups()["all"]) for _ in range(2))
     for local in (first, second):
@@ -447,7 +453,7 @@ def repeatable() -> None:
 
 
 def sequence_first() -> None:
-    """Megatron's layout: (S / processes, B, H) in each process, labels (B, S)."""
+    """Check Megatron's layout: (S / processes, B, H) in each process, labels (B, S)."""
     group = groups()["all"]
     p = problem((3, 8), 16, 41)  # (B, S, H)
     x = p.input.transpose(0, 1).chunk(group.size())[group.rank()]
@@ -467,13 +473,13 @@ def wrong_arguments() -> None:
     p = problem((3, 4), 16, 41)
     local = LocalShare(p, group)
     call = functools.partial(flce.fused_linear_cross_entropy, local.input, local.weight, p.target)
-    for how, given in (
+    for group_kwargs, message in (
         ({"vocab_size": 41}, "^vocab_size=41 needs a"),
         ({"sequence_parallel": True}, "^sequence_parallel=True needs a"),
         ({"vocab_size": 41, "sequence_parallel": True}, "^vocab_size=41 and sequence_parallel=True need a"),
     ):
-        with pytest.raises(ValueError, match=f"{given} process_group: give"):
-            call(**how)
+        with pytest.raises(ValueError, match=f"{message} process_group: give"):
+            call(**group_kwargs)
     with pytest.raises(TypeError, match="sequence_parallel must be a bool"):
         call(process_group=group, vocab_size=41, sequence_parallel=1)
     with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
@@ -484,32 +490,35 @@ def wrong_arguments() -> None:
         call(process_group=group, vocab_size=0)
     with pytest.raises(ValueError, match="class-index targets"):
         flce.fused_linear_cross_entropy(
-            local.input, local.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **local.how
+            local.input,
+            local.weight,
+            torch.rand(3, 4, 41, dtype=torch.float64, device=device()),
+            **local.group_arguments,
         )
-    # What `dist.new_group` gives to processes that are not in it.
+    # `dist.new_group` returns this value in processes that are not in the group.
     others: Any = dist.GroupMember.NON_GROUP_MEMBER
     with pytest.raises(ValueError, match="must contain this process"):
         call(process_group=others)
-    how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
+    settings = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
     with pytest.raises(ValueError, match="must contain this process"):
-        flce.linear_logprobs(local.input, local.weight, None, **how)
+        flce.linear_logprobs(local.input, local.weight, None, **settings)
     with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
-        flce.linear_logprobs(local.input, local.weight, p.target, top_k=42, **local.how)
-    nothing = torch.ones((), dtype=torch.float64, device=device())
+        flce.linear_logprobs(local.input, local.weight, p.target, top_k=42, **local.group_arguments)
+    scalar = torch.ones((), dtype=torch.float64, device=device())
     with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
-        call(weight=nothing, **local.how)
+        call(weight=scalar, **local.group_arguments)
     with pytest.raises(ValueError, match=r"adapters\[0\]\[1\] must have shape"):
-        call(adapters=[(local.input, nothing)], **local.how)
-    # Gathers would lose a tangent.
+        call(adapters=[(local.input, scalar)], **local.group_arguments)
+    # Collectives do not propagate tangents of forward-mode differentiation.
     shares = LocalShare(problem((3, 4), 16, 41), group, sequence_parallel=True)
     with forward_ad.dual_level():
         shares.input = forward_ad.make_dual(shares.input, torch.ones_like(shares.input))
         with pytest.raises(RuntimeError, match="does not support forward-mode"):
             shares.loss()
-    # What processes do not agree on, where the host looks at values.
+    # Values that differ between processes, found with FLCE_DEBUG.
     os.environ["FLCE_DEBUG"] = "1"
     all_weights = torch.ones(41, dtype=torch.float64, device=device())
-    for told, kwargs in (
+    for difference, kwargs in (
         ("options", {"z_loss": 0.1 * rank}),
         ("V", {"vocab_size": None}),
         ("the shape of target", {}),
@@ -522,37 +531,40 @@ def wrong_arguments() -> None:
         ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
         ("which tensors need a gradient", {}),
     ):
-        how = {**local.how, **kwargs}
+        settings = {**local.group_arguments, **kwargs}
         target, x, weight = p.target, local.input, local.weight
-        if told == "the shape of target" and rank == 1:
+        if difference == "the shape of target" and rank == 1:
             target = target[:2]
-        if told == "dtypes" and rank == group.size() - 1:
+        if difference == "dtypes" and rank == group.size() - 1:
             x, weight = x.float(), weight.float()
-        if told == "which tensors need a gradient" and rank == 1:
+        if difference == "which tensors need a gradient" and rank == 1:
             weight = weight.detach()
-        with pytest.raises(ValueError, match=f"given different values of .*{told}"):
-            flce.fused_linear_cross_entropy(x, weight, target, **how)
-    # The same slice in all processes, with and without its number of classes.
+        with pytest.raises(ValueError, match=f"given different values of .*{difference}"):
+            flce.fused_linear_cross_entropy(x, weight, target, **settings)
+    # The same shard in all processes, with and without vocab_size.
     equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
     for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
         with pytest.raises(ValueError, match=equal):
             function(local.input, p.linear_weight, p.target, process_group=group)
-    how = {"process_group": group, "vocab_size": 5 * group.size()}
+    settings = {"process_group": group, "vocab_size": 5 * group.size()}
     with pytest.raises(ValueError, match=equal):
-        flce.fused_linear_cross_entropy(local.input, p.linear_weight[:5], p.target % 5, **how)
-    for constant in (torch.zeros(10, 16), torch.linspace(0, 1, 16).expand(10, 16)):  # as before training, or padding
+        flce.fused_linear_cross_entropy(local.input, p.linear_weight[:5], p.target % 5, **settings)
+    for constant in (
+        torch.zeros(10, 16),
+        torch.linspace(0, 1, 16).expand(10, 16),
+    ):  # weights before training, or padding
         weight = constant.to(p.linear_weight)
         loss = flce.fused_linear_cross_entropy(local.input, weight, p.target % 10, process_group=group)
         torch.testing.assert_close(loss, torch.full_like(loss, math.log(10 * group.size())))
     target = p.target.clone()
     target[0, 0] = 41
     with pytest.raises(IndexError, match="expected 0 <= target < 41"):
-        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.how)
+        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
     del os.environ["FLCE_DEBUG"]
 
 
 def captured() -> None:
-    """In a CUDA graph, with NCCL."""
+    """Check a call in a CUDA graph with NCCL."""
     p = problem((64,), 128, 1000, dtype=torch.bfloat16)
     local, again = (LocalShare(p, dist.group.WORLD) for _ in range(2))
     options = flce.ChunkOptions(skip_ignored=False)
@@ -569,13 +581,13 @@ def captured() -> None:
 
 
 def one_raises() -> str:
-    """One process raises an error before the collective. The others' ends with the group's timeout."""
+    """Raise an error in one process before the collective. Return the error: in other processes a timeout."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     p = problem((3, 4), 16, 41)
     local = LocalShare(p, group)
     try:
         if dist.get_rank() == dist.get_world_size() - 1:
-            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.how)
+            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.group_arguments)
         else:
             local.loss()
     except Exception as error:
@@ -584,7 +596,7 @@ def one_raises() -> str:
 
 
 def dtensors() -> None:
-    """A weight that is sharded over processes could mean either."""
+    """Check the errors for DTensors: a sharded weight may be meant as a shard or as the full weight."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -597,7 +609,7 @@ def dtensors() -> None:
         flce.linear_logprobs(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
         flce.fused_linear_cross_entropy(distribute_tensor(p.input, mesh, [Shard(1)]), weight, p.target)
-    for name, value, instead in (
+    for name, value, replacement in (
         ("target", distribute_tensor(p.target, mesh, [Replicate()]), "target.to_local()"),
         ("target", distribute_tensor(p.target, mesh, [Shard(1)]), "target.full_tensor()"),
         ("linear_bias", weight[:, 0], "linear_bias.to_local()"),
@@ -605,23 +617,23 @@ def dtensors() -> None:
         ("adapters[0][1]", weight, "adapters[0][1].to_local()"),
         ("num_items", distribute_tensor(torch.tensor(3), mesh, [Replicate()]), "num_items.to_local()"),
     ):
-        given = {"adapters": [(p.input, value)]} if name == "adapters[0][1]" else {name: value}
-        arguments: Any = {"target": p.target, "reduction": "sum", **given}
+        changed = {"adapters": [(p.input, value)]} if name == "adapters[0][1]" else {name: value}
+        arguments: Any = {"target": p.target, "reduction": "sum", **changed}
         with pytest.raises(
-            ValueError, match=re.escape(f"{name} must be a plain tensor, got a DTensor: give {instead}")
+            ValueError, match=re.escape(f"{name} must be a plain tensor, got a DTensor: give {replacement}")
         ):
             flce.fused_linear_cross_entropy(p.input, p.linear_weight, **arguments)
 
 
 def gathered_weights() -> None:
-    """`flce.gathered`, with tokens of its own in each process: gradients are those of the mean of all losses."""
+    """Check `flce.gathered` with different tokens in each process: gradients of the mean of all losses."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     count, rank = dist.get_world_size(), dist.get_rank()
     p = problem((3, 4), 16, 41)
     inputs = [problem((3, 4), 16, 41, seed=k).input for k in range(count)]
-    right = torch.stack([run_oracle(replace(p, input=x)).grad_weight for x in inputs]).mean(0)
+    expected = torch.stack([run_oracle(replace(p, input=x)).grad_weight for x in inputs]).mean(0)
     meshes: list[tuple[Any, list[Any]]] = [(init_device_mesh(device().type, (count,)), [Shard(0)])]
     if count == 4:
         meshes.append((init_device_mesh(device().type, (2, 2)), [Replicate(), Shard(0)]))
@@ -632,25 +644,25 @@ def gathered_weights() -> None:
             continue
         weight = distribute_tensor(p.linear_weight.to(dtype), mesh, placements).requires_grad_()
         for _ in range(2):  # gradients of several passes add up
-            whole = flce.gathered(weight, gather_dtype)
-            assert type(whole) is Tensor
-            assert whole.dtype == (gather_dtype or dtype)
-            loss: Any = flce.fused_linear_cross_entropy(inputs[rank].to(whole.dtype), whole, p.target)
+            full_weight = flce.gathered(weight, gather_dtype)
+            assert type(full_weight) is Tensor
+            assert full_weight.dtype == (gather_dtype or dtype)
+            loss: Any = flce.fused_linear_cross_entropy(inputs[rank].to(full_weight.dtype), full_weight, p.target)
             loss.backward()
         grad: Any = weight.grad
         assert isinstance(grad, DTensor)
         assert (grad.dtype, grad.placements) == (dtype, tuple(placements))
         limit = 1e-9 if dtype == torch.float64 else 1e-5 if gather_dtype is None else 1e-2
-        assert relative_error(grad.full_tensor(), 2 * right) < limit
-    # What it is not: nothing of the other processes' gradients arrives.
+        assert relative_error(grad.full_tensor(), 2 * expected) < limit
+    # DTensor.full_tensor() instead does not sum the gradients of the processes.
     weight = distribute_tensor(p.linear_weight, meshes[0][0], [Shard(0)]).requires_grad_()
     assert isinstance(weight, DTensor)
     flce.fused_linear_cross_entropy(inputs[rank], weight.full_tensor(), p.target).backward()
-    assert relative_error(_grad(weight).full_tensor(), right) > 0.1  # type: ignore[attr-defined]
-    # Sums of many are made in float32.
+    assert relative_error(_grad(weight).full_tensor(), expected) > 0.1  # type: ignore[attr-defined]
+    # Gradients of many processes are summed in float32.
     big = distribute_tensor(torch.zeros(count, 1, dtype=torch.bfloat16, device=device()), meshes[0][0], [Shard(0)])
-    whole = flce.gathered(big.requires_grad_())
-    whole.backward(torch.full_like(whole, 256.0 if rank == 0 else 1.0))
+    full_weight = flce.gathered(big.requires_grad_())
+    full_weight.backward(torch.full_like(full_weight, 256.0 if rank == 0 else 1.0))
     mean = (256.0 + count - 1) / count
     assert torch.equal(_grad(big).to_local(), torch.full((1, 1), mean).to(big))  # type: ignore[attr-defined]
     plain = p.linear_weight
@@ -658,8 +670,8 @@ def gathered_weights() -> None:
     assert flce.gathered(plain, torch.bfloat16).dtype == torch.bfloat16
 
 
-def as_without_processes() -> None:
-    """A group of one process, with the same bits as without it where logits are in memory as a whole."""
+def one_process() -> None:
+    """Check a group of one process."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     for kwargs in CASES.values():
         p = problem((3, 4), 16, 41, **kwargs)

@@ -1,4 +1,4 @@
-"""Patched models with DeepSpeed in two processes, two micro-batches a step, against stock with DeepSpeed."""
+"""Comparisons of patched and stock models with DeepSpeed in two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACCUMULATION = 2
     ],
 )
 def test_zero_up_to_2_is_fused(pair: World, stage: int, loss: str, direct: bool) -> None:
-    """``direct``: ``loss.backward()``, whose factor 1/2 DeepSpeed applies in hooks of the model's outputs."""
+    """Compare ZeRO 0 to 2. ``direct``: ``loss.backward()``, scaled in hooks of the model's outputs."""
     for report, warned in pair.run(deepspeed_training.compare, {"stage": stage}, loss, ACCUMULATION, direct):
         assert report.fused >= training.STEPS * ACCUMULATION
         assert not report.stock
@@ -34,14 +34,14 @@ def test_zero_up_to_2_is_fused(pair: World, stage: int, loss: str, direct: bool)
         assert not warned
 
 
-KEPT, FREED = deepspeed_training.ZERO_3, deepspeed_training.FREED_AT_ONCE
+GATHERED, FREED = deepspeed_training.ZERO_3, deepspeed_training.FREED_AT_ONCE
 OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
 
 
 @pytest.mark.parametrize(
     "zero, loss, config",
     [
-        (KEPT, "labels", {"accumulation": 2, "direct": True, "gradient_clipping": 0.1, "checkpointing": True}),
+        (GATHERED, "labels", {"accumulation": 2, "direct": True, "gradient_clipping": 0.1, "checkpointing": True}),
         (FREED, "own loss", {"tied": True}),
         (FREED, "two forwards", {}),
         (FREED, "real logits", {}),
@@ -49,7 +49,7 @@ OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_
         (FREED, "frozen meanwhile", {"adapters": "modules_to_save"}),
         (FREED | OFFLOADED, "labels", {"adapters": "backbone"}),
         (FREED | OFFLOADED, "own loss", {}),
-        (KEPT, "own loss", {"bf16": {"enabled": True}, "tolerance": 2e-2}),
+        (GATHERED, "own loss", {"bf16": {"enabled": True}, "tolerance": 2e-2}),
     ],
 )
 def test_zero_3_is_fused(pair: World, zero: Any, loss: str, config: Any) -> None:
@@ -62,7 +62,7 @@ def test_zero_3_is_fused(pair: World, zero: Any, loss: str, config: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "what",
+    "function",
     [
         deepspeed_training.late_reads,
         deepspeed_training.evaluated,
@@ -73,21 +73,21 @@ def test_zero_3_is_fused(pair: World, zero: Any, loss: str, config: Any) -> None
         deepspeed_training.ranks_apart,
     ],
 )
-def test_zero_3(pair: World, what: Any) -> None:
-    pair.run(what, FREED)
+def test_zero_3(pair: World, function: Any) -> None:
+    pair.run(function, FREED)
 
 
-@pytest.mark.parametrize("zero, frozen", [(KEPT, False), (FREED, True)])
+@pytest.mark.parametrize("zero, frozen", [(GATHERED, False), (FREED, True)])
 def test_zero_3_gathers_the_head_once(pair: World, zero: Any, frozen: bool) -> None:
-    """Where DeepSpeed keeps it until backward: from the second step on, when it knows the order of the modules."""
+    """Check the gathers. DeepSpeed stores the gathered head until backward from the second step on."""
     for stock, patched in pair.run(deepspeed_training.gathered_heads, zero, frozen):
-        more = [mine - stocks for mine, stocks in zip(patched, stock, strict=True)]
-        assert more == ([1, 0, 0] if zero is KEPT else [1, 1, 1])
+        more = [ours - stocks for ours, stocks in zip(patched, stock, strict=True)]
+        assert more == ([1, 0, 0] if zero is GATHERED else [1, 1, 1])
 
 
 def test_a_head_of_trl(pair: World) -> None:
     pytest.importorskip("trl", minversion="1.16")
-    pair.run(deepspeed_training.of_trl)
+    pair.run(deepspeed_training.trl_head)
 
 
 def test_zero_3_with_a_checkpoint_around_the_head_runs_stock(pair: World) -> None:

@@ -1,4 +1,4 @@
-"""What ``flce plan`` tells of a step of FSDP2, beside what such a step takes on a CPU."""
+"""Comparison of the planned memory of an FSDP2 step with the memory of a step on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flce.planning.device_kinds import resolve_device
 from tests.distributed import training
 from tests.distributed.pair import World
 
-# Weights and gradients are most of such a step.
+# With these sizes most of the memory is weights and gradients.
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -31,11 +31,11 @@ SIZES: dict[str, Any] = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the memory of a CPU")
 def test_a_step_in_two_processes(pair: World) -> None:
-    """The least of three peaks: gloo keeps buffers for as long as it is late."""
+    """Compare with the smallest of three peaks: gloo holds buffers until it has sent them."""
     config = LlamaConfig(**SIZES)
-    how = Training(1, torch.float32, optimizer="none", sharding=Sharding("fsdp", 2))
-    steps = TrainingMemory(config, how, resolve_device(torch.device("cuda"), "H100", None))
+    training_setup = Training(1, torch.float32, optimizer="none", sharding=Sharding("fsdp", 2))
+    steps = TrainingMemory(config, training_setup, resolve_device(torch.device("cuda"), "H100", None))
     planned = steps.step(64, Variant(patched=True, checkpointing=True))
-    beside = planned.peak_bytes - LIBRARY_BYTES - planned.parts["weights"]
+    expected = planned.peak_bytes - LIBRARY_BYTES - planned.parts["weights"]
     for peaks in pair.run(training.peaks_of_fsdp2, config, 64):
-        assert min(peaks) == pytest.approx(beside, rel=0.05)
+        assert min(peaks) == pytest.approx(expected, rel=0.05)

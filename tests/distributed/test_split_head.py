@@ -1,5 +1,7 @@
-"""A head that is divided over processes, against the float64 oracle: four processes, and two of them; with several GPUs
-one for each, under NCCL; with one GPU two processes that share it."""
+"""Comparisons of a head that is divided over processes with the float64 oracle.
+
+Without a GPU: four processes, and pairs of them. With one GPU: two processes share it. With more: one process for each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.distributed.pair import World
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a GPU where there is none")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates a GPU")
 
 
 def new_world() -> World:
@@ -45,12 +47,12 @@ def test_results_of_tokens(processes: World) -> None:
 @no_gpu
 def test_schedules_of_a_gpu(processes: World) -> None:
     pytest.importorskip("triton")
-    for taken in processes.run(split_head.gpu_schedules):
-        assert {"NormalizedChunks", "Unnormalized"} <= set(taken)
+    for schedules in processes.run(split_head.gpu_schedules):
+        assert {"NormalizedChunks", "Unnormalized"} <= set(schedules)
 
 
 @no_gpu
-def test_schedules_that_lend_memory(processes: World) -> None:
+def test_schedules_that_borrow_memory(processes: World) -> None:
     pytest.importorskip("triton")
     processes.run(split_head.forced_schedules)
 
@@ -64,7 +66,7 @@ def test_schedules_that_lend_memory(processes: World) -> None:
         split_head.wrong_arguments,
         split_head.dtensors,
         split_head.gathered_weights,
-        split_head.as_without_processes,
+        split_head.one_process,
     ],
     ids=lambda function: function.__name__,
 )
@@ -87,11 +89,11 @@ def test_captured() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="NCCL's watchdog ends processes instead of a wait")
 def test_one_process_raises() -> None:
-    """The others wait no longer than the group's timeout."""
+    """Check that the other processes wait no longer than the group's timeout."""
     world = new_world()
     try:
-        said = world.run(split_head.one_raises)
+        errors = world.run(split_head.one_raises)
     finally:
         world.close()
-    assert "process_group needs class-index targets" in said[-1]
-    assert all(text != "none" for text in said)
+    assert "process_group needs class-index targets" in errors[-1]
+    assert all(text != "none" for text in errors)

@@ -1,4 +1,4 @@
-"""The benchmark of a divided head: every contender has the same loss, and peers the operands that they need."""
+"""Tests of the benchmark of a divided head: contenders, their losses, and unavailable contenders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.pair import World
 pytest.importorskip("typer")
 
 
-def measured(sequence_parallel: bool) -> list[dict[str, Any]]:
+def measure(sequence_parallel: bool) -> list[dict[str, Any]]:
     from benchmarks.processes import Agreed
     from benchmarks.split_head import SPLIT_HEAD, SplitCase
 
@@ -25,8 +25,8 @@ def measured(sequence_parallel: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_each_is_measured_or_named(pair: World, sequence_parallel: bool) -> None:
-    for results in pair.run(measured, sequence_parallel):
+def test_every_contender_is_measured_or_unavailable(pair: World, sequence_parallel: bool) -> None:
+    for results in pair.run(measure, sequence_parallel):
         found = {result["contender"]: result for result in results}
         floors, ours = {"floor", "floor-one-by-one"}, {"ours", "ours-again"}
         others = set() if sequence_parallel else {"ours-logits", "liger-logits", "liger", "cce"}
@@ -38,11 +38,11 @@ def test_each_is_measured_or_named(pair: World, sequence_parallel: bool) -> None
         assert all(result["status"] == ("ok" if result["samples_ms"] else "unavailable") for result in results)
 
 
-def test_one_alone(tmp_path: Path) -> None:
-    """In a process of its own: the group of one that is not there stays."""
+def test_one_process(tmp_path: Path) -> None:
+    """Run the benchmark in a new process, because it leaves a simulated process group."""
     world = World(1, "gloo")
     try:
-        (names,) = world.run(alone, str(tmp_path / "run.json"))
+        (names,) = world.run(run_benchmark, str(tmp_path / "run.json"))
     finally:
         world.close()
     document = json.loads((tmp_path / "run.json").read_text())
@@ -50,7 +50,7 @@ def test_one_alone(tmp_path: Path) -> None:
     assert names == ["floor", "ours-inside", "ours-outside", "ours-inside-again"]
 
 
-def alone(out: str) -> list[str]:
+def run_benchmark(out: str) -> list[str]:
     import torch.distributed as dist
     from typer.testing import CliRunner
 

@@ -1,4 +1,4 @@
-"""The benchmark of models that are divided over processes: every way, in two processes."""
+"""Tests of the benchmark of models that are divided over processes, in two processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
 
-def measured(name: str, seconds: float) -> list[dict[str, Any]]:
-    """Results of each contender; the deadline of the second process has passed."""
+def measure(name: str, seconds: float) -> list[dict[str, Any]]:
+    """Return the results of each contender. The deadline of the second process has passed."""
     from benchmarks.processes import Agreed
     from benchmarks.wrapped import SMALL, WRAPPED, divided
 
@@ -33,7 +33,7 @@ def measured(name: str, seconds: float) -> list[dict[str, Any]]:
 def test_every_contender_is_measured(pair: World, way: str, fused: int) -> None:
     if way == "zero3":
         pytest.importorskip("deepspeed")
-    results = pair.run(measured, way, 500.0)
+    results = pair.run(measure, way, 500.0)
     assert (results[0][0]["loss"] == results[1][0]["loss"]) == (way == "tp")  # the same tokens
     for ours, stock, again in results:
         assert len(ours["samples_ms"]) == len(stock["samples_ms"]) == 1
@@ -43,13 +43,13 @@ def test_every_contender_is_measured(pair: World, way: str, fused: int) -> None:
         assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-2 if bf16 else 1e-5)
 
 
-def test_what_two_processes_cannot_measure_is_named(pair: World) -> None:
+def test_ways_that_need_more_processes_are_unavailable(pair: World) -> None:
     for way, title in (("fsdp2-tp", "FSDP2 x TP by Transformers"), ("hsdp", "HSDP by PyTorch")):
-        for result in (result for results in pair.run(measured, way, 500.0) for result in results):
+        for result in (result for results in pair.run(measure, way, 500.0) for result in results):
             assert result["status"] == "unavailable"
             assert result["reason"] == f"{title}: takes 4 processes or a multiple of it, not 2"
 
 
 def test_the_first_process_decides_when_time_is_over(pair: World) -> None:
-    for results in pair.run(measured, "fsdp2", -1.0):
+    for results in pair.run(measure, "fsdp2", -1.0):
         assert [result["status"] for result in results] == ["skipped"] * 3

@@ -1,4 +1,4 @@
-"""Patched models in two processes: DDP and FSDP2, over several optimizer steps, against stock in one process."""
+"""Comparisons of patched models under wrappers (DDP, FSDP, ...) in two processes with stock in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.pair import World
 from tests.helpers import skip_without_gradient_edges
 
 CALLS = ["labels", "own loss"]
-# Every way in which a gradient leaves lazy logits, where the weight stays, where it is freed, and through DDP's sink.
+# Every path of a gradient out of lazy logits: with a gathered weight, with a freed weight, and through DDP's sink.
 EVERY_LOSS = ["root", "tail, resharded", "DDP, static graph"]
 FSDP2 = [name for name in training.WRAPPINGS if not name.startswith("DDP")]
 
@@ -28,7 +28,7 @@ def test_trains_as_one_process(pair: World, wrapping: str, loss: str) -> None:
 @pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize("wrapping", ["root", "tail, resharded"])
 def test_all_but_the_head_frozen(pair: World, wrapping: str, loss: str) -> None:
-    """The unit's inputs need no gradient, so FSDP2 depends on the hook of its outputs alone."""
+    """Check a unit whose inputs need no gradient: FSDP2 then depends on the hook of its outputs only."""
     pair.run(training.compare, wrapping, loss, "only the head")
 
 
@@ -69,7 +69,7 @@ def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
 def test_a_head_of_trl(pair: World, wrapping: str) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
-    pair.run(training.of_trl, wrapping != "root", wrapping)
+    pair.run(training.trl_head, wrapping != "root", wrapping)
 
 
 def test_accumulation_without_gradient_sync(pair: World) -> None:
@@ -79,7 +79,7 @@ def test_accumulation_without_gradient_sync(pair: World) -> None:
 @pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize("wrapping", FSDP2)
 def test_communication(pair: World, wrapping: str, loss: str) -> None:
-    """As many reduce-scatters as stock, and at most one all-gather more."""
+    """Check that patched has as many reduce-scatters as stock, and at most one more all-gather."""
     for stock, patched in pair.run(training.collectives, loss, wrapping):
         assert patched["_reduce_scatter_base_"] == stock["_reduce_scatter_base_"]
         assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + 1
@@ -121,21 +121,21 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "what, wrapping", [("the model", "fully_shard(model)"), ("the wrapper", "DDP, unused parameters")]
+    "compiled_part, wrapping", [("the model", "fully_shard(model)"), ("the wrapper", "DDP, unused parameters")]
 )
-def test_compiled(pair: World, what: str, wrapping: str) -> None:
-    pair.run(training.compiled, what, wrapping)
+def test_compiled(pair: World, compiled_part: str, wrapping: str) -> None:
+    pair.run(training.compiled, compiled_part, wrapping)
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "z-loss"])
 def test_one_gather_a_loss(pair: World, loss: str) -> None:
-    """Each of these is two losses."""
+    """Check losses that consist of two losses."""
     for stock, patched in pair.run(training.collectives, loss, "tail, resharded"):
         assert patched["_allgather_base_"] <= stock["_allgather_base_"] + 2
 
 
 @pytest.mark.parametrize("loss", CALLS)
-def test_tensor_parallelism_runs_stock_and_says_so(pair: World, loss: str) -> None:
+def test_tensor_parallelism_runs_stock_with_a_reason(pair: World, loss: str) -> None:
     for fused, reasons in pair.run(training.tensor_parallel, loss):
         assert fused == 0
         assert ["tensor parallelism" in reason for reason in reasons] == [True]
@@ -151,7 +151,7 @@ def test_hybrid_sharding() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss, original, how",
+    "loss, original, settings",
     [
         ("labels", True, ("no", False)),
         ("own loss", False, ("no", False)),
@@ -163,8 +163,8 @@ def test_hybrid_sharding() -> None:
         ("labels", True, ("bf16", True)),
     ],
 )
-def test_fsdp1(pair: World, loss: str, original: bool, how: Any) -> None:
-    for counts, warned in pair.run(training.fsdp1, loss, original, *how):
+def test_fsdp1(pair: World, loss: str, original: bool, settings: Any) -> None:
+    for counts, warned in pair.run(training.fsdp1, loss, original, *settings):
         assert counts["fused"] >= training.STEPS
         assert counts["stock"] == 0
         assert warned == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())

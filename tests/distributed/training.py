@@ -1,4 +1,4 @@
-"""What the processes of the distributed tests run: a small model, wrapped and trained, stock or patched."""
+"""Functions that the processes of the distributed tests run: a small model, wrapped and trained, stock or patched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ V, STEPS = SIZES["vocab_size"], 3
 
 
 def device() -> torch.device:
-    """This process's GPU under NCCL, else the CPU."""
+    """Return the GPU of this process with NCCL, else the CPU."""
     return torch.device("cuda", dist.get_rank()) if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
@@ -64,7 +64,7 @@ def own_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def smoothed(model: Any, ids: Tensor) -> Tensor:
-    """As Trainer's label smoother has it."""
+    """Return the loss of Trainer's label smoother."""
     logits, target = shifted(model(input_ids=ids).logits, ids)
     log_probs = -F.log_softmax(logits, dim=-1)
     nll, others = log_probs.gather(-1, target[:, None]), log_probs.sum(-1, keepdim=True)
@@ -79,7 +79,7 @@ def z_loss(model: Any, ids: Tensor) -> Tensor:
 
 
 def entropies(model: Any, ids: Tensor) -> Tensor:
-    """Formulas that ask twice for a normalizer."""
+    """Return a loss with formulas that need the normalizer twice."""
     logits = model(input_ids=ids).logits
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     policy = torch.distributions.Categorical(logits=logits[:, 1:])
@@ -87,12 +87,12 @@ def entropies(model: Any, ids: Tensor) -> Tensor:
 
 
 def real_logits(model: Any, ids: Tensor) -> Tensor:
-    """An operation without a lazy form, on a view."""
+    """Return a loss with an operation without a lazy form, on a view."""
     logits, target = shifted(model(input_ids=ids).logits, ids)
     return F.cross_entropy(logits, target) + logits.softmax(-1).square().sum()
 
 
-def asked_for(model: Any, ids: Tensor) -> Tensor:
+def materialized(model: Any, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids).logits
     logits = logits.materialize() if hasattr(logits, "materialize") else logits
     return F.cross_entropy(*shifted(logits, ids))
@@ -104,7 +104,7 @@ def two_losses(model: Any, ids: Tensor) -> Tensor:
 
 
 def frozen_meanwhile(model: Any, ids: Tensor) -> Tensor:
-    """What needed a gradient when the model ran gets one."""
+    """Return a loss that is computed while parameters are frozen. They still receive a gradient."""
     logits = model(input_ids=ids).logits
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -122,7 +122,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "z-loss": z_loss,
     "entropies": entropies,
     "real logits": real_logits,
-    "asked for": asked_for,
+    "materialized": materialized,
     "two losses": two_losses,
     "frozen meanwhile": frozen_meanwhile,
 }
@@ -138,7 +138,7 @@ def _mesh() -> Any:
 
 
 def _fsdp2(model: Any, *units: list[nn.Module], reshard: bool | None = None, **kwargs: Any) -> Any:
-    """Decoder layers, ``units`` and the rest."""
+    """Wrap decoder layers, ``units`` and the rest of the model."""
     from torch.distributed.fsdp import fully_shard
 
     kwargs.setdefault("mesh", _mesh())
@@ -161,7 +161,7 @@ def _ddp(model: Any, **kwargs: Any) -> Any:
     return nn.parallel.DistributedDataParallel(model, **kwargs)
 
 
-def _alone(model: Any) -> Any:
+def _without_units(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(model, mesh=_mesh())
@@ -180,7 +180,7 @@ def _offloaded(model: Any) -> Any:
 
 
 def _hybrid(model: Any) -> Any:
-    """HSDP: two replicas of two shards."""
+    """Wrap with HSDP: two replicas of two shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return _tail(model, True, mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")))
@@ -189,7 +189,7 @@ def _hybrid(model: Any) -> Any:
 WRAPPINGS: dict[str, Callable[[Any], Any]] = {
     "root": _fsdp2,
     "root, resharded": _root_resharded,
-    "fully_shard(model)": _alone,
+    "fully_shard(model)": _without_units,
     "tail": lambda model: _tail(model, False),
     "tail, resharded": lambda model: _tail(model, True),
     "head": lambda model: _fsdp2(model, [model.lm_head], reshard=False),
@@ -204,9 +204,9 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {"offloaded": _offloaded, "hybrid": _
 # ---------------------------------------------------------------------------------------------------------- training
 
 
-def full(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone().to(device())
+def gather_full(tensor: Tensor) -> Tensor:
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().clone().to(device())
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
@@ -219,36 +219,36 @@ def train(
     optimizer: Any = None,
     backward: Callable[[Tensor], Any] = Tensor.backward,
     micro: int = 1,
-    apart: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
+    context: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
 ) -> dict[str, Any]:
-    """This rank's losses over some optimizer steps, and the first step's gradients.
+    """Return the losses of this rank over some optimizer steps, and the gradients of the first step.
 
     Args:
-        model: which is trained.
-        loss: of the model and a batch.
-        optimizer: in place of AdamW.
-        backward: of a loss.
-        micro: batches of a step.
-        apart: makes the context of a micro-batch, told whether it is the last of its step.
+        model: the model to train.
+        loss: the loss of the model and a batch.
+        optimizer: the optimizer. None: AdamW.
+        backward: the function that runs the backward pass of a loss.
+        micro: the number of micro-batches of a step.
+        context: returns the context of a micro-batch. Its argument is True for the last micro-batch of a step.
     """
     optimizer = optimizer or adamw(model)
     losses, gradients = [], {}
     for step in range(STEPS):
         for k in range(micro):
-            with apart(k == micro - 1):
+            with context(k == micro - 1):
                 value = loss(model, batch(dist.get_rank(), micro * step + k)) / micro
                 backward(value)
             losses.append(value.item())
         if step == 0:
             named = [(n.removeprefix("module."), p.grad) for n, p in model.named_parameters()]
-            gradients = {name: full(grad) for name, grad in named if grad is not None}
+            gradients = {name: gather_full(grad) for name, grad in named if grad is not None}
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, "gradients": gradients}
 
 
 def reference(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
-    """The same in one process that has the batches of all ranks."""
+    """Return the results of `train` in one process that has the batches of all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     optimizer = adamw(model)
     losses, gradients = [], {}
@@ -266,18 +266,18 @@ def reference(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, An
 
 
 def rounding(tolerance: float) -> float:
-    """What to allow for it after some steps. On a GPU products of float32 are summed in other orders."""
+    """Return the tolerance after some steps. It is larger on a GPU, where the order of float32 sums differs."""
     return max(tolerance, 1e-4) if device().type == "cuda" else tolerance
 
 
-def check_same(got: dict[str, Any], want: dict[str, Any], tolerance: float = 1e-6) -> None:
-    """Losses of every step, each gradient of the first, and that something was learned."""
+def check_same(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
+    """Compare the losses of all steps and the gradients of the first step. Check that the loss has changed."""
     tolerance = max(tolerance, 1e-5) if device().type == "cuda" else tolerance
-    torch.testing.assert_close(got["losses"], want["losses"], rtol=10 * tolerance, atol=10 * tolerance)
-    assert got["gradients"].keys() == want["gradients"].keys()
-    for name, gradient in want["gradients"].items():
+    torch.testing.assert_close(got["losses"], expected["losses"], rtol=10 * tolerance, atol=10 * tolerance)
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
         assert (got["gradients"][name] - gradient).norm() <= tolerance * gradient.norm(), name
-    assert want["losses"][-1] != want["losses"][0]
+    assert expected["losses"][-1] != expected["losses"][0]
 
 
 def with_lora(adapters: str) -> Callable[[Any], Any]:
@@ -296,11 +296,11 @@ def with_lora(adapters: str) -> Callable[[Any], Any]:
 
 
 def compare(wrapping: str, loss: str, trained: str = "all", **config: Any) -> None:
-    """Losses and gradients of a wrapped, patched model and of stock in one process.
+    """Compare losses and gradients of a wrapped, patched model with stock in one process.
 
     Args:
-        trained: "all", "only the head", or adapters as `with_lora` has them.
-        config: what the model has in place of its defaults.
+        trained: "all", "only the head", or an argument of `with_lora`.
+        config: changes of the model's configuration.
     """
     warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
     stock = tiny_llama(**config)
@@ -310,11 +310,11 @@ def compare(wrapping: str, loss: str, trained: str = "all", **config: Any) -> No
         stock = with_lora(trained)(stock)
     patched = flce.patch_model(copy.deepcopy(stock))
     check_same(train((WRAPPINGS | SPECIAL)[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
-    check_fused(patched, 0 if loss == "asked for" else STEPS)
+    check_fused(patched, 0 if loss == "materialized" else STEPS)
 
 
 def check_fused(model: Any, times: int = STEPS) -> None:
-    """As often at least, and stock code not once."""
+    """Check that flce ran at least `times` times, and that stock code never ran."""
     report = flce.report(model)
     assert report.fused >= times, report
     assert not report.stock, report
@@ -324,7 +324,7 @@ def check_fused(model: Any, times: int = STEPS) -> None:
 
 
 def mixed_precision(wrapping: str, loss: str) -> None:
-    """Losses and gradients no further from float64 than those of stock wrapped alike."""
+    """Check that errors against float64 are not larger than the errors of stock in the same wrapper."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -335,7 +335,7 @@ def mixed_precision(wrapping: str, loss: str) -> None:
     }[wrapping]
     stock, patched = stock_and_patched()
     exact = copy.deepcopy(stock).double()
-    rank, batches = dist.get_rank(), 12  # one loss is right or wrong by chance
+    rank, batches = dist.get_rank(), 12  # the error of one loss may be small by chance
     true_losses = [LOSSES[loss](exact, batch(rank, i)).item() for i in range(batches)]
     true_gradients = reference(exact, LOSSES[loss])["gradients"]
     errors = []
@@ -359,15 +359,15 @@ def _saved_head(model: Any) -> nn.Module:
     return saved
 
 
-def of_trl(summed: bool, wrapping: str) -> None:
-    """TRL's loss with flce's head, which is trained beside adapters. TRL adds its own after the adapters."""
+def trl_head(summed: bool, wrapping: str) -> None:
+    """Compare TRL's loss with flce's head, trained together with adapters, with stock."""
     from trl.trainer import utils
 
     import flce.huggingface.trl
 
     def loss(model: Any, ids: Tensor) -> Tensor:
-        made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
-        value: Tensor = -made.log_probs.sum() / made.label_mask.sum()
+        outputs = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
+        value: Tensor = -outputs.log_probs.sum() / outputs.label_mask.sum()
         return value
 
     stock, patched = (with_lora("modules_to_save")(tiny_llama()) for _ in range(2))
@@ -377,7 +377,7 @@ def of_trl(summed: bool, wrapping: str) -> None:
     wrap = {
         "root": _fsdp2,
         "tail, resharded": lambda model: _tail(model, True),
-        "head": lambda model: _fsdp2(model, [_saved_head(model)]),  # as PEFT's policy for Accelerate has it
+        "head": lambda model: _fsdp2(model, [_saved_head(model)]),  # like PEFT's policy for Accelerate
         "head, resharded": lambda model: _fsdp2(model, [_saved_head(model)], reshard=True),
         "DDP": _ddp,
     }
@@ -386,16 +386,16 @@ def of_trl(summed: bool, wrapping: str) -> None:
 
 
 def accumulated(loss: str) -> None:
-    """Four micro-batches a step, three of them without communication."""
+    """Train with four micro-batches in each step, three of them without communication."""
     stock, patched = stock_and_patched()
     results = []
     for model in (_tail(stock, True), _tail(patched, True)):
 
-        def apart(last: bool, model: Any = model) -> Any:
+        def set_sync(last: bool, model: Any = model) -> Any:
             model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
 
-        results.append(train(model, LOSSES[loss], micro=4, apart=apart))
+        results.append(train(model, LOSSES[loss], micro=4, context=set_sync))
     check_same(results[1], results[0])
     check_fused(patched, 4 * STEPS)
 
@@ -412,7 +412,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def collectives(loss: str, wrapping: str) -> tuple[dict[str, int], dict[str, int]]:
-    """How often stock and patched communicate in a step."""
+    """Return the numbers of collectives of stock and patched in a step."""
     warnings.simplefilter("error", MaterializedLogitsWarning)
     counts = []
     stock, patched = stock_and_patched()
@@ -425,7 +425,7 @@ def collectives(loss: str, wrapping: str) -> tuple[dict[str, int], dict[str, int
 
 
 def accelerated(loss: str, precision: str) -> None:
-    """As `accelerate launch` with FSDP2 wraps a model."""
+    """Compare patched and stock, wrapped like `accelerate launch` with FSDP2 does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
 
@@ -445,7 +445,7 @@ def accelerated(loss: str, precision: str) -> None:
 
 
 def fabric(loss: str, order: str) -> None:
-    """Lightning Fabric's DDP: two micro-batches a step, the first without communication."""
+    """Train with Lightning Fabric's DDP: two micro-batches in each step, the first without communication."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=device().type, devices=2, strategy="ddp")
@@ -459,16 +459,16 @@ def fabric(loss: str, order: str) -> None:
         if kind == "patched" and order == "set up, patched":
             flce.patch_model(wrapped, on_materialize="raise")
 
-        def apart(last: bool, wrapped: Any = wrapped) -> Any:
+        def without_sync(last: bool, wrapped: Any = wrapped) -> Any:
             return fabric.no_backward_sync(wrapped, enabled=not last)
 
-        results.append(train(wrapped, LOSSES[loss], optimizer, fabric.backward, micro=2, apart=apart))
+        results.append(train(wrapped, LOSSES[loss], optimizer, fabric.backward, micro=2, context=without_sync))
     check_same(results[1], results[0])
     check_fused(wrapped, 2 * STEPS)
 
 
 def from_transformers(stock: Any, **config: Any) -> Any:
-    """As Transformers itself shards a model that is loaded with a ``DistributedConfig``."""
+    """Load the model with a ``DistributedConfig``, so that Transformers shards it."""
     import tempfile
 
     from transformers import AutoModelForCausalLM
@@ -492,7 +492,7 @@ def transformers_fsdp(loss: str) -> None:
 
 
 def transformers_tensor_parallel(loss: str) -> None:
-    """Each process has some rows of the head, and gathers all logits: said in the first call."""
+    """Check the warning in the first call: each process has a shard of the head, and gathers all logits."""
     stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
     model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"))
     with pytest.warns(NotFusedWarning, match="tensor parallelism"):
@@ -510,60 +510,63 @@ def transformers_tensor_parallel(loss: str) -> None:
 
 
 def late_reads(wrapping: str) -> None:
-    """Logits read after backward, and after the next forward, are stock's; after a step they are an error."""
+    """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
     stock = tiny_llama()
     patched = flce.patch_model(copy.deepcopy(stock), on_materialize="ignore")
     ids = batch(dist.get_rank(), 0)
-    want = stock(input_ids=ids).logits.detach()
+    expected = stock(input_ids=ids).logits.detach()
     model = WRAPPINGS[wrapping](patched)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True)
 
-    def trained() -> Tensor:
+    def logits_after_backward() -> Tensor:
         outputs = model(input_ids=ids, labels=ids)
         outputs.loss.backward()
         logits: Tensor = outputs.logits
         return logits
 
-    if wrapping == "head, resharded":  # the gathered weight is not kept
+    if wrapping == "head, resharded":  # the gathered weight is freed
         assert model(input_ids=ids).logits._state.weight.untyped_storage().size() == 0
-        with torch.no_grad(), flce.huggingface.lazy_logits(patched):  # no model and no hook tells the head's unit
+        with (
+            torch.no_grad(),
+            flce.huggingface.lazy_logits(patched),
+        ):  # without the model's forward, no hook gathers the head
             late = patched.lm_head(torch.ones(2, 32, device=device()))
         assert late.argmax(-1).shape == (2,)
-    logits = trained()
-    torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
-    logits = trained()
+    logits = logits_after_backward()
+    torch.testing.assert_close(logits.softmax(-1), expected.softmax(-1))
+    logits = logits_after_backward()
     model(input_ids=ids, labels=ids)
-    assert torch.equal(logits.argmax(-1), want.argmax(-1))
-    logits = trained()
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    logits = logits_after_backward()
     optimizer.step()
     error_of(lambda: logits.argmax(-1), "by an optimizer step")
     logits = model(input_ids=ids, labels=ids).logits
-    assert not torch.equal(logits.argmax(-1), want.argmax(-1))
+    assert not torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
 def evaluated_in_a_wrapper() -> None:
-    """Logits of an evaluation, where the unit that holds the head is around the patched model."""
+    """Compare logits of an evaluation if the FSDP unit of the head contains the patched model."""
     from peft import LoraConfig, get_peft_model
 
     stock = tiny_llama()
-    want = copy.deepcopy(stock)
+    reference_model = copy.deepcopy(stock)
     adapted = get_peft_model(flce.patch_model(stock, on_materialize="ignore"), LoraConfig(target_modules=["q_proj"]))
     model = _fsdp2(adapted, reshard_after_forward=True).eval()
     ids = batch(dist.get_rank(), 0)
     with torch.no_grad():
         logits = model(input_ids=ids, labels=ids).logits
-        torch.testing.assert_close(logits.softmax(-1), want(input_ids=ids).logits.softmax(-1))
+        torch.testing.assert_close(logits.softmax(-1), reference_model(input_ids=ids).logits.softmax(-1))
 
 
-def compiled(what: str, wrapping: str) -> None:
-    """What a compiled model returns meets the wrappers' hooks as stock's logits do."""
+def compiled(part: str, wrapping: str) -> None:
+    """Check that the wrappers' hooks run on the outputs of a compiled model."""
     torch._dynamo.reset()
     stock = tiny_llama(num_hidden_layers=1)
     patched = flce.patch_model(copy.deepcopy(stock))
-    if what == "the model":
+    if part == "the model":
         patched.compile(backend="eager")
     wrapped = WRAPPINGS[wrapping](patched)
-    if what == "the wrapper":
+    if part == "the wrapper":
         wrapped.compile(backend="eager")
     check_same(train(wrapped, own_loss), reference(stock, own_loss))
     assert flce.report(patched).fused or flce.report(patched).materialized
@@ -577,16 +580,16 @@ def error_of(call: Callable[[], Any], text: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool, strategy: str) -> Any:
-    """Decoder layers, the head if it is to be apart, and the rest."""
+def _fsdp1(model: Any, original: bool, precision: str, separate_head: bool, strategy: str) -> Any:
+    """Wrap decoder layers, the head (if `separate_head`), and the rest of the model."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else None
 
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
-        apart = head_apart and isinstance(module, nn.Linear) and module.out_features == V
-        return recurse or isinstance(module, LlamaDecoderLayer) or apart
+        is_head = separate_head and isinstance(module, nn.Linear) and module.out_features == V
+        return recurse or isinstance(module, LlamaDecoderLayer) or is_head
 
     return FullyShardedDataParallel(
         model,
@@ -599,15 +602,15 @@ def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool, strateg
 
 
 def fsdp1(
-    loss: str, original: bool, precision: str, head_apart: bool, strategy: str = "FULL_SHARD"
+    loss: str, original: bool, precision: str, separate_head: bool, strategy: str = "FULL_SHARD"
 ) -> tuple[dict[str, int], set[str]]:
-    """Patched beside stock, wrapped alike. Then logits of an evaluation, and logits that are read after backward."""
+    """Compare patched and stock in the same wrapper. Check an evaluation, and logits read after backward."""
     results: list[Any] = []
     stock, patched = stock_and_patched()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model in (stock, patched):
-            wrapped = _fsdp1(model, original, precision, head_apart, strategy)
+            wrapped = _fsdp1(model, original, precision, separate_head, strategy)
             results.append(train(wrapped, LOSSES[loss]))
     ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
     report = flce.report(patched)
@@ -626,7 +629,7 @@ def fsdp1(
 
 
 def peaks_of_fsdp2(config: Any, length: int) -> list[int]:
-    """Bytes that some training steps take at most, above what was there before."""
+    """Return the peak memory in bytes of some training steps, above the memory before."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config).train()
@@ -641,7 +644,7 @@ def peaks_of_fsdp2(config: Any, length: int) -> list[int]:
 
 
 def data_parallel() -> int:
-    """`nn.DataParallel` in the first process: bytes above the weights of a training step with labels."""
+    """Train with `nn.DataParallel` in the first process. Return the peak memory in bytes above the weights."""
     if dist.get_rank() > 0:
         return 0
     stock = tiny_llama(vocab_size=16000, max_position_embeddings=512)
@@ -657,7 +660,7 @@ def data_parallel() -> int:
         peak = torch.cuda.max_memory_allocated(0) - before
         model.zero_grad()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MaterializedLogitsWarning)  # they are gathered
+            warnings.simplefilter("ignore", MaterializedLogitsWarning)  # DataParallel gathers the logits
             logits = parallel(input_ids=ids).logits
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         own.backward()
@@ -668,7 +671,7 @@ def data_parallel() -> int:
 
 
 def tensor_parallel(loss: str) -> tuple[int, set[str]]:
-    """The head's weight is split over its classes; the logits are gathered."""
+    """Train with a head that is divided by classes, whose logits are gathered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -681,7 +684,9 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
         warnings.simplefilter("always")
         for model in (stock, patched):
             losses = []
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # with DTensors among others
+            optimizer = torch.optim.SGD(
+                model.parameters(), lr=0.1, foreach=False
+            )  # foreach does not support a mixture with DTensors
             for step in range(STEPS):
                 value = LOSSES[loss](model, batch(0, step))
                 value.backward()
@@ -690,9 +695,9 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
                 losses.append(value.item())
             results.append(losses)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    said = {str(w.message) for w in caught if w.category is NotFusedWarning}
-    assert len(said) == 1
-    assert "DTensor" in said.pop()
+    messages = {str(w.message) for w in caught if w.category is NotFusedWarning}
+    assert len(messages) == 1
+    assert "DTensor" in messages.pop()
     return flce.report(patched).fused, set(flce.report(patched).stock)
 
 
@@ -720,7 +725,7 @@ class MiddleStage(nn.Module):
 
 
 class LastStage(MiddleStage):
-    """Has the head, which makes logits, and the schedule computes their loss."""
+    """Stage with the head. The schedule computes the loss of its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -734,12 +739,12 @@ class LastStage(MiddleStage):
 
 
 def pipelined(name: str) -> None:
-    """A schedule of ``torch.distributed.pipelining`` whose last stage is patched, against one of stock's."""
+    """Compare schedules of ``torch.distributed.pipelining`` with a patched and a stock last stage."""
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    several = name in PIPELINES[2:]  # stages in each process
-    count = 2 * size if several else size
+    has_several = name in PIPELINES[2:]  # several stages in each process
+    count = 2 * size if has_several else size
     places = {"ScheduleZBVZeroBubble": [rank, count - 1 - rank], "ScheduleInterleavedZeroBubble": [rank, rank + size]}
     ids = torch.cat([batch(i, 0) for i in range(4)])
     results = []
@@ -748,14 +753,14 @@ def pipelined(name: str) -> None:
         modules = [FirstStage(), *(MiddleStage() for _ in range(count - 2)), LastStage()]
         if patched:
             flce.patch_model(modules[-1], on_materialize="raise")
-        mine = [modules[i] for i in places.get(name, [rank])]
+        local_modules = [modules[i] for i in places.get(name, [rank])]
         stages = [
             pipelining.PipelineStage(module, i, count, device())
-            for module, i in zip(mine, places.get(name, [rank]), strict=True)
+            for module, i in zip(local_modules, places.get(name, [rank]), strict=True)
         ]
         kind = getattr(pipelining, name)
         schedule = kind(
-            stages if several else stages[0],
+            stages if has_several else stages[0],
             n_microbatches=4,
             loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
         )
@@ -764,9 +769,9 @@ def pipelined(name: str) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", MaterializedLogitsWarning)
                 schedule.step(*[ids] * (0 in places.get(name, [rank])), target=ids, losses=losses, return_outputs=False)
-        results.append(([loss.detach() for loss in losses], [[p.grad for p in m.parameters()] for m in mine]))
+        results.append(([loss.detach() for loss in losses], [[p.grad for p in m.parameters()] for m in local_modules]))
         report = flce.report(modules[-1])
-        # PyTorch may call it once more, for shapes.
-        assert report.fused >= 8 * (patched and modules[-1] in mine), report
+        # PyTorch may call the stage once more to infer shapes.
+        assert report.fused >= 8 * (patched and modules[-1] in local_modules), report
         assert not report.stock, report
     torch.testing.assert_close(results[1], results[0])

@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, Python runs, commands and their parts exist."""
+"""Tests of README and docs: links have targets, Python blocks run, commands and options exist."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def ids(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as the usual renderers name them."""
+    """Return the anchors of the headings, named like common renderers name them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def blocks(language: str) -> list[Any]:
-    """Documents, and the texts of their blocks in a language."""
+    """Return the texts of all blocks in a language."""
     found = []
     for document in DOCUMENTS:
         if document.name in ("migrate.md", "trainers.md"):  # run by `test_migrate.py` and `test_trainers.py`
             continue
         for number, match in enumerate(BLOCK.finditer(document.read_text())):
-            indent, of, text = match.groups()
-            if of == language and "sys.argv" not in text:  # a program: tests/docs/test_quick_start.py runs it
+            indent, block_language, text = match.groups()
+            # A block with sys.argv is a program, which tests/docs/test_quick_start.py runs.
+            if block_language == language and "sys.argv" not in text:
                 lines = [line.removeprefix(indent) for line in text.splitlines()]
                 found.append(pytest.param("\n".join(lines), id=f"{document.name}-{number}"))
     return found
@@ -49,7 +50,7 @@ def blocks(language: str) -> list[Any]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_links(document: Path) -> None:
     for target in LINK.findall(document.read_text()):
-        if re.match(r"[a-z]+:", target):  # of the outer world
+        if re.match(r"[a-z]+:", target):  # a URL
             continue
         path, _, anchor = target.partition("#")
         found = (document.parent / path).resolve() if path else document
@@ -59,7 +60,7 @@ def test_links(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
 def test_pictures_need_no_network(document: Path) -> None:
-    """Nor a script that draws them: a fence of Mermaid is text where its script cannot be fetched."""
+    """Check that pictures are files. A block of Mermaid needs a script from the network."""
     text = document.read_text()
     assert "```mermaid" not in text
     for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
@@ -73,7 +74,7 @@ def test_pictures_need_no_network(document: Path) -> None:
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What a block does not define is given here, and as small as can be."""
+    """Run a block with small values for the names that it does not define."""
     logits = torch.randn(2, 6, 100, requires_grad=True) * 1.0
     names: dict[str, Any] = {
         "flce": flce,
@@ -95,11 +96,11 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requ
         assert runner.failures == 0
         return
     if "process_group" in text:
-        a_process_group(tmp_path, request)
+        create_process_group(tmp_path, request)
     if "trl.install()" in text:
         request.addfinalizer(lambda: flce.huggingface.trl.uninstall())
     if re.search(r"transformers|huggingface|Trainer|\bmodel\b", text):
-        names |= a_trainer(tmp_path)
+        names |= trainer_names(tmp_path)
     if ".materialize()" in text or "lazy_logits(" in text:
         flce.patch_model(names["model"])
     exec(compile(text, "block", "exec"), names)
@@ -107,14 +108,14 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requ
         names["loss"].backward()
 
 
-def a_process_group(folder: Path, request: pytest.FixtureRequest) -> None:
-    """The default group, of this process alone, until the test ends."""
+def create_process_group(folder: Path, request: pytest.FixtureRequest) -> None:
+    """Create a default group of this process only, until the test ends."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
 
 
-def a_trainer(folder: Path) -> dict[str, Any]:
-    """A model in a folder, and what a `Trainer` is given."""
+def trainer_names(folder: Path) -> dict[str, Any]:
+    """Return a saved model and the arguments of a `Trainer`, by name."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
@@ -133,13 +134,13 @@ def a_trainer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", blocks("sh"))
 def test_commands(text: str) -> None:
-    """Targets of the Makefile, parts of the script for GPUs, extras, commands and options of flce and benchmarks."""
+    """Check targets of the Makefile, parts of the GPU script, extras, commands and options of flce and benchmarks."""
     makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "scripts" / "gpu_session.sh").read_text()
     for line in text.splitlines():
         words = line.partition(" #")[0].split()
         if not words or words[0].startswith("#"):
             continue
-        while "=" in words[0]:  # of the environment
+        while "=" in words[0]:  # a variable of the environment
             del words[0]
         if words[0] == "make":
             assert re.search(rf"^{re.escape(words[1])}:", makefile, re.M), line

@@ -1,4 +1,4 @@
-"""Each row of docs/errors.md under "Messages" quotes the beginning of a text of the package, `...` for each value."""
+"""Check that the rows of docs/errors.md under "Messages" quote texts of the package, with `...` for each value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = texts()
 
 
 @pytest.mark.parametrize("quotes, remedy", ROWS, ids=lambda value: value[:40])
-def test_a_row_is_of_a_message(quotes: str, remedy: str) -> None:
+def test_a_row_quotes_a_message(quotes: str, remedy: str) -> None:
     assert len(remedy.split()) >= 3
     for quote in re.findall(r"`([^`]+)`", quotes):
         assert any(quote in text for text in TEXTS), quote

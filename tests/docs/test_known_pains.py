@@ -1,4 +1,4 @@
-"""docs/known-pains.md: the tests that it names exist; and those that are nowhere else."""
+"""Check that the tests named in docs/known-pains.md exist; and tests of rows that no other file tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_all_rows_are_found() -> None:
 
 @pytest.mark.parametrize("name", ["causal-qwen3", "image-qwen3_vl"])
 def test_token_accuracy_makes_no_logits(name: str) -> None:
-    """As TRL's ``SFTTrainer`` computes it from a model's outputs where it does not leave the loss to Liger."""
+    """Compute the accuracy like TRL's ``SFTTrainer`` without Liger, from a model's outputs."""
     pytest.importorskip("transformers")
     from tests.huggingface import architectures
 
@@ -55,7 +55,7 @@ def test_token_accuracy_makes_no_logits(name: str) -> None:
     inputs = architectures.batch(architecture)
     with torch.no_grad():
         predicted = model(**inputs).logits.argmax(-1)
-    inputs["labels"][:, 3::2] = predicted[:, 2:-1:2]  # half of the tokens: the model has learnt nothing
+    inputs["labels"][:, 3::2] = predicted[:, 2:-1:2]  # half of the labels: the untrained model predicts these tokens
 
     def accuracy(outputs: Any) -> Tensor:
         shift_logits = outputs.logits[..., :-1, :].contiguous()
@@ -64,22 +64,22 @@ def test_token_accuracy_makes_no_logits(name: str) -> None:
         mask = shift_labels != -100
         return ((predictions == shift_labels) & mask).sum() / mask.sum()
 
-    wanted = accuracy(model(**inputs))
+    expected = accuracy(model(**inputs))
     outputs = flce.patch_model(model, on_materialize="raise")(**inputs)
-    assert torch.equal(accuracy(outputs), wanted)
-    assert 0.3 < wanted < 1.0
+    assert torch.equal(accuracy(outputs), expected)
+    assert 0.3 < expected < 1.0
     assert not outputs.logits.is_materialized
 
 
 def test_the_plan_does_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Nor on what is allocated; that of a 24 GB GPU is the same where there is none."""
+    """Check that a plan reads no memory statistics, and that a plan for a 24 GB GPU needs no GPU."""
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a plan asks how much memory is free")
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a plan reads memory statistics")
 
     for name in ("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, asked)
+        monkeypatch.setattr(torch.cuda, name, fail)
     # Sizes that no other test has planned.
     assert flce.plan(8191, 4096, 128257, torch.bfloat16, device=device).workspace_bytes > 0
-    made = flce.plan(8191, 4096, 128257, torch.bfloat16, device_kind="RTX-4090")
-    assert 0 < made.workspace_bytes <= (KNOWN_KINDS["RTX-4090"].memory or 0) / 24
+    planned = flce.plan(8191, 4096, 128257, torch.bfloat16, device_kind="RTX-4090")
+    assert 0 < planned.workspace_bytes <= (KNOWN_KINDS["RTX-4090"].memory or 0) / 24

@@ -1,8 +1,8 @@
-"""docs/migrate.md: its tables have every argument of the originals, and each replacement does what the original did.
+"""Tests of docs/migrate.md: tables have every argument of the original, and replacements have equal results.
 
-PyTorch's function is always there: tests/ops compares with it. The others are tested where they are installed:
+tests/ops compares with PyTorch's function. Other libraries are tested if they are installed:
 ``pip install --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1``. Without a GPU Liger's loss runs in Triton's
-interpreter, but for `softcap` and `ce_weight`. Those, its layers and CCE's kernels need a GPU.
+interpreter, except `softcap` and `ce_weight`. These two options, Liger's layers and CCE's kernels need a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ needs_gpu = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The kernels have tests of their own, and take long in the interpreter."""
+    """Use PyTorch on a CPU: kernels are slow in the interpreter, and have separate tests."""
     if device.type == "cpu":
         monkeypatch.setenv("FLCE_BACKEND", "torch")
 
@@ -55,9 +55,9 @@ def _torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Non
 
 @dataclass(frozen=True)
 class Row:
-    arguments: tuple[str, ...]  # of the original
+    arguments: tuple[str, ...]  # arguments of the original
     ours: str
-    in_git: bool  # not in the wheel
+    in_git: bool  # in the repository of the original, not in its wheel
 
 
 def cells(line: str) -> list[str]:
@@ -69,7 +69,7 @@ def spans(cell: str) -> list[str]:
 
 
 def tables() -> dict[str, tuple[str, list[Row]]]:
-    """By original: the name of its replacement, and a row for each line. Tables of other things have other headers."""
+    """Return for each original the name of its replacement and the rows of its table. Other tables are skipped."""
     found = {}
     for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.M):
         head, _, *lines = map(cells, block.splitlines())
@@ -83,19 +83,19 @@ TABLES = tables()
 
 
 def original(path: str) -> Any:
-    """What the path names; the test is skipped where that is not installed."""
+    """Return the object at a path, or skip the test if its package is not installed."""
     package = path.split(".")[0]
     if package == "torch":
         if not hasattr(F, "linear_cross_entropy"):
-            pytest.skip(f"PyTorch {torch.__version__} has no linear_cross_entropy, which came with 2.13")
+            pytest.skip(f"PyTorch {torch.__version__} has no linear_cross_entropy: it needs 2.13 or newer")
     else:
-        # cce_patch needs a Transformers that is older than most.
+        # cce_patch needs an old version of Transformers.
         pytest.importorskip(path.rpartition(".")[0] if path == CCE_MODELS else package, exc_type=ImportError)
-    return resolved(path)
+    return resolve(path)
 
 
-def resolved(path: str) -> Any:
-    """An attribute before a module of the same name, which `pkgutil.resolve_name` has the other way round."""
+def resolve(path: str) -> Any:
+    """Return the object at a path. Attributes precede modules of the same name, unlike in `pkgutil.resolve_name`."""
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
     for number, name in enumerate(rest, 2):
@@ -138,20 +138,20 @@ def test_the_tables_are_found() -> None:
 
 @pytest.mark.parametrize("path", TABLES)
 def test_every_argument_has_a_row(path: str) -> None:
-    """And no row is of an argument that is gone."""
+    """Check that rows and arguments are equal."""
     _, rows = TABLES[path]
-    there = parameters_of_original(path)
+    existing = parameters_of_original(path)
     listed = {name for row in rows for name in row.arguments}
-    assert there <= listed
-    assert {name for row in rows if not row.in_git for name in row.arguments} <= there
+    assert existing <= listed
+    assert {name for row in rows if not row.in_git for name in row.arguments} <= existing
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_what_replaces_it_exists(path: str) -> None:
-    """The second column: arguments of ours, by name or with a value, or calls of ours."""
+def test_replacements_exist(path: str) -> None:
+    """Check the second column: arguments of flce, with or without a value, or calls of flce."""
     name, rows = TABLES[path]
-    ours = parameters(resolved(name))
-    if name == "flce.LinearCrossEntropyLoss":  # hands them on
+    ours = parameters(resolve(name))
+    if name == "flce.LinearCrossEntropyLoss":  # passes arguments on
         ours |= parameters(flce.FusedLinearCrossEntropyLoss)
     for row in rows:
         assert spans(row.ours) or row.ours == "none", row
@@ -162,12 +162,12 @@ def test_what_replaces_it_exists(path: str) -> None:
             assert named | {keyword.arg for keyword in call.keywords} <= ours, span
             for node in ast.walk(call):
                 if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("flce."):
-                    resolved(ast.unparse(node))
+                    resolve(ast.unparse(node))
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "ChunkOptions":
                     assert {keyword.arg for keyword in node.keywords} <= parameters(flce.ChunkOptions), span
 
 
-# ------------------------------------------------------------------------------- each argument, beside the original
+# ------------------------------------------------------------------------- each argument, compared to the original
 
 N, H, V = 14, 8, 30
 GENERATOR = torch.Generator().manual_seed(3)
@@ -185,7 +185,7 @@ PROBABILITIES = randn(N, V).softmax(-1)
 
 @dataclass(frozen=True)
 class Case:
-    """Keyword arguments of the original and of flce; other tensors, where the usual ones do not do."""
+    """Keyword arguments of the original and of flce, and tensors that differ from the defaults."""
 
     theirs: Arguments
     ours: Arguments
@@ -199,30 +199,30 @@ def same(**arguments: Any) -> Case:
     return Case(arguments, arguments)
 
 
-def placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def move(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
 
 def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: torch.device) -> dict[str, Any]:
-    """What ``call(input, weight, target, bias, **arguments)`` makes: the loss, all gradients, and what it returned."""
-    x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, WEIGHT, case.target, case.head_bias))
+    """Run ``call(input, weight, target, bias, **arguments)``. Return its value, the loss and the gradients."""
+    x, w, y, b = (move(t, device, case.dtype) for t in (INPUT, WEIGHT, case.target, case.head_bias))
     tensors = {"input": x, "weight": w} | ({} if b is None else {"bias": b})
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    arguments = {name: placed(value, device, case.dtype) for name, value in arguments.items()}
+    arguments = {name: move(value, device, case.dtype) for name, value in arguments.items()}
     returned = call(leaves["input"], leaves["weight"], y, leaves.get("bias"), **arguments)
     loss = returned if isinstance(returned, Tensor) else returned.loss
-    # Another for each token: gradients that are all scaled by one of them are seen.
+    # Tokens have different upstream gradients: the test then finds gradients that are all scaled by one of them.
     loss.backward(torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype, device=device).view_as(loss))
     return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}, "returned": returned}
 
 
 def assert_same(theirs: dict[str, Any], ours: dict[str, Any], tolerance: float) -> None:
-    for name, want in theirs.items():
+    for name, expected in theirs.items():
         if name != "returned":
-            assert want is not None, name
-            assert_near(ours[name], want.double(), tolerance, name)
+            assert expected is not None, name
+            assert_near(ours[name], expected.double(), tolerance, name)
 
 
 def fused(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **arguments: Any) -> Any:
@@ -231,16 +231,16 @@ def fused(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **arguments:
 
 @dataclass(frozen=True)
 class Library:
-    """A loss, what replaces it, and the arguments that both are called with."""
+    """Loss of another library, its replacement, and the arguments of both."""
 
     theirs: Callable[..., Any]
     ours: Callable[..., Any]
     cases: dict[str, Case]
     always: tuple[str, ...] = ()
-    """Arguments of the original that every case has."""
+    """Arguments of the original in every case."""
     on_a_gpu: tuple[str, ...] = ()
-    """Cases that need one."""
-    how: Arguments = field(default_factory=dict)
+    """Cases that need a GPU."""
+    extra: Arguments = field(default_factory=dict)
     """Further arguments of the original."""
 
 
@@ -257,7 +257,7 @@ def fused_module(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments:
 
 
 def cce(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
-    """Of sequences: CCE shifts along the last dimension of the targets."""
+    """Run CCE on sequences: it shifts along the last dimension of the targets."""
     missing = arguments.keys() - parameters(original(CCE))
     if missing:
         assert missing <= {name for row in TABLES[CCE][1] if row.in_git for name in row.arguments}
@@ -267,7 +267,7 @@ def cce(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> 
 
 def fused_sequences(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
     loss: Any = flce.fused_linear_cross_entropy(x.view(2, 7, H), w, y.view(2, 7), **arguments)
-    # What CCE leaves out.
+    # CCE does not return the last token of a sequence.
     return loss[:, :-1] if loss.dim() and "shift" in arguments else loss
 
 
@@ -295,7 +295,7 @@ LIBRARIES = {
                 {"weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 0.2},
             ),
         },
-        # `test_what_liger_returns` runs the last three.
+        # `test_outputs_of_liger` runs the last three.
         (
             "reduction",
             "use_token_scaling",
@@ -303,7 +303,7 @@ LIBRARIES = {
             "return_token_accuracy",
             "return_predicted_tokens",
         ),
-        on_a_gpu=("softcap", "ce_weight", "all"),  # a function of CUDA's library, and methods of numbers
+        on_a_gpu=("softcap", "ce_weight", "all"),  # these use functions that the interpreter does not have
     ),
     CCE: Library(
         cce,
@@ -316,7 +316,7 @@ LIBRARIES = {
             "bias": no_bias({"bias": BIAS}, {"linear_bias": BIAS}),
         },
         ("e", "c", "targets", "reduction"),
-        how={"impl": "torch_compile"},
+        extra={"impl": "torch_compile"},
     ),
 }
 
@@ -337,7 +337,7 @@ def arguments_of_all() -> list[Any]:
 def test_an_argument(path: str, name: str, reduction: str, device: torch.device) -> None:
     library = LIBRARIES[path]
     case = library.cases[name]
-    theirs = outcome(library.theirs, case, {**case.theirs, "reduction": reduction, **library.how}, device)
+    theirs = outcome(library.theirs, case, {**case.theirs, "reduction": reduction, **library.extra}, device)
     ours = outcome(library.ours, case, {**case.ours, "reduction": reduction}, device)
     assert ours["loss"].dtype == torch.float32
     assert_same(theirs, ours, case.tolerance)
@@ -345,14 +345,14 @@ def test_an_argument(path: str, name: str, reduction: str, device: torch.device)
 
 @pytest.mark.parametrize("path", LIBRARIES)
 def test_every_argument_is_run(path: str) -> None:
-    """Every one of the original that has a counterpart and is in the wheel is in a case."""
+    """Check that every argument of the original's wheel with a counterpart is in a case."""
     library, (_, rows) = LIBRARIES[path], TABLES[path]
     mapped = {name for row in rows if row.ours != "none" and not row.in_git for name in row.arguments}
     assert mapped <= set(library.always) | {name for case in library.cases.values() for name in case.theirs}
 
 
 def test_module_of_pytorch(device: torch.device) -> None:
-    """With every argument that it has in common with ours."""
+    """Compare with every argument that both modules have."""
     arguments: Arguments = {
         "bias": True,
         "device": device,
@@ -376,13 +376,13 @@ def test_module_of_pytorch(device: torch.device) -> None:
     torch.testing.assert_close(ours.linear.bias.grad, theirs.linear.bias.grad)
 
 
-def test_where_pytorch_differs(device: torch.device) -> None:
-    """The rows of the first table that say so."""
+def test_differences_of_pytorch(device: torch.device) -> None:
+    """Check the differences in the rows of the first table."""
     function, options = original(TORCH), original(TORCH_OPTIONS)()
-    half, nothing = Case({}, {}, dtype=torch.bfloat16), torch.full_like(TARGET, -100)
+    half, all_ignored = Case({}, {}, dtype=torch.bfloat16), torch.full_like(TARGET, -100)
     assert outcome(pytorch, half, {}, device)["loss"].dtype == torch.bfloat16
     assert outcome(fused, half, {}, device)["loss"].dtype == torch.float32
-    empty = Case({}, {}, nothing)
+    empty = Case({}, {}, all_ignored)
     for call, arguments, gradient in [(pytorch, {}, 0.0), (pytorch, {"options": options}, math.nan), (fused, {}, 0.0)]:
         got = outcome(call, empty, arguments, device)
         assert got["loss"].isnan()
@@ -402,30 +402,30 @@ def test_where_pytorch_differs(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_what_liger_returns(reduction: str, device: torch.device) -> None:
-    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    # Half of the tokens are predicted.
+def test_outputs_of_liger(reduction: str, device: torch.device) -> None:
+    flags = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    # The model predicts half of the targets.
     best = (INPUT @ WEIGHT.T + BIAS).argmax(-1)
     target = torch.where(torch.arange(N) % 2 == 0, best, TARGET)
     case = Case(
-        {"lse_square_scale": 0.1, "reduction": reduction, **asked},
+        {"lse_square_scale": 0.1, "reduction": reduction, **flags},
         {"z_loss": 0.1, "reduction": reduction, "stats": ("correct", "argmax", "lse")},
         target,
     )
     theirs, ours = outcome(liger, case, case.theirs, device), outcome(fused_module, case, case.ours, device)
     assert_same(theirs, ours, case.tolerance)
-    want, got = theirs["returned"], ours["returned"]
-    torch.testing.assert_close(got.z_loss, want.z_loss)
-    assert torch.equal(got.argmax, want.predicted_tokens)
+    expected, got = theirs["returned"], ours["returned"]
+    torch.testing.assert_close(got.z_loss, expected.z_loss)
+    assert torch.equal(got.argmax, expected.predicted_tokens)
     accuracy = got.correct.float()
     if reduction != "none":
         accuracy = got.correct.sum() / (target != -100).sum()
         assert 0.4 < accuracy < 0.9
-    torch.testing.assert_close(accuracy, want.token_accuracy)
+    torch.testing.assert_close(accuracy, expected.token_accuracy)
 
 
-def test_where_liger_differs(device: torch.device) -> None:
-    """The rows of the tables that say so."""
+def test_differences_of_liger(device: torch.device) -> None:
+    """Check the differences in the rows of the tables."""
     empty = Case({}, {}, torch.full_like(TARGET, -100))
     theirs, ours = outcome(liger, empty, {}, device), outcome(fused_module, empty, {}, device)
     assert theirs["loss"] == 0.0
@@ -434,17 +434,17 @@ def test_where_liger_differs(device: torch.device) -> None:
     assert not ours["weight"].any()
 
     x, y = INPUT.to(device, torch.float32), TARGET.to(device)
-    for call, gets_one in [(liger, False), (fused_module, True)]:  # where only the head is trained
+    for call, has_gradient in [(liger, False), (fused_module, True)]:  # only the head is trained
         w = WEIGHT.to(device, torch.float32).requires_grad_()
         call(x, w, y, None).backward()
-        assert (w.grad is not None) == gets_one
+        assert (w.grad is not None) == has_gradient
 
     x, w = x.requires_grad_(), WEIGHT.to(device, torch.float32)
     loss = fused_module(x, w, y, None)
     once = torch.autograd.grad(loss, x, retain_graph=True)[0].clone()
     torch.testing.assert_close(torch.autograd.grad(2 * loss, x)[0], 2.0 * once)
     loss = liger(x, w, y, None)
-    for expected in (2.0, 4.0):  # times the upstream gradient each time
+    for expected in (2.0, 4.0):  # Liger multiplies by the upstream gradient in each backward pass
         (gradient,) = torch.autograd.grad(2 * loss, x, retain_graph=True)
         torch.testing.assert_close(gradient, expected * once)
     with pytest.raises(ValueError, match="too many values"):
@@ -456,7 +456,7 @@ def test_where_liger_differs(device: torch.device) -> None:
 
 @pytest.fixture
 def not_compiled() -> Iterator[None]:
-    """`impl="torch_compile"` as it is written, which takes no time to compile."""
+    """Run `impl="torch_compile"` without compilation, which would take time."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -467,13 +467,13 @@ def not_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", LIBRARIES[CCE].cases)
 def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str | None, device: torch.device) -> None:
-    """In bfloat16, whose rounding of the gradients is what the two may differ by."""
+    """Compare in bfloat16, with a tolerance for the rounding of gradients."""
     if filter_eps == "high" and "vocab_parallel_options" in parameters(original(CCE)):
         pytest.skip("newer versions than 25.1.1 have no 'high'")
     case = replace(LIBRARIES[CCE].cases[name], dtype=torch.bfloat16)
-    # Under a softcap the kernel of 25.1.1 counts the classes that fill up its last block: -inf becomes -softcap.
-    how = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
-    theirs = outcome(cce, case, {**case.theirs, "reduction": reduction, **how}, device)
+    # With a softcap the kernel of 25.1.1 counts the padded classes of its last block: -inf becomes -softcap.
+    extra = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
+    theirs = outcome(cce, case, {**case.theirs, "reduction": reduction, **extra}, device)
     assert_same(theirs, outcome(fused_sequences, case, {**case.ours, "reduction": reduction}, device), 2e-2)
 
 
@@ -481,7 +481,7 @@ def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str |
 
 
 def test_log_probabilities_of_trl(device: torch.device) -> None:
-    """The two results, and gradients of both together."""
+    """Compare both results, and the gradients of their sum."""
     function = original(TRL.removesuffix(".forward"))
     x, w = (t.detach().to(device, torch.float32).requires_grad_() for t in (INPUT, WEIGHT))
     target = TARGET.to(device).clamp(min=0)
@@ -499,15 +499,15 @@ def test_log_probabilities_of_trl(device: torch.device) -> None:
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 PAIRS = list(zip(BLOCKS[::2], BLOCKS[1::2], strict=True))
-# Whose layers do not run in the interpreter.
+# Layers of these functions do not run in the interpreter.
 LAYERS = ("apply_liger_kernel_to_llama", "AutoLigerKernelForCausalLM", "use_liger_kernel")
 
 
-def pairs_of(which: int) -> list[Any]:
+def blocks_at(position: int) -> list[Any]:
     found = []
     for blocks in PAIRS:
-        marks = needs_gpu if any(name in blocks[which] for name in LAYERS) else ()
-        found.append(pytest.param(blocks[which], id=blocks[0].split("import ")[1].split()[0], marks=marks))
+        marks = needs_gpu if any(name in blocks[position] for name in LAYERS) else ()
+        found.append(pytest.param(blocks[position], id=blocks[0].split("import ")[1].split()[0], marks=marks))
     return found
 
 
@@ -518,8 +518,8 @@ def test_blocks_are_pairs() -> None:
         assert after.startswith("# after\n")
 
 
-@pytest.mark.usefixtures("not_compiled", "as_it_was")
-@pytest.mark.parametrize("block", pairs_of(0))
+@pytest.mark.usefixtures("not_compiled", "restored_modules")
+@pytest.mark.parametrize("block", blocks_at(0))
 def test_before(block: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in re.findall(r"^from ((?:liger_kernel|cut_cross_entropy)[.\w]*) ", block, re.M):
         pytest.importorskip(package, exc_type=ImportError)
@@ -533,8 +533,8 @@ def test_before(block: str, tmp_path: Path, device: torch.device, monkeypatch: p
     check_block(block, tmp_path, device)
 
 
-@pytest.mark.usefixtures("as_it_was")
-@pytest.mark.parametrize("block", pairs_of(1))
+@pytest.mark.usefixtures("restored_modules")
+@pytest.mark.parametrize("block", blocks_at(1))
 def test_after(block: str, tmp_path: Path, device: torch.device) -> None:
     if "liger_kernel" in block:
         pytest.importorskip("liger_kernel")
@@ -542,7 +542,7 @@ def test_after(block: str, tmp_path: Path, device: torch.device) -> None:
 
 
 def check_block(block: str, folder: Path, device: torch.device) -> None:
-    """Its `loss`, and the gradients of that, are those of the stock operators or of the stock model."""
+    """Compare the `loss` of a block, and its gradients, with stock operators or a stock model."""
     run = functools.partial(exec, compile(block, "block", "exec"))
     if "model" in block:
         check_model(run, folder, device, trains="Trainer" in block)
@@ -558,7 +558,7 @@ def check_operators(run: Callable[[Arguments], Any], device: torch.device, cce: 
         scale = losses.detach().neg().exp() if token_scaling else 1.0
         names["loss"] = (scale * losses).sum() / (targets != -100).sum()
 
-    # CCE's kernels take half precision only.
+    # CCE's kernels support only half precision.
     dtype, tolerance = (torch.bfloat16, 2e-2) if cce and device.type == "cuda" else (torch.float32, 1e-5)
     results = []
     for each in (stock, run):
@@ -608,7 +608,7 @@ def check_model(run: Callable[[Arguments], Any], folder: Path, device: torch.dev
             "labels": ids,
             "data": [{"input_ids": row, "labels": row} for row in ids.tolist()],
         }
-        with contextlib.nullcontext() if trains else device:  # where `from_pretrained` puts a model
+        with contextlib.nullcontext() if trains else device:  # `from_pretrained` loads a model on this device
             each(names)
         if trains:
             results.append({"loss": torch.tensor(names["loss"])})
@@ -620,28 +620,28 @@ def check_model(run: Callable[[Arguments], Any], folder: Path, device: torch.dev
 
 
 @pytest.fixture
-def as_it_was() -> Iterator[None]:
-    """Liger's functions exchange what is in modules of Transformers, for good."""
-    places: list[Any] = []
+def restored_modules() -> Iterator[None]:
+    """Restore the modules of Transformers that Liger's functions change permanently."""
+    modules: list[Any] = []
     with contextlib.suppress(ImportError):
         from transformers.models.llama import modeling_llama
 
-        places = [modeling_llama, modeling_llama.LlamaForCausalLM, F]
-    before = [dict(vars(place)) for place in places]
+        modules = [modeling_llama, modeling_llama.LlamaForCausalLM, F]
+    before = [dict(vars(module)) for module in modules]
     yield
-    for place, members in zip(places, before, strict=True):
+    for module, members in zip(modules, before, strict=True):
         for name, value in members.items():
-            if vars(place)[name] is not value:
-                setattr(place, name, value)
+            if vars(module)[name] is not value:
+                setattr(module, name, value)
 
 
-@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.usefixtures("restored_modules")
 def test_the_loss_alone_of_a_model_that_liger_patches(device: torch.device, tmp_path: Path) -> None:
-    """Which runs in the interpreter, as its layers do not."""
+    """Check only Liger's loss of a model, which runs in the interpreter. Its layers do not."""
     pytest.importorskip("liger_kernel")
 
     def run(names: Arguments) -> None:
-        apply: Any = resolved("liger_kernel.transformers.apply_liger_kernel_to_llama")
+        apply: Any = resolve("liger_kernel.transformers.apply_liger_kernel_to_llama")
         apply(model=names["model"], rope=False, rms_norm=False, swiglu=False)
         outputs = names["model"](names["input_ids"], labels=names["labels"], return_token_accuracy=True)
         assert outputs.logits is None

@@ -1,4 +1,4 @@
-"""docs/quick-start.ipynb: its cells, run one after the other as a notebook service runs them."""
+"""Run the cells of docs/quick-start.ipynb one after the other, like a notebook service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that the notebook would have run."""
+    """Record the commands that the notebook runs, instead of running them."""
     run: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: run.append(command))
     return run
@@ -36,7 +36,7 @@ def test_the_notebook_trains_and_draws(commands: list[list[str]], monkeypatch: p
     names: dict[str, Any] = {}
     for number, text in enumerate(CODE):
         exec(compile(text, f"cell {number}", "exec"), names)
-    assert commands == []  # flce is here
+    assert commands == []  # flce is installed
     assert names["stock_losses"] == pytest.approx(names["flce_losses"], abs=1e-4)
     assert names["flce_losses"][-1] < names["flce_losses"][0] - 1
     assert names["flce_memory"].peak < 0.6 * names["stock_memory"].peak
@@ -45,7 +45,9 @@ def test_the_notebook_trains_and_draws(commands: list[list[str]], monkeypatch: p
     plt.close(names["figure"])
 
 
-def test_the_notebook_installs_flce_where_it_is_not(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_installs_flce_if_it_is_missing(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     exec(CODE[0], {})
     ((*pip, package),) = commands
@@ -56,8 +58,8 @@ def test_the_notebook_installs_flce_where_it_is_not(commands: list[list[str]], m
         assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
-    """Cells have names, and neither results nor numbers of an execution, so a change shows what was changed."""
+def test_the_notebook_is_stored_without_outputs() -> None:
+    """Check that cells have names but no outputs and no execution counts, so that diffs are small."""
     cells = NOTEBOOK["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
     for cell in cells:

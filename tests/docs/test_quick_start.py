@@ -1,4 +1,4 @@
-"""The quick start of README.md: its program on the files that it names. `make quick-start` runs all of it."""
+"""Run the program of README.md's quick start. `make quick-start` also runs its installation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
-    """Three commands at most, cloning among them, and ten lines; what is saved is another model than before."""
-    made = importlib.util.spec_from_file_location("quick_start", ROOT / "scripts" / "quick_start.py")
-    assert made is not None
-    assert made.loader is not None
-    script = importlib.util.module_from_spec(made)
-    made.loader.exec_module(script)
+    """Check the numbers of commands and lines, and that the saved model has changed."""
+    spec = importlib.util.spec_from_file_location("quick_start", ROOT / "scripts" / "quick_start.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
     script.main(tmp_path)
     commands = [line.partition(" #")[0].split() for line in (tmp_path / "quick_start.sh").read_text().splitlines()]
     program = [line for line in (tmp_path / "finetune.py").read_text().splitlines() if line and line[0] != "#"]

@@ -1,4 +1,4 @@
-"""docs/rl.md: each of its losses, on results of flce, is that of its paper, written here with all logits in float64."""
+"""Compare the losses of docs/rl.md with the formulas of their papers, written here with all logits in float64."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TEMPERATURE = 0.7
 
 @dataclass
 class Data:
-    """A batch, and the heads of those who judge it."""
+    """A batch and the heads of several models."""
 
     x: Tensor
     heads: dict[str, Tensor]
     labels: Tensor
-    of_rows: Tensor  # (B,) advantages
-    of_tokens: Tensor  # (B, T) advantages
+    row_advantages: Tensor  # (B,) advantages
+    token_advantages: Tensor  # (B, T) advantages
     good: Tensor  # (B,)
 
 
-def data_of(dtype: torch.dtype) -> Data:
+def create_data(dtype: torch.dtype) -> Data:
     g = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
@@ -45,22 +45,22 @@ def data_of(dtype: torch.dtype) -> Data:
     labels = torch.randint(V, (B, T), generator=g)
     for row, prompt in enumerate((2, 3, 5, 1)):
         labels[row, :prompt] = -100
-    labels[1, 7:] = -100  # the end of an answer
-    of_rows, of_tokens = torch.tensor([-1.0, -1.5, 0.5, 1.3]), normal(B, T)
+    labels[1, 7:] = -100  # after the end of an answer
+    row_advantages, token_advantages = torch.tensor([-1.0, -1.5, 0.5, 1.3]), normal(B, T)
     x = normal(B, T, H).requires_grad_()
     heads["new"].requires_grad_()
-    return Data(x, heads, labels, of_rows.to(dtype), of_tokens, torch.tensor([True, False, True, False]))
+    return Data(x, heads, labels, row_advantages.to(dtype), token_advantages, torch.tensor([True, False, True, False]))
 
 
-# What is expected: sequences of rows of log-probabilities, token after token.
+# Expected values are computed from sequences of log-probabilities, one token after the other.
 
 
 @dataclass
 class Sequence:
-    """The tokens of an answer."""
+    """Tokens of an answer, with their log-probabilities."""
 
-    places: list[int]  # of the hidden states that predict them
-    logprobs: list[Tensor]  # (V,) each
+    places: list[int]  # positions of the hidden states that predict the tokens
+    logprobs: list[Tensor]  # (V,) of each token
     classes: list[int]
 
     @property
@@ -70,12 +70,12 @@ class Sequence:
 
 def answers(x: Tensor, w: Tensor, labels: Tensor, temperature: float = TEMPERATURE) -> list[Sequence]:
     logits = x @ w.T / temperature
-    made = []
+    sequences = []
     for row, ids in zip(logits, labels.tolist(), strict=True):
         places = [t for t in range(len(ids) - 1) if ids[t + 1] >= 0]
         logprobs = [row[t] - row[t].exp().sum().log() for t in places]
-        made.append(Sequence(places, logprobs, [ids[t + 1] for t in places]))
-    return made
+        sequences.append(Sequence(places, logprobs, [ids[t + 1] for t in places]))
+    return sequences
 
 
 def mean(values: list[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ def mean(values: list[Tensor]) -> Tensor:
 
 
 def clipped_gain(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
-    """The pessimistic one of the two gains, by cases."""
+    """Return the smaller of the clipped and the unclipped gain, by cases."""
     if advantage >= 0:
         return advantage * (ratio if ratio < 1 + high else ratio.detach() * 0 + 1 + high)
     return advantage * (ratio if ratio > 1 - low else ratio.detach() * 0 + 1 - low)
@@ -98,7 +98,7 @@ Dense = dict[str, list[Sequence]]
 
 def expected_grpo(d: Dense, data: Data) -> Tensor:
     rows = []
-    for new, old, ref, a in zip(d["new"], d["old"], d["ref"], data.of_rows.tolist(), strict=True):
+    for new, old, ref, a in zip(d["new"], d["old"], d["ref"], data.row_advantages.tolist(), strict=True):
         divergences = [r - r.log() - 1 for r in ratios(ref, new)]
         gains = [clipped_gain(r, a, 0.2, 0.2) for r in ratios(new, old)]
         rows.append(mean([gain - 0.04 * kl for gain, kl in zip(gains, divergences, strict=True)]))
@@ -106,13 +106,13 @@ def expected_grpo(d: Dense, data: Data) -> Tensor:
 
 
 def expected_dapo(d: Dense, data: Data) -> Tensor:
-    each = zip(d["new"], d["old"], data.of_rows.tolist(), strict=True)
+    each = zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True)
     return -mean([clipped_gain(r, a, 0.2, 0.28) for new, old, a in each for r in ratios(new, old)])
 
 
 def expected_cispo(d: Dense, data: Data) -> Tensor:
     tokens = []
-    for new, old, a in zip(d["new"], d["old"], data.of_rows.tolist(), strict=True):
+    for new, old, a in zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True):
         for logprob, ratio in zip(new.chosen, ratios(new, old), strict=True):
             tokens.append(min(ratio.item(), 3.0) * a * logprob)
     return -mean(tokens)
@@ -120,7 +120,7 @@ def expected_cispo(d: Dense, data: Data) -> Tensor:
 
 def expected_gspo(d: Dense, data: Data) -> Tensor:
     rows = []
-    for new, old, a in zip(d["new"], d["old"], data.of_rows.tolist(), strict=True):
+    for new, old, a in zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True):
         product = torch.stack(ratios(new, old)).prod()
         rows.append(clipped_gain(product ** (1 / len(new.places)), a, 3e-4, 4e-4))
     return -mean(rows)
@@ -129,7 +129,7 @@ def expected_gspo(d: Dense, data: Data) -> Tensor:
 def expected_ppo(estimate: str) -> Callable[[Dense, Data], Tensor]:
     def loss(d: Dense, data: Data) -> Tensor:
         tokens = []
-        for new, old, ref, advantages in zip(d["new"], d["old"], d["ref"], data.of_tokens.tolist(), strict=True):
+        for new, old, ref, advantages in zip(d["new"], d["old"], d["ref"], data.token_advantages.tolist(), strict=True):
             both = zip(new.places, new.logprobs, ratios(new, old), ratios(ref, new), strict=True)
             for place, row, ratio, r in both:
                 kl = {"k1": -r.log(), "k2": 0.5 * r.log() ** 2, "k3": r - 1 - r.log()}[estimate]
@@ -182,10 +182,10 @@ def expected_top_k(direction: str) -> Callable[[Dense, Data], Tensor]:
     return loss
 
 
-# What the functions of the page are given beside log-probabilities of the policy, from its data.
+# Arguments of the page's functions, computed from the data.
 
 
-def by(data: Data, head: str) -> Tensor:
+def logprobs_of(data: Data, head: str) -> Tensor:
     with torch.no_grad():
         return outputs(data, head).logprob
 
@@ -194,87 +194,91 @@ def outputs(data: Data, head: str) -> Any:
     return flce.linear_logprobs(data.x, data.heads[head], data.labels, shift=1, temperature=TEMPERATURE)
 
 
-def kto(p: str, q: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        others = {"other": by(data, p), "other_ref": by(data, q)}
+def kto_arguments(p: str, q: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        others = {"other": logprobs_of(data, p), "other_ref": logprobs_of(data, q)}
         return {
             "logprob": out.logprob,
-            "ref": by(data, "ref"),
+            "ref": logprobs_of(data, "ref"),
             **others,
             "good": data.good,
             "of_good": 2.0,
             "of_bad": 1.5,
         }
 
-    return given
+    return create
 
 
-def named(*names: str, **more: Any) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        known = {
+def arguments(*names: str, **more: Any) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        values = {
             "logprob": out.logprob,
             "entropy": out.entropy,
             "mask": mask,
-            "advantage": data.of_rows,
-            **{name: by(data, name) for name in ("old", "ref", "teacher")},
+            "advantage": data.row_advantages,
+            **{name: logprobs_of(data, name) for name in ("old", "ref", "teacher")},
         }
-        return {name: known[name] for name in ("logprob", *names)} | more
+        return {name: values[name] for name in ("logprob", *names)} | more
 
-    return given
-
-
-def ppo(estimate: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        known = named("entropy", "old", "ref", "mask", estimate=estimate)(out, data, mask)
-        return known | {"advantage": data.of_tokens}
-
-    return given
+    return create
 
 
-def top_k(direction: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+def ppo_arguments(estimate: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        values = arguments("entropy", "old", "ref", "mask", estimate=estimate)(out, data, mask)
+        return values | {"advantage": data.token_advantages}
+
+    return create
+
+
+def top_k_arguments(direction: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
         teacher: Any = flce.linear_logprobs(data.x.detach(), data.heads["teacher"], outputs=(), top_k=K)
         stored = {"ids": teacher.top_k_ids, "teacher": teacher.top_k_logprob, "direction": direction}
         return {"hidden": data.x, "W": data.heads["new"], "labels": data.labels, "mask": mask, **stored}
 
-    return given
+    return create
 
 
 CASES: dict[str, tuple[str, Any, Any]] = {
-    "GRPO": ("grpo", named("old", "ref", "advantage", "mask"), expected_grpo),
-    "DAPO": ("dapo", named("old", "advantage", "mask"), expected_dapo),
-    "CISPO": ("cispo", named("old", "advantage", "mask"), expected_cispo),
-    "GSPO": ("gspo", named("old", "advantage", "mask"), expected_gspo),
-    **{f"PPO {k}": ("ppo", ppo(k), expected_ppo(k)) for k in ("k1", "k2", "k3")},
-    "DPO": ("dpo", named("ref"), expected_dpo),
-    "KTO": ("kto", kto("teacher", "old"), expected_kto),
-    "KTO, the other sign": ("kto", kto("old", "teacher"), lambda d, data: expected_kto(d, data, "old", "teacher")),
-    "sampled": ("distill_sampled", named("old", "teacher", "mask"), expected_sampled),
-    **{f"top-k {way}": ("distill_top_k", top_k(way), expected_top_k(way)) for way in ("forward", "reverse")},
+    "GRPO": ("grpo", arguments("old", "ref", "advantage", "mask"), expected_grpo),
+    "DAPO": ("dapo", arguments("old", "advantage", "mask"), expected_dapo),
+    "CISPO": ("cispo", arguments("old", "advantage", "mask"), expected_cispo),
+    "GSPO": ("gspo", arguments("old", "advantage", "mask"), expected_gspo),
+    **{f"PPO {k}": ("ppo", ppo_arguments(k), expected_ppo(k)) for k in ("k1", "k2", "k3")},
+    "DPO": ("dpo", arguments("ref"), expected_dpo),
+    "KTO": ("kto", kto_arguments("teacher", "old"), expected_kto),
+    "KTO, the other sign": (
+        "kto",
+        kto_arguments("old", "teacher"),
+        lambda d, data: expected_kto(d, data, "old", "teacher"),
+    ),
+    "sampled": ("distill_sampled", arguments("old", "teacher", "mask"), expected_sampled),
+    **{f"top-k {way}": ("distill_top_k", top_k_arguments(way), expected_top_k(way)) for way in ("forward", "reverse")},
 }
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_loss_is_that_of_its_paper(case: str, dtype: torch.dtype, tolerance: float, torch_backend: str) -> None:
-    name, given, expected = CASES[case]
-    data, names = data_of(dtype), {"flce": flce, "torch": torch}
+def test_a_loss_equals_its_paper(case: str, dtype: torch.dtype, tolerance: float, torch_backend: str) -> None:
+    name, create_arguments, expected_loss = CASES[case]
+    data, names = create_data(dtype), {"flce": flce, "torch": torch}
     exec(LOSSES[name], names)
     mask = torch.nn.functional.pad(data.labels[:, 1:] != -100, (0, 1))
     function: Any = names[name]
-    ours = function(**given(outputs(data, "new"), data, mask))
+    ours = function(**create_arguments(outputs(data, "new"), data, mask))
 
     x, w = (t.detach().double().requires_grad_() for t in (data.x, data.heads["new"]))
     temperature = 1.0 if name == "distill_top_k" else TEMPERATURE
     dense = {k: answers(x.detach(), head.detach().double(), data.labels, temperature) for k, head in data.heads.items()}
     dense["new"] = answers(x, w, data.labels, temperature)
-    wanted = expected(dense, data)
+    expected = expected_loss(dense, data)
 
-    torch.testing.assert_close(ours.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
     got = torch.autograd.grad(ours, (data.x, data.heads["new"]))
-    for gradient, right in zip(got, torch.autograd.grad(wanted, (x, w)), strict=True):
-        assert right.norm() > 0
-        assert (gradient.double() - right).norm() <= tolerance * right.norm()
+    for gradient, correct in zip(got, torch.autograd.grad(expected, (x, w)), strict=True):
+        assert correct.norm() > 0
+        assert (gradient.double() - correct).norm() <= tolerance * correct.norm()
 
 
 def test_each_has_at_most_twelve_lines() -> None:

@@ -1,4 +1,4 @@
-"""The site of the documents (`make docs`): its links lead where they lead in the repository, or fail the build."""
+"""Tests of the documentation site (`make docs`): links have the targets of the repository, or fail the build."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOOD = """# A page
 
 
 def write(folder: Path, page: str) -> None:
-    """A repository of a few documents in ``folder``, with this project's settings and hooks."""
+    """Write a repository of a few documents to ``folder``, with this project's settings and hooks."""
     for name in ("docs", "scripts", "benchmarks", "integrations"):
         (folder / name).mkdir()
     shutil.copy(ROOT / "mkdocs.yml", folder)
@@ -36,10 +36,10 @@ def write(folder: Path, page: str) -> None:
 
 
 def build(folder: Path, page: str, nav: list[Any]) -> Path:
-    """The site of such a repository; returns where it is.
+    """Build the site of a repository of `write`. Return its folder.
 
     Raises:
-        mkdocs.exceptions.Abort: as `mkdocs build --strict` fails.
+        mkdocs.exceptions.Abort: `mkdocs build --strict` would fail.
     """
     config = pytest.importorskip("mkdocs.config")
     pytest.importorskip("material")
@@ -55,7 +55,7 @@ ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "in
 NAV = [*ROOT_PAGES, "docs/a.md", "docs/b.md"]
 
 
-def test_links_lead_where_they_lead_in_the_repository(tmp_path: Path) -> None:
+def test_links_have_the_targets_of_the_repository(tmp_path: Path) -> None:
     site = build(tmp_path, GOOD, NAV)
     page = (site / "a" / "index.html").read_text()
     for link in (
@@ -75,7 +75,7 @@ def test_links_lead_where_they_lead_in_the_repository(tmp_path: Path) -> None:
     assert 'id="two-words--more"' in (site / "b" / "index.html").read_text()
 
 
-NOWHERE = {
+BROKEN = {
     "[gone](gone.md)": "'gone.md'",
     "[no such part](b.md#gone)": "'b.md#gone'",
     "[no such part here](#gone)": "'#gone'",
@@ -88,14 +88,14 @@ NOWHERE = {
 }
 
 
-def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each has a warning, and one is enough for the build to fail."""
+def test_a_link_without_target_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that each broken link has a warning, and that the build fails."""
     exceptions = pytest.importorskip("mkdocs.exceptions")
-    with pytest.raises(exceptions.Abort, match=f"{len(NOWHERE)} warnings"):
-        build(tmp_path, "# A page\n\n" + "\n\n".join(NOWHERE), NAV)
+    with pytest.raises(exceptions.Abort, match=f"{len(BROKEN)} warnings"):
+        build(tmp_path, "# A page\n\n" + "\n\n".join(BROKEN), NAV)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    for link, said in NOWHERE.items():
-        assert any(said in line for line in warned), (link, warned)
+    for link, target in BROKEN.items():
+        assert any(target in line for line in warned), (link, warned)
 
 
 def test_a_page_without_a_place_is_an_error(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_a_page_without_a_place_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_make_docs_fails_where_the_build_warns(tmp_path: Path, right: bool) -> None:
-    """With the command of the Makefile: MkDocs counts no warnings that it was told not to print."""
+def test_make_docs_fails_if_the_build_warns(tmp_path: Path, right: bool) -> None:
+    """Run the Makefile's command. MkDocs does not count warnings that an option suppresses."""
     pytest.importorskip("material")
     write(tmp_path, GOOD if right else "# A page\n\n[gone](gone.md)\n")
     (tmp_path / "mkdocs.yml").rename(tmp_path / "all.yml")

@@ -1,4 +1,4 @@
-"""docs/the-algorithm.md: its code makes the loss and the gradients that flce and PyTorch make."""
+"""Compare the code of docs/the-algorithm.md with flce and PyTorch: loss and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORE_INDEX = 5
 
 
 def results(function: Any, *arguments: Any, seed: int = 0) -> list[Tensor]:
-    """The loss, and the gradients of input, weight and bias with an upstream gradient of 3."""
+    """Return the loss, and the gradients of input, weight and bias for an upstream gradient of 3."""
     p = make_problem((TOKENS,), 16, CLASSES, bias=True, ignored=0.3, seed=seed, ignore_index=IGNORE_INDEX)
     assert p.linear_bias is not None
     leaves = [tensor.requires_grad_() for tensor in (p.input, p.linear_weight, p.linear_bias)]
@@ -38,20 +38,20 @@ def fused(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("chunk, block", [(8, 16), (TOKENS, CLASSES), (1, CLASSES), (TOKENS, 1), (100, 100)])
-def test_it_is_the_operator(chunk: int, block: int, torch_backend: str) -> None:
+def test_the_code_equals_the_operator(chunk: int, block: int, torch_backend: str) -> None:
     names: dict[str, Any] = {}
     exec(CODE, names)
     ours = results(names["LinearCrossEntropy"].apply, IGNORE_INDEX, chunk, block)
     for other in (fused, stock):
-        for got, wanted in zip(ours, results(other), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+        for got, expected in zip(ours, results(other), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_it_is_short() -> None:
+def test_the_code_is_short() -> None:
     assert len([line for line in CODE.splitlines() if line.strip()]) <= 60
 
 
-def test_what_it_names_exists() -> None:
+def test_named_files_and_schedules_exist() -> None:
     from flce.engine import schedules
 
     for path in re.findall(r"`((?:flce|tests)/[\w/.]+)`", TEXT):

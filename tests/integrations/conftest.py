@@ -1,4 +1,4 @@
-"""The scripts of `integrations/`: run as a user runs them, or imported (see `pythonpath` in pyproject.toml)."""
+"""Fixtures for the scripts of `integrations/`, which tests run or import (see `pythonpath` in pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run_script() -> Callable[..., str]:
-    """``run_script("qlora.py", "--steps=15")``: what the script said. Another exit status fails the test."""
+    """Return a function that runs a script and returns its output. An unexpected exit status fails the test."""
 
     def run(name: str, *arguments: str, gpu: str = "", status: int = 0) -> str:
         environment = {
@@ -27,7 +27,7 @@ def run_script() -> Callable[..., str]:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
-        environment.pop("TRITON_INTERPRET", None)  # as a user has it
+        environment.pop("TRITON_INTERPRET", None)  # not set for users
         if gpu:
             environment.pop("FLCE_BACKEND", None)
         done = subprocess.run(
@@ -46,7 +46,7 @@ def run_script() -> Callable[..., str]:
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trainer's arguments set variables of Accelerate (precision, the compiler) and TF32, and leave them so."""
+    """Restore TF32 and the variables of Accelerate (precision, the compiler), which Trainer's arguments set."""
     import torch
 
     before, tf32 = dict(os.environ), torch.backends.cuda.matmul.allow_tf32
@@ -61,7 +61,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_accelerator() -> None:
-    """Accelerate keeps what a process began with, and other tests may have begun otherwise."""
+    """Reset the state of Accelerate, which other tests may have initialized differently."""
     if importlib.util.find_spec("accelerate") is not None:
         from accelerate.state import AcceleratorState
 
@@ -70,7 +70,7 @@ def fresh_accelerator() -> None:
 
 @pytest.fixture
 def fail_on_materialize() -> Iterator[None]:
-    """Fails the test where lazy logits become real without having been asked to."""
+    """Fail the test if lazy logits are computed without a call of `materialize`."""
     from flce.huggingface import MaterializedLogitsWarning
 
     with warnings.catch_warnings():

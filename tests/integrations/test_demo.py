@@ -1,4 +1,4 @@
-"""`make demo`, end to end and tiny: what a reader tries first must work."""
+"""Tests of `make demo`, end to end with a tiny model."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def text(tmp_path: Path) -> Path:
 def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) -> None:
     picture, memory = tmp_path / "pictures" / "demo.png", tmp_path / "memory.svg"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)  # as a user has it
-    where: list[Any] = ["--text", text, "--output", picture, "--memory-picture", memory]
-    words = [sys.executable, ROOT / "integrations" / "demo.py", *where, *SIZES]
+    environment.pop("TRITON_INTERPRET", None)  # not set for users
+    files: list[Any] = ["--text", text, "--output", picture, "--memory-picture", memory]
+    words = [sys.executable, ROOT / "integrations" / "demo.py", *files, *SIZES]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    for said in ("The loss curves agree", "final loss", "peak memory", "time per step"):
-        assert said in done.stdout
+    for part in ("The loss curves agree", "final loss", "peak memory", "time per step"):
+        assert part in done.stdout
     assert "4/4" in done.stderr  # progress
-    assert "USDT" not in done.stderr  # of PyTorch's profiler
+    assert "USDT" not in done.stderr  # output of PyTorch's profiler
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in memory.read_text()
 
 
 def test_the_fastest_recording_is_shown_with_the_optimizers_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording begins after the states were made. A recording that something else has slowed down is not drawn."""
+    """Check that the peak includes the optimizer's state, and that the fastest of three recordings is drawn."""
     seconds = iter([9.0, 2.0, 3.0])
 
     def profile(step: Any, device: Any) -> flce.MemoryProfile:
@@ -66,20 +66,19 @@ def test_the_fastest_recording_is_shown_with_the_optimizers_states(monkeypatch: 
 
 
 @pytest.mark.parametrize("unknown, eos", [(1, None), (None, 0)])
-def test_a_tokenizer_that_knows_no_words(unknown: int | None, eos: int | None) -> None:
-    """Transformers makes one where a folder has none: of unknown words, or of nothing but the end of a text."""
+def test_a_tokenizer_without_words(unknown: int | None, eos: int | None) -> None:
+    """Check tokenizers that Transformers creates for folders without one: every word is unknown or has no token."""
 
     def encode(text: str, **_: Any) -> list[int]:
         return [unknown for _ in text.split()] if unknown else []
 
     tokenizer: Any = SimpleNamespace(unk_token_id=unknown, eos_token_id=eos, encode=encode)
-    with pytest.raises(ValueError, match=r"the tokenizer knows 0 of \d tokens"):
+    with pytest.raises(ValueError, match=r"the tokenizer has 0 of \d tokens"):
         demo.token_batches(["the cat sat"], tokenizer, (1, 1, 8))
 
 
 @pytest.mark.parametrize("last, status", [(1.00003, 0), (1.1, 1), (float("nan"), 1)])
 def test_json(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
-    """It is all that stdout has."""
 
     def run_of(loss: float, peak: int) -> demo.TrainingRun:
         profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
@@ -101,6 +100,6 @@ def test_json(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_text_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no text to train on"):
+def test_a_folder_without_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no text to train on"):
         demo.read_documents(tmp_path)

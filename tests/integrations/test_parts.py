@@ -1,4 +1,4 @@
-"""What `integrations/` gives to trainers that the tests do not install: with stand-ins for the trainers' classes."""
+"""Tests of plugins for trainers that the tests do not install, with simulated classes of the trainers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Part = Callable[..., Any]
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Part:
-    """``part("axolotl_plugin", "axolotl.integrations.base", BasePlugin=object)``: the file, with that to import."""
+    """Return a function that imports a plugin with a simulated module: its name and the names in it."""
 
-    def load(name: str, of: str, **names: Any) -> Any:
-        packages = of.split(".")
+    def load(name: str, simulated: str, **names: Any) -> Any:
+        packages = simulated.split(".")
         for end in range(len(packages)):
             package = ".".join(packages[: end + 1])
             monkeypatch.setitem(sys.modules, package, ModuleType(package))
-        vars(sys.modules[of]).update(names)
+        vars(sys.modules[simulated]).update(names)
         monkeypatch.delitem(sys.modules, name, raising=False)
         module = importlib.import_module(name)
         monkeypatch.delitem(sys.modules, name)
@@ -75,7 +75,7 @@ def test_megatron_s_loss_of_each_token(part: Part, tmp_path: Path) -> None:
 
 
 class Decoder(nn.Module):
-    """The end of torchtune's `TransformerDecoder`."""
+    """Simulation of the end of torchtune's `TransformerDecoder`."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
 
 class TiedLinear:
-    """torchtune's: not a module."""
+    """Simulation of torchtune's `TiedLinear`, which is not a module."""
 
     def __init__(self, tied_module: nn.Module) -> None:
         self.tied_module: Any = tied_module
@@ -114,7 +114,7 @@ def test_torchtune_s_loss(tied: bool) -> None:
     loss = FlceLoss(ignore_index=7)
     loss.set_model_output(model)
     assert model(hidden).shape == hidden.shape
-    assert model.state_dict().keys() == names  # checkpoints stay as they are
+    assert model.state_dict().keys() == names  # checkpoints do not change
     actual = loss(model(hidden), target)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(torch.autograd.grad(actual, [layer.weight, model.norm.weight]), gradients)

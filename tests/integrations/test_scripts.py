@@ -1,6 +1,6 @@
-"""The scripts of `integrations/`, and the options of the libraries that they train with.
+"""Tests of the scripts of `integrations/`, and of options of the libraries that the scripts train with.
 
-`make recipes` runs the scripts with 50 steps each (`RECIPE_STEPS`), and shows what they say.
+`make recipes` runs the scripts with 50 steps each (`RECIPE_STEPS`) and shows their output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 STEPS = os.environ.get("RECIPE_STEPS", "4")
 GPU = pytest.mark.gpu
 
-# The packages that each needs.
+# The packages that each script needs.
 SCRIPTS: dict[str, list[str]] = {
     "accelerate_fsdp2": ["accelerate"],
     "axolotl_train": ["axolotl"],
@@ -46,7 +46,7 @@ SCRIPTS: dict[str, list[str]] = {
     "trl_train": ["trl", "peft"],
 }
 IN_TWO_PROCESSES = ("accelerate_fsdp2", "deepspeed_zero3")
-# Each wants an environment of its own (docs/trainers.md has the versions), and changes Transformers as it is imported.
+# Each library needs a separate environment (versions: docs/trainers.md), and changes Transformers at its import.
 ALONE = ("axolotl_train", "megatron_train", "swift_train", "torchtune_recipe")
 RUNS: list[tuple[str, list[str]]] = [
     ("accelerate_fsdp2", []),
@@ -73,39 +73,39 @@ RUNS_ON_GPUS: list[tuple[str, list[str]]] = [
 ]
 
 
-def needs(script: str) -> Any:
-    """The module of a script whose libraries are there."""
+def import_script(script: str) -> Any:
+    """Import a script, or skip the test if a library of the script is missing."""
     for package in SCRIPTS[script]:
         if importlib.util.find_spec(package) is None:
-            where = "see docs/trainers.md" if script in ALONE else "it is in the extra `trainers`"
-            pytest.skip(f"{package} is not installed: {where}")
+            source = "see docs/trainers.md" if script in ALONE else "it is in the extra `trainers`"
+            pytest.skip(f"{package} is not installed: {source}")
     if script in IN_TWO_PROCESSES and not torch.distributed.is_available():
         pytest.skip("PyTorch without torch.distributed")
     return importlib.import_module(script)
 
 
 def invoke(module: Any, *arguments: str) -> Result:
-    """Its command, in this process: to import the libraries takes longer than to train."""
+    """Run the script's command in this process: the imports of the libraries take longer than the training."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(module.main)
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def launched(script: str, *arguments: str) -> tuple[int, str]:
-    """In a process that stands for one of torchrun's: the exit status and what was said."""
+def run_rank(script: str, *arguments: str) -> tuple[int, str]:
+    """Run a script in a process with the environment of torchrun. Return the exit status and the output."""
     done = invoke(importlib.import_module(script), *arguments)
     return done.exit_code, done.output
 
 
-def in_two_processes(script: str, *arguments: str) -> str:
-    """What both say. They are forked from one that has the libraries."""
+def run_forked(script: str, *arguments: str) -> str:
+    """Run a script in two processes, forked from a process that has imported the libraries. Return the output."""
     world = World(2)
     try:
-        ends = world.run(launched, script, *arguments)
+        ends = world.run(run_rank, script, *arguments)
     finally:
         world.close()
     assert [status for status, _ in ends] == [0, 0], ends
-    return "".join(said for _, said in ends)
+    return "".join(output for _, output in ends)
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -115,44 +115,44 @@ def in_two_processes(script: str, *arguments: str) -> str:
     ids="".join,
 )
 def test_the_script(script: str, options: list[str], run_script: Any) -> None:
-    """Losses are stock's, and fused where they can be: else the script ends with status 1."""
-    module = needs(script)
+    """Check that a script ends with status 0: losses are equal to stock's losses, and fused if possible."""
+    module = import_script(script)
     if script in ALONE:
-        said = run_script(f"{script}.py", f"--steps={STEPS}", *options)
-    elif script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
+        output = run_script(f"{script}.py", f"--steps={STEPS}", *options)
+    elif script in IN_TWO_PROCESSES:  # only the first process prints
         on_gpus = (script, options) in RUNS_ON_GPUS
         if on_gpus and torch.cuda.device_count() < 2:
             pytest.skip("needs two CUDA devices")
         if torch.cuda.is_available():
-            said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if on_gpus else "")
+            output = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if on_gpus else "")
         else:
-            said = in_two_processes(script, f"--steps={STEPS}", *options)
+            output = run_forked(script, f"--steps={STEPS}", *options)
     else:
         done = invoke(module, f"--steps={STEPS}", *options)
         assert done.exit_code == 0, done.output
-        said = done.stdout
-    print(said)  # for `make recipes`
-    assert said.count("The loss curves agree") == 1
+        output = done.stdout
+    print(output)  # for `make recipes`
+    assert output.count("The loss curves agree") == 1
 
 
-def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.need("pytest")
+def test_a_missing_package(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.require("pytest")
     with pytest.raises(typer.Exit) as refusal:
-        demo.need("pytest", "no-such-package")
+        demo.require("pytest", "no-such-package")
     assert refusal.value.exit_code == 2
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_an_own_loss_of_a_model_in_4_bits_is_fused() -> None:
-    model = flce.patch_model(needs("qlora").quantized_model(adapt_head=True)).train()
+    model = flce.patch_model(import_script("qlora").quantized_model(adapt_head=True)).train()
     rows = torch.stack([row["input_ids"] for row in demo.examples(2)]).to(model.device)
     loss = F.cross_entropy(model(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
     assert demo.is_fused(loss)
 
 
 def test_a_head_in_4_bits_is_refused() -> None:
-    model = needs("qlora").quantized_model(adapt_head=False).get_base_model()
+    model = import_script("qlora").quantized_model(adapt_head=False).get_base_model()
     layer = model.model.layers[0].mlp.up_proj.base_layer
     assert type(layer).__name__ == "Linear4bit"
     assert type(model.lm_head).__name__ == "Linear"
@@ -165,11 +165,11 @@ def test_a_head_in_4_bits_is_refused() -> None:
 @pytest.mark.parametrize("last, fused, status", [(2.0, True, 0), (2.1, True, 1), (math.nan, True, 1), (2.0, False, 1)])
 def test_a_difference_is_found(last: float, fused: bool, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     curves = {False: demo.Curve([1.0, 2.0], [False] * 2), True: demo.Curve([1.0, last], [fused, True])}
-    assert demo.compare("made up", curves.__getitem__) == status
+    assert demo.compare("a trainer", curves.__getitem__) == status
     assert ("The loss curves agree." in capsys.readouterr().out) == (status == 0)
 
 
-# Runs scripts with an option, and says how each ended and which of the slow libraries have been imported by then.
+# Runs scripts with an option. Prints the exit status of each script and the slow libraries that are imported by then.
 PROGRAM = """
 import runpy, sys
 
@@ -200,27 +200,27 @@ def test_help_and_a_wrong_option_import_nothing_slow(option: str, status: int) -
     assert (done.stderr if status else done.stdout).count("steps") >= len(SCRIPTS)
 
 
-# The second process has another loss and was not fused, and ends with the larger status.
+# The second process has a different loss, is not fused, and ends with the larger status.
 TWO_PROCESSES = """
 import os, sys
 
 from demo import Curve
-from processes import in_two_processes, of_all_processes
+from processes import run_in_two_processes, average_over_processes
 
 
-def in_each_process(status):
+def run_process(status):
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    curve = of_all_processes(Curve([float(rank), 4.0], [True, rank == 0]))
+    curve = average_over_processes(Curve([float(rank), 4.0], [True, rank == 0]))
     dist.destroy_process_group()
     assert curve == Curve([0.5, 4.0], [True, False]), curve
     return status + rank
 
 
 if __name__ == "__main__":
-    sys.exit(in_two_processes(in_each_process, 3))
+    sys.exit(run_in_two_processes(run_process, 3))
 """
 
 
@@ -235,4 +235,4 @@ def test_two_processes_have_one_curve_and_the_worse_status(tmp_path: Path) -> No
 
 def test_a_process_of_a_launcher_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert processes.in_two_processes(max, 1, 2) == 2
+    assert processes.run_in_two_processes(max, 1, 2) == 2

@@ -1,4 +1,4 @@
-"""Transformers' `Trainer`: what people ask of it."""
+"""Tests of Transformers' `Trainer` with a patched model: its options, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def make_trainer(
     trainer: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """A trainer of the tiny model; `arguments` are more `TrainingArguments`, `trainer` more arguments of `Trainer`."""
-    return demo.keeping_losses(transformers.Trainer)(
+    """Return a trainer of the tiny model. `arguments` are `TrainingArguments`, `trainer` arguments of `Trainer`."""
+    return demo.record_losses(transformers.Trainer)(
         model=tiny_model() if model is None else model,
         args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
         train_dataset=demo.examples(4 * 50),
@@ -49,10 +49,10 @@ def make_trainer(
 
 
 def train(patched: bool, **arguments: Any) -> demo.Curve:
-    return demo.curve_of(make_trainer, patched, **arguments)
+    return demo.train_and_record(make_trainer, patched, **arguments)
 
 
-def both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
+def train_both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
     stock, patched = (train(patch, **{"steps": STEPS, **arguments}) for patch in (False, True))
     assert not any(stock.fused)
     return stock, patched
@@ -66,7 +66,7 @@ def assert_agree(stock: demo.Curve, patched: demo.Curve, tolerance: float = 1e-5
 @pytest.mark.parametrize(
     "arguments",
     [
-        # Batches of unlike numbers of tokens: each micro-batch is divided by the number of all of them.
+        # Micro-batches have different numbers of tokens. Each loss is divided by the number of tokens of the step.
         {"gradient_accumulation_steps": 3},
         {"gradient_checkpointing": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
@@ -77,13 +77,13 @@ def assert_agree(stock: demo.Curve, patched: demo.Curve, tolerance: float = 1e-5
 )
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_same_losses_as_stock(arguments):
-    assert_agree(*both(**arguments))
+    assert_agree(*train_both(**arguments))
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_autocast(precision):
-    assert_agree(*both(**{precision: True}), tolerance=1e-2)
+    assert_agree(*train_both(**{precision: True}), tolerance=1e-2)
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_layers_of_liger():
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_a_model_split_over_devices(tmp_path, head):
-    """The head where the last layer is, and elsewhere."""
+    """Check a head on the device of the last layer, and a head on the other device."""
     accelerate = pytest.importorskip("accelerate")
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
     curves = []
@@ -114,34 +114,35 @@ def test_a_model_split_over_devices(tmp_path, head):
 
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_compiled():
-    """The compiled graph has a backward of its own, so the operator is looked for in what was executed."""
+    """Look for flce's operator in a profile: the autograd graph of a compiled model does not show it."""
     torch.compiler.reset()
     stock = train(False, steps=3)
     with torch.profiler.profile() as profile:
         patched = train(True, steps=3, torch_compile=True, torch_compile_backend="aot_eager")
-    # A Trainer that compiles turns TF32 on.
+    # A Trainer with torch_compile switches TF32 on.
     assert demo.max_difference(stock, patched) <= (1e-4 if torch.cuda.is_available() else 1e-5)
     assert any(event.name == "flce::linear_cross_entropy" for event in profile.events())
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 def test_compiled_evaluation_before_training(tmp_path):
-    """The trainer gathers the logits, so they have to be tensors."""
+    """Check that the trainer, which gathers the logits, receives plain tensors."""
     results = []
     for patched in (False, True):
         torch.compiler.reset()
         compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
-        made = make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
-        evaluated, predicted = made.evaluate()["eval_loss"], made.predict(made.eval_dataset)
-        made.train()
-        results.append([evaluated, predicted.metrics["test_loss"], predicted.predictions, made.evaluate()["eval_loss"]])
-    for want, got in zip(*results, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        trainer = make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
+        before, predicted = trainer.evaluate()["eval_loss"], trainer.predict(trainer.eval_dataset)
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        results.append([before, predicted.metrics["test_loss"], predicted.predictions, after])
+    for expected, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_auto_find_batch_size(tmp_path):
-    """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
+    """Check that training restarts with smaller batches and the patched model if the first batches do not fit."""
 
     def run(patched: bool) -> tuple[demo.Curve, int]:
         trainer = make_trainer(patched, str(tmp_path), steps=STEPS, auto_find_batch_size=True, use_cpu=True)
@@ -168,8 +169,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 @functools.cache
-def weights() -> dict[str, torch.Tensor]:
-    """Those of a model that has learnt a little: some of its predictions are right."""
+def trained_weights() -> dict[str, torch.Tensor]:
+    """Return the weights of a model after some training: some of its predictions are correct."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(False, folder, steps=20, learning_rate=3e-3)
         trainer.train()
@@ -178,12 +179,12 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def evaluate(folder: Any, trainer: dict[str, Any] | None = None, **arguments: Any) -> list[dict[str, float]]:
-    """What a stock and a patched trainer make of the same trained model."""
+    """Return the metrics of a stock and of a patched trainer for the same trained model."""
     found = []
     for patched in (False, True):
-        made = make_trainer(patched, str(folder), steps=1, trainer=trainer, **arguments)
-        made.model.load_state_dict(weights())
-        found.append({name: value for name, value in made.evaluate().items() if name in ("eval_loss", "eval_accuracy")})
+        each = make_trainer(patched, str(folder), steps=1, trainer=trainer, **arguments)
+        each.model.load_state_dict(trained_weights())
+        found.append({name: value for name, value in each.evaluate().items() if name in ("eval_loss", "eval_accuracy")})
     return found
 
 
@@ -202,7 +203,7 @@ def predicted(logits: Any, labels: Any) -> Any:
     ids=["all logits", "predicted tokens", "loss", "smoothed loss"],
 )
 def test_evaluate(trainer, arguments, tmp_path):
-    """Metrics that want all logits get them. What wants the predicted tokens, or the loss, does without."""
+    """Check that logits are computed for metrics of all logits, not for predicted tokens or the loss."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stock, patched = evaluate(tmp_path, trainer, **arguments)
@@ -213,7 +214,7 @@ def test_evaluate(trainer, arguments, tmp_path):
 
 
 def test_evaluation_of_the_loss_is_fused(tmp_path):
-    """Before any training, and after it."""
+    """Check evaluation before and after training."""
     trainer = make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
     seen: list[Any] = []
     trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
@@ -227,23 +228,23 @@ def test_evaluation_of_the_loss_is_fused(tmp_path):
 
 
 def test_save_and_resume(tmp_path):
-    """A checkpoint of a patched run is a stock checkpoint, and a run that is resumed is patched."""
+    """Check that a checkpoint of a patched run is a stock checkpoint, and that a resumed run is patched."""
 
     def run(folder: Any, steps: int, resume: bool = False) -> Any:
         trainer = make_trainer(True, str(folder), steps=steps, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    whole = run(tmp_path / "whole", 4)
+    full = run(tmp_path / "full", 4)
     run(tmp_path / "parts", 2)
-    # The scheduler is linear in `steps`; take the checkpoint of the whole run to go on from.
-    (tmp_path / "whole" / "checkpoint-4").rename(tmp_path / "last")
-    resumed = run(tmp_path / "whole", 4, resume=True)
-    assert resumed.curve.losses == pytest.approx(whole.curve.losses[2:], abs=1e-5)
+    # The scheduler is linear in `steps`, so the run resumes from a checkpoint of the full run.
+    (tmp_path / "full" / "checkpoint-4").rename(tmp_path / "last")
+    resumed = run(tmp_path / "full", 4, resume=True)
+    assert resumed.curve.losses == pytest.approx(full.curve.losses[2:], abs=1e-5)
     assert all(resumed.curve.fused)
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert not flce.is_patched(reloaded)
-    for name, tensor in whole.model.state_dict().items():
+    for name, tensor in full.model.state_dict().items():
         torch.testing.assert_close(reloaded.state_dict()[name], tensor.cpu())
 
 
@@ -253,25 +254,25 @@ class TestCallback:
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
             FlceCallback(**kwargs)
 
-    def make(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
+    def create(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
         arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
         data = demo.examples(4)
         return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
 
     @pytest.mark.parametrize("unpatch", [False, True])
-    def test_patches_when_the_trainer_is_made(self, unpatch, tmp_path):
+    def test_patches_when_the_trainer_is_created(self, unpatch, tmp_path):
         model = tiny_model()
-        trainer = self.make(tmp_path, FlceCallback(unpatch=unpatch), model=model)
+        trainer = self.create(tmp_path, FlceCallback(unpatch=unpatch), model=model)
         assert flce.is_patched(model)
         trainer.train()
         assert flce.is_patched(model) is not unpatch
         assert (type(model.lm_head) is torch.nn.Linear) is unpatch
 
     def test_patches_when_training_begins(self, tmp_path):
-        """A model that is made for every run, and a callback that is added later."""
-        trainer = self.make(tmp_path, FlceCallback(), model_init=lambda: tiny_model())
+        """Check a model that is created for each run, and a callback that is added later."""
+        trainer = self.create(tmp_path, FlceCallback(), model_init=lambda: tiny_model())
         first = trainer.model
-        later = self.make(tmp_path, transformers.TrainerCallback(), model=tiny_model())
+        later = self.create(tmp_path, transformers.TrainerCallback(), model=tiny_model())
         later.add_callback(FlceCallback)
         for each in (trainer, later):
             each.train()
@@ -279,8 +280,8 @@ class TestCallback:
         assert trainer.model is not first
 
     @pytest.mark.usefixtures("fail_on_materialize")
-    def test_a_model_made_for_a_run_in_mixed_precision(self, tmp_path):
-        """Accelerate has put another forward on the instance when the callback sees it."""
+    def test_a_model_created_for_a_run_in_mixed_precision(self, tmp_path):
+        """Check a model whose forward Accelerate has replaced before the callback runs."""
         losses = []
         for callbacks in ([], [FlceCallback()]):
             settings = {**demo.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
@@ -299,17 +300,17 @@ class TestCallback:
 
     def test_options_reach_the_loss(self, tmp_path):
         options = flce.ChunkOptions(max_workspace_bytes=1)
-        trainer = self.make(tmp_path, FlceCallback(options=options), model=tiny_model())
+        trainer = self.create(tmp_path, FlceCallback(options=options), model=tiny_model())
         with pytest.raises(ValueError, match="max_workspace_bytes"):
             trainer.train()
 
     def test_on_materialize_reaches_the_logits(self, tmp_path):
         callback = FlceCallback(on_materialize="raise")
-        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=demo.examples(4))
+        trainer = self.create(tmp_path, callback, model=tiny_model(), eval_dataset=demo.examples(4))
         trainer.compute_metrics = accuracy
         with pytest.raises(MaterializedLogitsError):
             trainer.evaluate()
 
     def test_a_model_that_cannot_be_patched(self, tmp_path):
         with pytest.raises(TypeError, match="output embedding"):
-            self.make(tmp_path, FlceCallback(), model=torch.nn.Linear(2, 2))
+            self.create(tmp_path, FlceCallback(), model=torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""docs/trainers.md: its Python runs, and what that trains has the losses of stock, and is fused."""
+"""Run the Python blocks of docs/trainers.md and compare their training losses with stock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAINING = ("Transformers", "Accelerate", "Lightning")
 
 
 def losses(code: str, folder: Path) -> tuple[list[float], Any]:
-    """Of a training with these lines, and its model."""
+    """Run a training with the lines of a block. Return the losses and the model."""
     model, seen = tiny_model().train(), []
     model.register_forward_hook(lambda module, args, outputs: seen.append(outputs.loss.item()))
     data = demo.examples(16)
@@ -58,9 +58,9 @@ def test_trains_as_stock(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert flce.report(model).fused == len(got) == 4
     for module in (flce, callback):
         monkeypatch.setattr(module, "patch_model", lambda model, **_: model)
-    want, stock = losses(code, tmp_path)
+    expected, stock = losses(code, tmp_path)
     assert not flce.is_patched(stock)
-    assert got == pytest.approx(want, abs=1e-5)
+    assert got == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in BLOCKS.items() if blocks and name not in TRAINING])

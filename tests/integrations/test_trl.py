@@ -1,4 +1,4 @@
-"""TRL's trainers with `flce.huggingface.trl.install()`: each trains as it does with TRL's own kernel."""
+"""Comparisons of TRL's trainers with `flce.huggingface.trl.install()` and with TRL's kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from demo import tiny_tokenizer, trl_installed
 from flce.huggingface import FlceCallback, NotFusedWarning
 from flce.huggingface.lazy import state as lazy_state
 from tests.integrations import trl_trainers as trainers
-from tests.integrations.trl_trainers import Run, model_of, train
+from tests.integrations.trl_trainers import Run, create_model, train
 
 STEPS = min(20, int(os.environ.get("RECIPE_STEPS", "3")))
 DIVERGENCE = {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}
 
 
 def smoothed_sum(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A loss of the user's."""
+    """Return the loss of a user's function."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
     return loss / num_items_in_batch
@@ -40,7 +40,7 @@ def lora(**more: Any) -> Any:
 
 
 def mixture() -> Any:
-    return model_of(architecture="Mixtral", num_local_experts=4, num_experts_per_tok=2)
+    return create_model(architecture="Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
 
 Case = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
@@ -73,18 +73,18 @@ CASES: dict[str, Case] = {
 
 
 def saved(folder: Path) -> Any:
-    """A model that its trainer can load a second time, as a reference."""
+    """Return a saved model, which its trainer can load again as a reference."""
     from transformers import AutoModelForCausalLM
 
-    model_of().save_pretrained(folder)
+    create_model().save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def assert_alike(stock: Run, fused: Run) -> None:
-    """Logged metrics to 1e-4, gradients to 1e-5 of their norm, in each step."""
+    """Compare logged metrics to 1e-4, and gradients to 1e-5 of their norm, in each step."""
     assert len(stock.logs) == len(fused.logs) > 1
-    for said, ours_said in zip(stock.logs, fused.logs, strict=True):
-        assert ours_said == pytest.approx(said, rel=1e-4, abs=1e-4)
+    for expected, log in zip(stock.logs, fused.logs, strict=True):
+        assert log == pytest.approx(expected, rel=1e-4, abs=1e-4)
     for theirs, ours in zip(stock.gradients, fused.gradients, strict=True):
         assert theirs.keys() == ours.keys()
         for name, gradient in theirs.items():
@@ -95,15 +95,15 @@ def assert_alike(stock: Run, fused: Run) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_trains_alike(case: str, tmp_path: Path) -> None:
-    make, more = CASES[case]
+    create, more = CASES[case]
     runs: list[Run] = []
     for fused in (False, True):
         torch.manual_seed(0)
-        how = {"model": saved(tmp_path / "model"), "replay": runs[0] if runs else None, **more()}
-        trainer, run = train(make, str(tmp_path), STEPS, fused=fused, **how)
+        settings = {"model": saved(tmp_path / "model"), "replay": runs[0] if runs else None, **more()}
+        trainer, run = train(create, str(tmp_path), STEPS, fused=fused, **settings)
         runs.append(run)
     assert_alike(*runs)
-    assert runs[0].completions[:1] == runs[1].completions[:1]  # generation is the model's own
+    assert runs[0].completions[:1] == runs[1].completions[:1]  # flce does not change generation
     report = flce.report(trainer.model)
     assert report.fused >= STEPS
     assert not report.materialized
@@ -115,21 +115,21 @@ def test_trains_alike(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 def test_evaluation(tmp_path: Path) -> None:
-    """With TRL's losses, entropies and accuracies; also where the callback has patched the model before."""
-    said = []
+    """Compare losses, entropies and accuracies with TRL, also if the callback patches the model first."""
+    metrics = []
     for callbacks in ([], [FlceCallback()], [FlceCallback(unpatch=True)]):
         trainer, _ = train(
             trainers.sft, str(tmp_path), 1, fused=bool(callbacks), eval_strategy="steps", eval_steps=1,
             common={"callbacks": callbacks},
         )  # fmt: skip
         logs = trainer.state.log_history
-        said.append(
+        metrics.append(
             [{k: v for k, v in log.items() if "loss" in k or "entropy" in k or "accuracy" in k} for log in logs]
         )
-    for ours in said[1:]:
-        for log, theirs in zip(ours, said[0], strict=True):
+    for ours in metrics[1:]:
+        for log, theirs in zip(ours, metrics[0], strict=True):
             assert log == pytest.approx(theirs, rel=1e-4, abs=1e-4)
-    assert any("eval_entropy" in log for log in said[0])
+    assert any("eval_entropy" in log for log in metrics[0])
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -141,17 +141,17 @@ def test_evaluation(tmp_path: Path) -> None:
 def test_the_function_of_a_step(
     loss_type: str, before: bool, calls: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three products for the loss alone, four where each token's is wanted. A trainer of before has TRL's head."""
+    """Check the called function: one loss or losses of tokens. A trainer created before `install` has TRL's head."""
     called = []
 
-    def counted(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_call(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
         called.append(name)
         return function(*args, **kwargs)
 
     for name in ("fused_linear_cross_entropy", "linear_logprobs"):
-        monkeypatch.setattr(lazy_state, name, functools.partial(counted, name, getattr(lazy_state, name)))
+        monkeypatch.setattr(lazy_state, name, functools.partial(record_call, name, getattr(lazy_state, name)))
     with trl_installed(not before):
-        common = {"model": model_of(), "processing_class": tiny_tokenizer()}
+        common = {"model": create_model(), "processing_class": tiny_tokenizer()}
         trainer = trainers.sft(str(tmp_path), 1, common, loss_type=loss_type)
     names: set[str] = set()
     trainer.model.model.register_forward_pre_hook(lambda _, args, kwargs: names.update(kwargs), with_kwargs=True)
@@ -175,7 +175,7 @@ def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
 def test_compiled(loss_type: str, graphs: int, tmp_path: Path) -> None:
     runs = []
     for fused in (False, True):
-        model = model_of()
+        model = create_model()
         if graphs == 2:
             model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
         compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager", "loss_type": loss_type}
@@ -188,14 +188,14 @@ def test_compiled(loss_type: str, graphs: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-@pytest.mark.parametrize("make", [trainers.sft, trainers.dpo, trainers.kto, trainers.grpo, trainers.rloo])
+@pytest.mark.parametrize("create", [trainers.sft, trainers.dpo, trainers.kto, trainers.grpo, trainers.rloo])
 @pytest.mark.parametrize("fused", [False, True])
-def test_trl_goes_round_the_head(make: Callable[..., Any], fused: bool, tmp_path: Path) -> None:
-    """Without `install` a patched model is not fused, and says so after the first step."""
+def test_trl_bypasses_the_head(create: Callable[..., Any], fused: bool, tmp_path: Path) -> None:
+    """Check the warning after the first step if a patched model is not fused because `install` was not called."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, _ = train(make, str(tmp_path), 2, fused=fused, common={"callbacks": [FlceCallback()]})
-    said = [str(w.message) for w in caught if w.category is NotFusedWarning]
-    assert len(said) == (0 if fused else 1)
-    assert all("round the head" in text and "flce.huggingface.trl.install()" in text for text in said)
+        trainer, _ = train(create, str(tmp_path), 2, fused=fused, common={"callbacks": [FlceCallback()]})
+    messages = [str(w.message) for w in caught if w.category is NotFusedWarning]
+    assert len(messages) == (0 if fused else 1)
+    assert all("round the head" in text and "flce.huggingface.trl.install()" in text for text in messages)
     assert (flce.report(trainer.model).fused > 0) == fused

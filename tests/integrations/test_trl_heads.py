@@ -1,4 +1,4 @@
-"""What `flce.huggingface.trl.install()` puts in the place of TRL's `add_fused_lm_head`, called as TRL's trainers do."""
+"""Tests of flce's replacement of TRL's `add_fused_lm_head`, called like TRL's trainers call it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl.trainer.utils import add_fused_lm_head
 import flce.huggingface.trl
 from demo import trl_installed
 from flce.huggingface import LazyLogits, NotFusedWarning
-from tests.integrations.trl_trainers import model_of
+from tests.integrations.trl_trainers import create_model
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 T = 12
@@ -36,11 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str = "Llama", **sizes: Any) -> Any:
-    return model_of(architecture=name, **{**MODELS[name], **sizes}).train()
+    return create_model(architecture=name, **{**MODELS[name], **sizes}).train()
 
 
 def batch(seed: int = 0) -> dict[str, Tensor]:
-    """Two sequences, the second padded. A third of the labels are ignored."""
+    """Return two sequences, the second padded. A third of the labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 1000, (2, T), generator=generator)
     mask = torch.ones_like(ids)
@@ -51,13 +51,13 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.fixture
 def ours() -> Iterator[Callable[..., None]]:
-    """What trainers find while flce is installed."""
+    """Install flce and return the function that trainers call."""
     with trl_installed(True):
         yield trl.trainer.sft_trainer.add_fused_lm_head
 
 
 def weighted(outputs: Any) -> Tensor:
-    """Something with another gradient in each token."""
+    """Return a number with a different gradient for each token."""
     weights = torch.linspace(-1.0, 2.0, outputs.log_probs.numel()).view_as(outputs.log_probs)
     value: Tensor = (weights * outputs.log_probs).sum() + (weights.flip(0) * outputs.entropy).sum() + outputs.loss
     return value
@@ -93,7 +93,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
     ids=["labels", "number of items", "router", "shifted labels"],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_every_field_is_trls(name: str, given: dict[str, Any], ours: Callable[..., None]) -> None:
+def test_every_field_equals_trl(name: str, given: dict[str, Any], ours: Callable[..., None]) -> None:
     if name != "Mixtral":
         given = {key: value for key, value in given.items() if key != "output_router_logits"}
     results = []
@@ -110,8 +110,8 @@ def test_every_field_is_trls(name: str, given: dict[str, Any], ours: Callable[..
     assert (results[1][0].aux_loss is None) == ("output_router_logits" not in given)
 
 
-def in_float64(model: Any, temperature: float, labels: Tensor) -> dict[str, Tensor]:
-    """The fields from all logits."""
+def expected_fields(model: Any, temperature: float, labels: Tensor) -> dict[str, Tensor]:
+    """Return the expected fields, computed in float64 from all logits."""
     z = model(**{**batch(), "labels": None}).logits[:, :-1].double() / temperature
     logprob, mask, target = z.log_softmax(-1), labels[:, 1:] != -100, labels[:, 1:].clamp(min=0)
     fields = {
@@ -125,34 +125,34 @@ def in_float64(model: Any, temperature: float, labels: Tensor) -> dict[str, Tens
 
 
 def scaled(model: Any) -> Any:
-    """The model with another forward, which multiplies the logits by a number under a name of its own."""
+    """Return the model with a forward that multiplies the logits by a number which is not in the configuration."""
     kind: Any = type(model)
 
-    class OfItsOwn(kind):
+    class ScaledModel(kind):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super().forward(*args, **kwargs)
             outputs.logits = outputs.logits * 1.7
             return outputs
 
-    model.__class__ = OfItsOwn
+    model.__class__ = ScaledModel
     return model
 
 
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_a_scale_without_a_name(ours: Callable[..., None]) -> None:
-    """TRL reads scales from the configuration, by the names that it knows."""
+    """Check a scale that is not in the configuration. TRL reads scales only from there."""
     model = scaled(build())
     ours(model, temperature=0.7, outputs=OUTPUTS)
-    made = model(**batch(), fused_lm_head=True)
+    outputs = model(**batch(), fused_lm_head=True)
     assert flce.report(model).stock == {}
-    expected = in_float64(flce.unpatch_model(model).eval(), 0.7, batch()["labels"])
+    expected = expected_fields(flce.unpatch_model(model).eval(), 0.7, batch()["labels"])
     for name, value in expected.items():
-        torch.testing.assert_close(made[name], value, check_dtype=False, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs[name], value, check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
-    """As GRPO casts it: the layer has another forward, and is to run in float32 whatever autocast says."""
+    """Check the cast of GRPO: the layer has another forward, which runs in float32 also under autocast."""
 
     def cast(model: Any) -> Any:
         head = model.to(torch.bfloat16).lm_head.float()
@@ -163,18 +163,18 @@ def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
     for add in (add_fused_lm_head, ours):
         model = cast(build())
         add(model, cast_lm_head_to_fp32=True, outputs=OUTPUTS)
-        for _ in range(2):  # in the second call it is known where the logits are made
+        for _ in range(2):  # the first call finds the head
             with torch.autocast("cpu", torch.bfloat16):
                 outputs = model(**batch(), fused_lm_head=True)
         results.append((outputs, gradients(model, weighted(outputs))))
     assert_same(results[1][0], results[0][0])
-    head = [of["lm_head.weight"] for _, of in results]
+    head = [grads["lm_head.weight"] for _, grads in results]
     assert (head[1] - head[0]).norm() <= 1e-5 * head[0].norm()
     assert flce.report(model).fused == 2
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that a tensor has which an operation makes."""
+class LargestTensorMode(TorchDispatchMode):
+    """Recorder of the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,30 +182,32 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, (tuple, list)) else (result,)
-        sizes = [value.untyped_storage().nbytes() // 4 for value in made if type(value) is Tensor and not value.is_meta]
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        sizes = [
+            value.untyped_storage().nbytes() // 4 for value in tensors if type(value) is Tensor and not value.is_meta
+        ]
         self.elements = max(self.elements, *sizes, 0)
         return result
 
 
 @pytest.mark.parametrize("labels, summed", [("labels", True), ("shift_labels", False)])
-@pytest.mark.parametrize("how", ["training", "no_grad", "eval"])
-def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool) -> None:
-    """Of the old policy, of a reference and in evaluation neither."""
+@pytest.mark.parametrize("mode_name", ["training", "no_grad", "eval"])
+def test_no_tensor_is_as_large_as_the_logits(mode_name: str, labels: str, summed: bool) -> None:
+    """Check training, calls without gradients (an old policy, a reference) and evaluation."""
     ids = torch.randint(3, 1000, (4, 128), generator=torch.Generator().manual_seed(0))
-    fused, stock = (build().train(how != "eval") for _ in range(2))
+    fused, stock = (build().train(mode_name != "eval") for _ in range(2))
     with trl_installed(True):
         flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
         trl.trainer.sft_trainer.add_fused_lm_head(fused, outputs=("log_probs", "entropy", "is_top1"))
     largest = []
     for model, inputs in ((fused, {labels: ids, "fused_lm_head": True, "summed": summed}), (stock, {"labels": ids})):
-        with torch.set_grad_enabled(how == "training"), Largest() as mode:
+        with torch.set_grad_enabled(mode_name == "training"), LargestTensorMode() as mode:
             outputs = model(input_ids=ids, **inputs)
-            if how == "training":
+            if mode_name == "training":
                 outputs.loss.backward()
         largest.append(mode.elements)
     assert largest[0] < 4 * 128 * 1000 / 4
-    assert largest[1] >= 4 * 128 * 1000  # the model's own logits are seen
+    assert largest[1] >= 4 * 128 * 1000  # the mode records the stock model's logits
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -231,37 +233,37 @@ def test_the_plain_forward_is_the_models(ours: Callable[..., None]) -> None:
         assert torch.equal(model.eval().generate(ids), stock.eval().generate(ids))
 
 
-# ------------------------------------------------------------------------------------------------- installed, or not
+# -------------------------------------------------------------------------------------------- install and uninstall
 
 
-def places() -> dict[str, Any]:
+def installed_functions() -> dict[str, Any]:
     names = ("sft", "dpo", "kto", "grpo", "rloo")
     found = {name: getattr(trl.trainer, f"{name}_trainer").add_fused_lm_head for name in names}
     return {**found, "compute_loss": trl.SFTTrainer.compute_loss, "utils": trl.trainer.utils.add_fused_lm_head}
 
 
 def test_uninstall_restores_exactly() -> None:
-    before = places()
+    before = installed_functions()
     for times in (1, 2):
         for _ in range(times):
             flce.huggingface.trl.install()
-        assert [name for name, value in places().items() if value is before[name]] == ["utils"]
+        assert [name for name, value in installed_functions().items() if value is before[name]] == ["utils"]
         flce.huggingface.trl.uninstall()
-        assert places() == before
-        flce.huggingface.trl.uninstall()  # nothing is left to do
-        assert places() == before
+        assert installed_functions() == before
+        flce.huggingface.trl.uninstall()  # no effect
+        assert installed_functions() == before
 
 
 def test_another_signature_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_fused_lm_head(model: Any, temperature: float = 1.0) -> None: ...
 
     monkeypatch.setattr(trl.trainer.kto_trainer, "add_fused_lm_head", add_fused_lm_head)
-    before = places()
+    before = installed_functions()
     theirs, name = r"\(model, temperature=1.0\)", "trl.trainer.kto_trainer.add_fused_lm_head"
     mine = r"\(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=\('log_probs',\)\)"
     with pytest.raises(ImportError, match=f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"):
         flce.huggingface.trl.install()
-    assert places() == before
+    assert installed_functions() == before
 
 
 def test_another_method_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,13 +278,13 @@ def test_another_method_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wrong_options() -> None:
     with pytest.raises(TypeError, match="ChunkOptions"):
         flce.huggingface.trl.install(options={"chunk_rows": 8})  # type: ignore[arg-type]
-    assert places()["sft"] is add_fused_lm_head
+    assert installed_functions()["sft"] is add_fused_lm_head
 
 
-# ------------------------------------------------------------------------------------------- heads that are TRL's own
+# ------------------------------------------------------------------------------------------- heads with TRL's kernel
 
 
-def said(call: Callable[[], Any]) -> list[str]:
+def warnings_of(call: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -291,16 +293,16 @@ def said(call: Callable[[], Any]) -> list[str]:
 
 def test_a_head_that_cannot_be_patched(ours: Callable[..., None]) -> None:
     model = build()
-    model.lm_head = Wide(model.lm_head.weight)
-    (message,) = said(lambda: ours(model, outputs=OUTPUTS))
+    model.lm_head = CustomHead(model.lm_head.weight)
+    (message,) = warnings_of(lambda: ours(model, outputs=OUTPUTS))
     assert "TRL's own kernel" in message
     stock = build()
     add_fused_lm_head(stock, outputs=OUTPUTS)
     assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
 
 
-class Wide(nn.Module):
-    """A head that is no linear layer."""
+class CustomHead(nn.Module):
+    """Head that is not a linear layer."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -310,26 +312,26 @@ class Wide(nn.Module):
         return hidden @ self.weight.T
 
 
-def test_a_head_that_makes_real_logits(ours: Callable[..., None]) -> None:
-    """Found out in the first forward: TRL's kernel runs from then on, which is said once."""
+def test_a_head_with_real_logits(ours: Callable[..., None]) -> None:
+    """Check that TRL's kernel runs after the first forward pass found real logits, with one warning."""
     stock, model = build(), build()
     add_fused_lm_head(stock, outputs=OUTPUTS)
     ours(model, outputs=OUTPUTS)
-    own = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: own(hidden).materialize().exp().log()
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: forward(hidden).materialize().exp().log()
 
     def twice() -> None:
         for _ in range(2):
             for summed in (False, True):
-                made = model(**batch(), fused_lm_head=True, summed=summed, num_items_in_batch=None)
-                assert_same(made, stock(**batch(), fused_lm_head=True))
+                outputs = model(**batch(), fused_lm_head=True, summed=summed, num_items_in_batch=None)
+                assert_same(outputs, stock(**batch(), fused_lm_head=True))
 
-    (message,) = said(twice)
+    (message,) = warnings_of(twice)
     assert "TRL's own kernel computes the loss of this model" in message
 
 
 def test_an_unpatched_model(ours: Callable[..., None]) -> None:
-    """As `FlceCallback(unpatch=True)` leaves one."""
+    # `FlceCallback(unpatch=True)` unpatches a model after training.
     stock, model = build(), build()
     add_fused_lm_head(stock, outputs=OUTPUTS)
     ours(model, outputs=OUTPUTS)

@@ -1,7 +1,7 @@
-"""verl's kernel replaced by `flce.linear_logprobs`: with a stand-in for verl, and with its own files where they are.
+"""Tests of verl's kernel replaced by `flce.linear_logprobs`: with a simulated verl, and with verl's files if installed.
 
-verl itself imports Ray and more, of which these files need nothing: `pip install --no-deps verl`, and empty packages in
-the place of its own.
+verl imports Ray and other packages, which its files used here do not need. The tests import them from empty packages:
+`pip install --no-deps verl` is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KERNEL = "verl.utils.kernel.linear_cross_entropy"
 
 
 class LinearCrossEntropy:
-    """Of verl 0.9.1, without what it computes."""
+    """Simulation of the class of verl 0.9.1, without its computation."""
 
     @staticmethod
     def forward(
@@ -43,7 +43,7 @@ class LinearCrossEntropy:
 
 @pytest.fixture
 def without_verl() -> Iterator[None]:
-    """verl's modules and the plugin are imported anew in the test, and are not there after it."""
+    """Remove verl's modules and the plugin from `sys.modules` before and after the test."""
     before = dict(sys.modules)
     for name in [name for name in before if name.partition(".")[0] in ("verl", "verl_plugin")]:
         del sys.modules[name]
@@ -54,11 +54,11 @@ def without_verl() -> Iterator[None]:
 
 
 @pytest.fixture
-def stand_in(without_verl: None) -> Any:
-    return put_stand_in()
+def simulated_verl(without_verl: None) -> Any:
+    return simulate_verl()
 
 
-def put_stand_in() -> Any:
+def simulate_verl() -> Any:
     for end in range(len(KERNEL.split("."))):
         name = ".".join(KERNEL.split(".")[: end + 1])
         sys.modules[name] = ModuleType(name)
@@ -67,8 +67,8 @@ def put_stand_in() -> Any:
     return module
 
 
-def needed(module: str) -> Any:
-    """A module of verl that needs only PyTorch and Transformers, if verl is there."""
+def import_verl(module: str) -> Any:
+    """Import a module of verl that needs only PyTorch and Transformers, or skip the test."""
     if importlib.util.find_spec("verl") is None:
         pytest.skip("verl is not installed: see docs/trainers.md")
     packages = module.split(".")[:-1]
@@ -85,7 +85,7 @@ def plugin() -> Any:
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed sequences as verl has them: one row."""
+    """Return packed sequences like verl: one row."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(101, (1, 24), generator=generator)
     hidden, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((1, 24, 16), (101, 16)))
@@ -95,7 +95,7 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def expected(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, reduction: str
 ) -> tuple[Tensor, Tensor]:
-    """From all logits in float64."""
+    """Return the results from all logits in float64."""
     z = hidden[0].double() @ weight.double().T / temperature
     probability = torch.exp(z - z.logsumexp(1, keepdim=True))
     logprob = probability.gather(1, labels[0][:, None])[:, 0].log()
@@ -104,7 +104,7 @@ def expected(
 
 
 def with_gradients(function: Any, hidden: Tensor, weight: Tensor, *call: Any) -> list[Tensor]:
-    """Both results, and gradients of hidden states and weight for upstream gradients of both."""
+    """Return both results, and the gradients of hidden states and weight for upstream gradients of both results."""
     leaves = [hidden.detach().requires_grad_(), weight.detach().requires_grad_()]
     logprob, entropy = function(*leaves, *call)
     upstream = torch.linspace(-1.0, 1.0, 24, device=hidden.device, dtype=entropy.dtype)
@@ -113,57 +113,57 @@ def with_gradients(function: Any, hidden: Tensor, weight: Tensor, *call: Any) ->
     return [logprob, entropy, *gradients]
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("simulated_verl")
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_ours_is_verls_function(temperature: float, reduction: str) -> None:
+def test_the_function_equals_verls(temperature: float, reduction: str) -> None:
     hidden, weight, labels = problem(torch.float32)
     ours = with_gradients(plugin().linear_cross_entropy, hidden, weight, labels, temperature, reduction)
     exact = with_gradients(expected, hidden.double(), weight.double(), labels, temperature, reduction)
     assert ours[0].shape == (() if reduction != "none" else (24,))
     assert ours[1].shape == (24,)
     assert ours[2].shape == (1, 24, 16)
-    for found, right in zip(ours, exact, strict=True):
+    for found, correct in zip(ours, exact, strict=True):
         assert found.dtype == torch.float32
-        assert relative_error(found, right) < 2e-6
+        assert relative_error(found, correct) < 2e-6
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("simulated_verl")
 def test_half_precision() -> None:
-    """Results are float32, gradients have the dtype of what they are of."""
+    """Check dtypes: results are float32, gradients have the dtypes of their tensors."""
     hidden, weight, labels = problem(torch.bfloat16)
     ours = with_gradients(plugin().linear_cross_entropy, hidden, weight, labels, 0.7, "none", None)
     exact = with_gradients(expected, hidden.double(), weight.double(), labels, 0.7, "none")
     assert [t.dtype for t in ours] == [torch.float32] * 2 + [torch.bfloat16] * 2
-    for found, right, tolerance in zip(ours, exact, (1e-5, 1e-5, 5e-3, 5e-3), strict=True):
-        assert relative_error(found, right) < tolerance
+    for found, correct, tolerance in zip(ours, exact, (1e-5, 1e-5, 5e-3, 5e-3), strict=True):
+        assert relative_error(found, correct) < tolerance
 
 
-def test_installing(stand_in: Any) -> None:
-    """By importing it, twice, and back, twice; also where Megatron's models have looked it up."""
-    of_megatron: Any = ModuleType("verl.models.mcore.model_forward_fused")
-    sys.modules[of_megatron.__name__] = of_megatron
-    assert stand_in.linear_cross_entropy == LinearCrossEntropy.apply
+def test_installing(simulated_verl: Any) -> None:
+    """Install and uninstall twice, also in Megatron's module, which has looked the function up."""
+    megatron_module: Any = ModuleType("verl.models.mcore.model_forward_fused")
+    sys.modules[megatron_module.__name__] = megatron_module
+    assert simulated_verl.linear_cross_entropy == LinearCrossEntropy.apply
     ours = plugin()
     for _ in range(2):
-        assert stand_in.linear_cross_entropy is of_megatron.linear_cross_entropy is ours.linear_cross_entropy
+        assert simulated_verl.linear_cross_entropy is megatron_module.linear_cross_entropy is ours.linear_cross_entropy
         ours.install()
     for _ in range(2):
         ours.uninstall()
-        assert stand_in.linear_cross_entropy == of_megatron.linear_cross_entropy == LinearCrossEntropy.apply
+        assert simulated_verl.linear_cross_entropy == megatron_module.linear_cross_entropy == LinearCrossEntropy.apply
 
 
-def in_a_process() -> list[Tensor]:
-    """Both results, and gradients: of the hidden states, summed as Megatron-Core sums them, and of the slice."""
+def run_rank() -> list[Tensor]:
+    """Return both results, and the gradients: of the hidden states (summed over ranks) and of the shard."""
     import torch.distributed as dist
 
-    put_stand_in()
+    simulate_verl()
     hidden, weight, labels = problem(torch.float32)
     weight = weight[:100].chunk(2)[dist.get_rank()]
     call = weight, labels % 100, 0.7, "none", dist.group.WORLD
-    made = with_gradients(plugin().linear_cross_entropy, hidden, *call)
-    dist.all_reduce(made[2])
-    return [t.detach() for t in made]
+    results = with_gradients(plugin().linear_cross_entropy, hidden, *call)
+    dist.all_reduce(results[2])
+    return [t.detach() for t in results]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
@@ -172,19 +172,19 @@ def test_a_vocabulary_that_is_split() -> None:
 
     world = World(2)
     try:
-        found = world.run(in_a_process)
+        found = world.run(run_rank)
     finally:
         world.close()
     hidden, weight, labels = problem(torch.float64)
     hidden, weight = hidden.float().double(), weight.float().double()
-    *exact, of_weight = with_gradients(expected, hidden, weight[:100], labels % 100, 0.7, "none")
-    for mine, of_slice in zip(found, of_weight.chunk(2), strict=True):
-        for result, right in zip(mine, [*exact, of_slice], strict=True):
-            assert relative_error(result, right) < 2e-6
+    *exact, weight_grad = with_gradients(expected, hidden, weight[:100], labels % 100, 0.7, "none")
+    for results, shard_grad in zip(found, weight_grad.chunk(2), strict=True):
+        for result, correct in zip(results, [*exact, shard_grad], strict=True):
+            assert relative_error(result, correct) < 2e-6
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_what_it_cannot_do() -> None:
+@pytest.mark.usefixtures("simulated_verl")
+def test_wrong_arguments() -> None:
     hidden, weight, labels = problem(torch.float32)
     with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
         plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "none", "group")
@@ -192,38 +192,40 @@ def test_what_it_cannot_do() -> None:
         plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "max")
 
 
-def test_another_signature_is_refused(stand_in: Any) -> None:
+def test_another_signature_is_refused(simulated_verl: Any) -> None:
     class Other:
         @staticmethod
         def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 2.0) -> None: ...
 
-    stand_in.LinearCrossEntropy = Other
+    simulated_verl.LinearCrossEntropy = Other
     theirs, ours = r"\(hidden, weight, labels, temperature=2\.0\)", r"\(hidden, weight, labels, temperature=1\.0, redu"
-    with pytest.raises(ImportError, match=rf"verl has linear_cross_entropy{theirs}.*put linear_cross_entropy{ours}"):
+    with pytest.raises(
+        ImportError, match=rf"verl has linear_cross_entropy{theirs}, expected linear_cross_entropy{ours}"
+    ):
         plugin()
-    del stand_in.LinearCrossEntropy
-    with pytest.raises(ImportError, match="verl has no LinearCrossEntropy where flce was to put"):
+    del simulated_verl.LinearCrossEntropy
+    with pytest.raises(ImportError, match="verl has no LinearCrossEntropy, expected linear_cross_entropy"):
         plugin()
-    assert stand_in.linear_cross_entropy == LinearCrossEntropy.apply
+    assert simulated_verl.linear_cross_entropy == LinearCrossEntropy.apply
 
 
-# --- with verl's own files ---
+# --- with verl's files ---
 
 
-def test_the_stand_in_is_as_verl_is(without_verl: None) -> None:
-    module = needed(KERNEL)
+def test_the_simulation_equals_verl(without_verl: None) -> None:
+    module = import_verl(KERNEL)
     names = [list(inspect.signature(c.forward).parameters) for c in (module.LinearCrossEntropy, LinearCrossEntropy)]
     assert names[0] == names[1]
     assert module.linear_cross_entropy == module.LinearCrossEntropy.apply
 
 
 def test_a_model_of_verl(without_verl: None) -> None:
-    """Its forward, with the function that was replaced after it had been imported."""
+    """Check a model's forward if the function was replaced after its import."""
     pytest.importorskip("transformers")
     from flce.testing.models import VOCAB_SIZE, tiny_model
 
-    needed(KERNEL)
-    forward = needed("verl.models.transformers.dense_common").forward_with_triton_backend
+    import_verl(KERNEL)
+    forward = import_verl("verl.models.transformers.dense_common").forward_with_triton_backend
     plugin()
     model: Any = tiny_model().train()
     ids = torch.randint(VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -235,7 +237,7 @@ def test_a_model_of_verl(without_verl: None) -> None:
     logprobs = torch.log_softmax(model(input_ids=ids).logits[0] / 0.7, -1)
     logprob, entropy = logprobs.gather(1, rolled[0][:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
     (logprob.sum() + entropy.sum()).backward()
-    # As the engine takes them: the packed row is squeezed.
+    # verl's engine also squeezes the packed row.
     torch.testing.assert_close(out.log_probs.squeeze(0), logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.entropy.squeeze(0), entropy, rtol=0, atol=1e-5)
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""TRL's trainers of a tiny model, and what a run of one leaves behind: losses, metrics, gradients, completions."""
+"""TRL's trainers of a tiny model, and records of their runs: metrics, gradients, completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _texts() -> list[str]:
 
 @dataclass
 class Run:
-    """What a training leaves behind: of each step the logged metrics and the gradients; the completions."""
+    """Record of a training: logged metrics and gradients of each step, and the completions."""
 
     logs: list[dict[str, float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -43,42 +43,42 @@ class Recorder(TrainerCallback):
         self.run.gradients.append(grads)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
-        self.run.logs.append({k: v for k, v in logs.items() if isinstance(v, float) and not _is_a_time(k)})
+        self.run.logs.append({k: v for k, v in logs.items() if isinstance(v, float) and not _is_duration(k)})
 
 
-def _is_a_time(name: str) -> bool:
+def _is_duration(name: str) -> bool:
     return any(part in name for part in ("time", "runtime", "per_second"))
 
 
 @functools.cache
-def replaying(trainer: Any) -> Any:
-    """A subclass of a trainer whose model writes completions in one run, which another run is given again."""
+def with_replay(trainer: Any) -> Any:
+    """Return a subclass of a trainer that records completions, or uses the completions of another run."""
 
-    class Replaying(trainer):
+    class ReplayTrainer(trainer):
         run: Run
-        given: Iterator[Any] | None
+        replayed: Iterator[Any] | None
 
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
             torch.manual_seed(len(self.run.completions))
-            written = super()._generate_single_turn(*args, **kwargs)
-            self.run.completions.append(written)
-            return written if self.given is None else next(self.given)
+            completions = super()._generate_single_turn(*args, **kwargs)
+            self.run.completions.append(completions)
+            return completions if self.replayed is None else next(self.replayed)
 
-    return Replaying
+    return ReplayTrainer
 
 
-def model_of(**sizes: Any) -> Any:
+def create_model(**sizes: Any) -> Any:
     return tiny_model(**{"initializer_range": 0.2, **sizes})
 
 
-def settings_of(folder: str, steps: int, **more: Any) -> dict[str, Any]:
-    given = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "logging_steps": 1, "seed": 0}
-    return {**trainer_settings(folder, steps), **given, "lr_scheduler_type": "constant", **more}
+def trainer_arguments(folder: str, steps: int, **more: Any) -> dict[str, Any]:
+    defaults = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0.0, "logging_steps": 1, "seed": 0}
+    return {**trainer_settings(folder, steps), **defaults, "lr_scheduler_type": "constant", **more}
 
 
 def sft(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.SFTTrainer(
-        args=trl.SFTConfig(max_length=32, **settings_of(folder, steps, **more)),
+        args=trl.SFTConfig(max_length=32, **trainer_arguments(folder, steps, **more)),
         train_dataset=Dataset.from_dict({"text": _texts()[: 4 * steps]}),
         eval_dataset=Dataset.from_dict({"text": _texts()[-4:]}),
         **common,
@@ -87,9 +87,9 @@ def sft(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
 
 def dpo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.DPOTrainer(
-        args=trl.DPOConfig(max_length=32, **settings_of(folder, steps, **more)),
+        args=trl.DPOConfig(max_length=32, **trainer_arguments(folder, steps, **more)),
         train_dataset=preferences(4 * steps),
-        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
+        **{"ref_model": None if "peft_config" in common else create_model(seed=1), **common},
     )
 
 
@@ -97,16 +97,18 @@ def kto(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     data = preferences(4 * steps).rename_column("chosen", "completion").remove_columns("rejected")
     data = data.add_column("label", [i % 2 == 0 for i in range(len(data))])
     return trl.KTOTrainer(
-        args=trl.KTOConfig(max_length=32, **settings_of(folder, steps, **more)),
+        args=trl.KTOConfig(max_length=32, **trainer_arguments(folder, steps, **more)),
         train_dataset=data,
-        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
+        **{"ref_model": None if "peft_config" in common else create_model(seed=1), **common},
     )
 
 
-def _rewarded(trainer: Any, config: Any, folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
-    given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, "learning_rate": 2e-3, **more}
-    return replaying(trainer)(
-        args=config(**settings_of(folder, steps, **given)),
+def _create_online_trainer(
+    trainer: Any, config: Any, folder: str, steps: int, common: dict[str, Any], **more: Any
+) -> Any:
+    defaults = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, "learning_rate": 2e-3, **more}
+    return with_replay(trainer)(
+        args=config(**trainer_arguments(folder, steps, **defaults)),
         train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in _texts()[: 4 * steps]]}),
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         **common,
@@ -114,15 +116,15 @@ def _rewarded(trainer: Any, config: Any, folder: str, steps: int, common: dict[s
 
 
 def grpo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
-    return _rewarded(trl.GRPOTrainer, trl.GRPOConfig, folder, steps, common, **more)
+    return _create_online_trainer(trl.GRPOTrainer, trl.GRPOConfig, folder, steps, common, **more)
 
 
 def rloo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
-    return _rewarded(trl.RLOOTrainer, trl.RLOOConfig, folder, steps, common, **more)
+    return _create_online_trainer(trl.RLOOTrainer, trl.RLOOConfig, folder, steps, common, **more)
 
 
 def train(
-    make: Callable[..., Any],
+    create: Callable[..., Any],
     folder: str,
     steps: int,
     *,
@@ -132,20 +134,20 @@ def train(
     common: dict[str, Any] | None = None,
     **more: Any,
 ) -> tuple[Any, Run]:
-    """Train a model with TRL's kernel, or with flce; with the completions of another run if there is one."""
+    """Train a model with TRL's kernel or with flce, and with the completions of the run `replay` if it is given."""
     run = Run()
     with trl_installed(fused):
-        trainer = make(
+        trainer = create(
             folder,
             steps,
             {
-                "model": model_of() if model is None else model,
+                "model": create_model() if model is None else model,
                 "processing_class": tiny_tokenizer(),
                 "callbacks": [Recorder(run)],
                 **(common or {}),
             },
             **more,
         )
-        trainer.run, trainer.given = run, None if replay is None else iter(replay.completions)
+        trainer.run, trainer.replayed = run, None if replay is None else iter(replay.completions)
         trainer.train()
     return trainer, run

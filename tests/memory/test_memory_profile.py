@@ -1,4 +1,4 @@
-"""`flce.profile_memory`: known allocations to the byte, what is left behind, and the picture."""
+"""Tests of `flce.profile_memory`: known allocations to the byte, the state after a recording, and the picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def allocate(device: str, *sizes: int) -> Callable[[], None]:
-    """A function that has a tensor of each size, in bytes, after another, the last two of them at once."""
+    """Return a function that allocates a tensor of each size in bytes and frees the tensor before it."""
 
     def fn() -> None:
         held = None
@@ -51,8 +51,8 @@ def test_every_allocation_and_free() -> None:
     assert profile.seconds == times[-1] > 0
 
 
-def test_memory_from_before() -> None:
-    """Is not counted, and on a CPU PyTorch does not record that it is freed."""
+def test_memory_of_before_is_not_counted() -> None:
+    # On a CPU PyTorch does not record the free of memory that was allocated before.
     box = [torch.empty(5 * MIB, dtype=torch.uint8)]
     assert held(flce.profile_memory(box.clear, device="cpu")) == [0, 0]
 
@@ -76,7 +76,7 @@ def loss_step(fused: bool, device: str) -> Callable[[], None]:
 
 
 def test_a_step_with_and_without_logits(torch_backend: str) -> None:
-    """Stock has logits, their logarithms and their gradient at the most; a budget bounds ours. Both have gradients."""
+    """Check the peak of stock (logits, logarithms, gradient), and that a budget bounds the peak of flce."""
     logits, gradients = 4 * 512 * 4096, 4 * 32 * (512 + 4096)
     stock = flce.profile_memory(loss_step(False, "cpu"), device="cpu").peak
     fused = flce.profile_memory(loss_step(True, "cpu"), device="cpu").peak
@@ -94,7 +94,7 @@ def test_an_error_of_the_function_ends_the_recording() -> None:
     assert flce.profile_memory(allocate("cpu", KIB), device="cpu").peak == KIB
 
 
-def test_not_within_a_profiler() -> None:
+def test_inside_a_profiler() -> None:
     with torch.autograd.profiler.profile() as outer:
         with pytest.raises(RuntimeError, match="a profiler of PyTorch is running"):
             flce.profile_memory(allocate("cpu", KIB), device="cpu")
@@ -102,8 +102,8 @@ def test_not_within_a_profiler() -> None:
     assert any(event.name == "aten::ones" for event in outer.function_events)
 
 
-def test_no_profiler_within() -> None:
-    """PyTorch ends the recording then, or refuses the second profiler: nothing is returned that is not complete."""
+def test_a_profiler_in_the_function() -> None:
+    """Check the error: PyTorch ends the recording or refuses the second profiler."""
 
     def profiles() -> None:
         with torch.autograd.profiler.profile():
@@ -123,11 +123,11 @@ def test_wrong_arguments() -> None:
         flce.profile_memory(wrong)
 
 
-# ------------------------------------------------------------------------------- on a CUDA device that is made up here
+# ------------------------------------------------------------------------------------------ on a simulated CUDA device
 
 
-class Device:
-    """The functions of PyTorch that are called for a CUDA device, the second of two."""
+class SimulatedDevice:
+    """Simulation of the functions of PyTorch that are called for a CUDA device, the second of two devices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.recording = False
@@ -156,34 +156,34 @@ class Device:
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Device:
-    return Device(monkeypatch)
+def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    return SimulatedDevice(monkeypatch)
 
 
-def test_records_of_the_cuda_allocator(made_up: Device) -> None:
-    """Memory is free once that has been asked for; segments are the allocator's own."""
-    fn = made_up.does(
+def test_records_of_the_cuda_allocator(simulated: SimulatedDevice) -> None:
+    """Check that a free counts from its request on, and that segments are not counted."""
+    fn = simulated.does(
         ("segment_alloc", 20 * MIB), ("alloc", 3 * MIB), ("alloc", MIB), ("free_requested", 3 * MIB),
         ("free_completed", 3 * MIB), ("free_requested", 9 * MIB), ("snapshot", 0),
     )  # fmt: skip
     profile = flce.profile_memory(fn)
     assert held(profile) == [0, 3 * MIB, 4 * MIB, MIB, -8 * MIB, -8 * MIB]
     assert (profile.peak, profile.device) == (4 * MIB, "cuda:1")
-    assert not made_up.recording
+    assert not simulated.recording
     with pytest.raises(ZeroDivisionError):
         flce.profile_memory(lambda: 1 / 0, device="cuda:1")
-    assert not made_up.recording
+    assert not simulated.recording
 
 
-def test_what_cannot_be_recorded(made_up: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_up.recording = True
+def test_errors_of_recording(simulated: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated.recording = True
     with pytest.raises(RuntimeError, match=r"is being recorded already: .*_record_memory_history\(None\)"):
-        flce.profile_memory(made_up.does(("alloc", MIB)), device="cuda")
-    assert made_up.recording
+        flce.profile_memory(simulated.does(("alloc", MIB)), device="cuda")
+    assert simulated.recording
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with pytest.raises(RuntimeError, match="the CUDA allocator is 'cudaMallocAsync', which keeps no records"):
-        flce.profile_memory(made_up.does(("alloc", MIB)))
-    assert not made_up.trace
+    with pytest.raises(RuntimeError, match="the CUDA allocator is 'cudaMallocAsync', which records no history"):
+        flce.profile_memory(simulated.does(("alloc", MIB)))
+    assert not simulated.trace
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
@@ -203,7 +203,7 @@ def test_a_profile_can_be_pickled() -> None:
 
 @pytest.fixture
 def words(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """What the picture of some profiles says."""
+    """Return a function that draws profiles and returns the text of the picture."""
     matplotlib = pytest.importorskip("matplotlib")
 
     def read(**profiles: flce.MemoryProfile) -> str:
@@ -214,13 +214,13 @@ def words(tmp_path: Path) -> Iterator[Callable[..., str]]:
         yield read
 
 
-def test_pictures_say_what_they_show(words: Callable[..., str]) -> None:
-    said = words(stock=SMALL)
+def test_the_text_of_pictures(words: Callable[..., str]) -> None:
+    text = words(stock=SMALL)
     for part in ("A model", "stock", "peak 823 MiB", "allocated since the start, MiB", "time, ms"):
-        assert part in said
-    said = words(stock=LARGE, patched=SMALL)
+        assert part in text
+    text = words(stock=LARGE, patched=SMALL)
     for part in ("stock", "patched", "peak 50 GiB", "peak 823 MiB", "allocated since the start, GiB"):
-        assert part in said
+        assert part in text
 
 
 def test_formats(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_formats(tmp_path: Path) -> None:
 
 
 def test_the_curves_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a small peak looks like a large one."""
+    """Check equal scales: with different scales a small peak would look large."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     drawn = []
     monkeypatch.setattr(figure, "savefig", lambda self, file: drawn.append(self))
@@ -240,12 +240,12 @@ def test_the_curves_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first, second = drawn[0].axes
     assert first.get_ylim() == second.get_ylim()
     assert first.get_xlim() == second.get_xlim()
-    assert first.get_ylim()[1] > 50.04  # GiB: the peak is within
-    assert first.get_ylim()[0] < 0  # and so is what lies below the start
+    assert first.get_ylim()[1] > 50.04  # GiB: the axis contains the peak
+    assert first.get_ylim()[0] < 0  # the axis contains negative values
 
 
-def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="there is no profile to draw"):
+def test_invalid_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="profiles must have at least one profile, got none"):
         flce.MemoryProfile.plot_side_by_side({}, tmp_path / "memory.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
@@ -256,27 +256,27 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def recorded_and_counted(fn: Callable[[], None]) -> tuple[flce.MemoryProfile, int, int]:
-    """A profile, and two peaks above the start of the allocator's own account: bytes asked for, and bytes of blocks."""
+    """Return a profile and two peaks of the allocator, above the start: requested bytes, bytes of blocks."""
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # the blocks are then made for what is asked for
+    torch.cuda.empty_cache()  # new blocks then have the requested sizes
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
     profile = flce.profile_memory(fn)
     after = torch.cuda.memory_stats()
-    asked, blocks = (
+    requested, blocks = (
         after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("requested", "allocated")
     )
     assert blocks == torch.cuda.max_memory_allocated() - before["allocated_bytes.all.current"]
-    return profile, asked, blocks
+    return profile, requested, blocks
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_is_counted_as_the_allocator_does(fused: bool) -> None:
-    """Bytes asked for exactly; blocks are rounded up. Backward runs in a thread of its own."""
-    profile, asked, blocks = recorded_and_counted(loss_step(fused, "cuda"))
-    assert profile.peak == asked
-    assert asked <= blocks <= asked + 16 * MIB
+    """Compare with the requested bytes, and with rounded blocks. Backward runs in a separate thread."""
+    profile, requested, blocks = recorded_and_counted(loss_step(fused, "cuda"))
+    assert profile.peak == requested
+    assert requested <= blocks <= requested + 16 * MIB
     times = [seconds for seconds, _ in profile.samples]
     assert times == sorted(times)
     assert 0 < profile.peak_seconds < profile.seconds
@@ -301,8 +301,8 @@ def test_recording_on_a_gpu_is_left_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_counted_on_a_gpu() -> None:
-    """Memory from before makes the curve negative when it is freed. Only the device that was asked for is counted."""
+def test_memory_of_before_on_a_gpu() -> None:
+    """Check the negative curve after a free of memory from before, and that other devices are not counted."""
     profile = flce.profile_memory([torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")].clear)
     assert held(profile) == [0, -5 * MIB, -5 * MIB]
     assert profile.peak == 0

@@ -1,4 +1,4 @@
-"""The list of `scripts/plant_faults.py`: every fault can still be planted."""
+"""Check that every fault of `scripts/plant_faults.py` can be planted."""
 
 from __future__ import annotations
 

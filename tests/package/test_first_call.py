@@ -1,6 +1,6 @@
-"""What a first call costs on a GPU, and that calls of other lengths cost nothing more.
+"""The time of a first call on a GPU, and the number of kernels that calls of other lengths compile.
 
-Short and long ones go two ways: see `case.FEW_LOGITS_BYTES`. Each has a first call.
+Short and long calls have different schedules (see `case.FEW_LOGITS_BYTES`), so both have a first call.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# A process of its own, whose Triton has built nothing of this call yet. The libraries are loaded, PyTorch has its
-# context and handles, and Triton has read itself, which takes it a second, before the clock starts.
+# A new process, in which Triton has compiled no kernel of this call. Before the clock starts, the libraries are loaded,
+# PyTorch has created its context and handles, and Triton has hashed its own sources, which takes a second.
 SCRIPT = """
     import time, torch, triton, flce
 
@@ -37,7 +37,7 @@ SCRIPT = """
     call(4096)
     print("first", time.perf_counter() - start)
 
-    call(2048)  # few logits: one pass over all of them, where more are exponentials
+    call(2048)  # few logits: one pass; more logits: exponentials
     built = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: (built.append(repr), print(repr))
     call(4096)

@@ -1,4 +1,4 @@
-"""What importing the package costs and needs. Each test runs a Python of its own."""
+"""Tests of the import of the package: time, loaded modules, public names. Tests run new processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(flce.__file__).resolve().parents[1]
 
 
 def python(code: str, **env: str) -> Any:
-    """Runs ``code`` in a fresh interpreter; it prints JSON on its last line."""
+    """Run ``code`` in a new process. Return the JSON of its last line."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
@@ -46,8 +46,8 @@ print(json.dumps({"torch": after_torch - start, "flce": after - after_torch, "ne
 """
 
 
-def test_import_is_quick_and_lean() -> None:
-    """Under half a second beyond torch; neither Triton nor Transformers is loaded for it."""
+def test_import_is_fast() -> None:
+    """Check that the import takes less than 0.5 s more than PyTorch, and loads neither Triton nor Transformers."""
     runs = []
     for _ in range(5):
         runs.append(python(MEASURE))
@@ -71,8 +71,8 @@ def test_public_names_are_the_documented_ones() -> None:
     from flce import huggingface
     from flce.huggingface import trl
 
-    of_models = set(huggingface.__all__) - set(flce.__all__)  # what both have is documented once
-    public = [f"flce.{name}" for name in flce.__all__] + [f"flce.huggingface.{name}" for name in of_models]
+    model_names = set(huggingface.__all__) - set(flce.__all__)  # names of both are documented once
+    public = [f"flce.{name}" for name in flce.__all__] + [f"flce.huggingface.{name}" for name in model_names]
     public += [f"flce.huggingface.trl.{name}" for name in trl.__all__]
     assert sorted(DOCUMENTED) == sorted(public)
     assert {"is_patched", "patch_model", "report", "unpatch_model"} <= set(huggingface.__all__)
@@ -82,7 +82,7 @@ def test_public_names_are_the_documented_ones() -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_documented_name_is_there(name: str) -> None:
+def test_a_documented_name_exists(name: str) -> None:
     if name.endswith("FlceCallback"):
         pytest.importorskip("transformers")
     found = pkgutil.resolve_name(name)
@@ -91,7 +91,7 @@ def test_a_documented_name_is_there(name: str) -> None:
     assert getattr(pkgutil.resolve_name(found.__module__), found.__name__) is found
 
 
-IN_A_PROCESS = """
+PROCESS_PROGRAM = """
 import json, os
 if EARLY:
     import torch.utils.flop_counter
@@ -100,7 +100,7 @@ flce.fused_linear_cross_entropy, flce.cross_entropy, flce.softmax
 operators = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flce::")]
 from torch.utils.flop_counter import FlopCounterMode
 x, w = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8)
-said, counts = [], []
+errors, counts = [], []
 for name in (None, "torch", "fortran"):
     if name:
         os.environ["FLCE_BACKEND"] = name
@@ -109,24 +109,26 @@ for name in (None, "torch", "fortran"):
             flce.fused_linear_cross_entropy(x, w, torch.zeros(9).long()).backward()
         counts.append(counter.get_total_flops())
     except Exception as error:
-        said.append(str(error))
-print(json.dumps([operators, counts, said]))
+        errors.append(str(error))
+print(json.dumps([operators, counts, errors]))
 """
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_operators_flops_and_backend_of_a_process(early: bool) -> None:
-    """``torch.ops.flce`` has these operators as soon as their functions are there, for graphs that name them, and no
-    other. A flop counter sees them whether it is imported before or after; the package does not import it. Without
-    Triton's interpreter a CPU takes the PyTorch backend, and an unknown name is an error that says so."""
-    operators, counts, (unknown,) = python(IN_A_PROCESS.replace("EARLY", str(early)))
+    """Check registration and backends in a new process.
+
+    The import of the functions registers the operators, so that graphs can name them. A flop counter works, imported
+    before or after flce. A CPU runs the PyTorch backend; an unknown backend is an error.
+    """
+    operators, counts, (unknown,) = python(PROCESS_PROGRAM.replace("EARLY", str(early)))
     assert set(operators) == {f"flce::{name}" for name in OPERATORS}
     assert counts == [2 * 2 * 9 * 8 * 30] * 2
     assert "fortran" in unknown
 
 
 def test_variables_of_the_environment_are_documented() -> None:
-    """What each does is tested where that is: the backend below, the log in `test_log`, checks with the semantics."""
+    """Check the documentation of the variables. Other tests check their effects."""
 
     def named(*files: Path) -> set[str]:
         return {name for file in files for name in re.findall(r"\bFLCE_[A-Z]+\b", file.read_text())}
@@ -138,8 +140,8 @@ def test_variables_of_the_environment_are_documented() -> None:
 TOOLS = ("flce.tools.check", "flce.tools.cli", "flce.testing")
 
 
-def test_the_package_knows_nothing_of_its_tools() -> None:
-    """And these know nothing of the project's own measurements, nor, but for the command line, of Typer and Rich."""
+def test_the_package_does_not_import_its_tools() -> None:
+    """Check imports: tools import no benchmarks and no tests. Only the command line imports Typer and Rich."""
     package = ROOT / "flce"
     for file in {*package.rglob("*.py")} - {package / "__main__.py"}:
         floor = ".".join(["flce", *file.relative_to(package).parts])

@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: what they hold, what they say, and that the wheel works."""
+"""Tests of the source distribution and the wheel: files, metadata, and a run of the wheel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import flce
 from flce.core import project
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("flce", "tests", "benchmarks", "integrations", "scripts", "docs")  # what a checkout has
+FOLDERS = ("flce", "tests", "benchmarks", "integrations", "scripts", "docs")  # folders of a checkout
 
 
 class Built(NamedTuple):
@@ -32,7 +32,7 @@ class Built(NamedTuple):
 
 
 def python(code: str, folder: Path, *arguments: str, **env: str) -> str:
-    """The last line of what ``code`` prints, run by a Python of its own in ``folder``."""
+    """Run ``code`` in a new process in ``folder``. Return the last line of its output."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -47,20 +47,20 @@ def python(code: str, folder: Path, *arguments: str, **env: str) -> str:
 
 
 def build(kind: str, folder: Path, out: Path) -> Path:
-    """As `python -m build` does it, with the setuptools that is installed: from there nothing is downloaded."""
+    """Build a distribution like `python -m build`, with the installed setuptools, so without a download."""
     code = f"import sys; from setuptools.build_meta import build_{kind} as build; print(build(sys.argv[1]))"
     return out / python(code, folder, str(out), PYTHONPATH="")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The source distribution from a copy of the checkout, the wheel from the source distribution."""
+    """Build the source distribution from a copy of the checkout, and the wheel from the source distribution."""
     try:
         version = metadata.version("setuptools")
     except metadata.PackageNotFoundError:
         pytest.skip("setuptools is not installed")
     if int(version.partition(".")[0]) < 77:
-        pytest.skip(f"setuptools {version} is older than pyproject.toml asks for")
+        pytest.skip(f"setuptools {version} is older than pyproject.toml requires")
     folder = tmp_path_factory.mktemp("build")
     checkout = folder / "checkout"
     checkout.mkdir()
@@ -77,25 +77,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def package() -> set[str]:
-    """The files of the package in this checkout."""
+    """Return the files of the package in this checkout."""
     return {str(file.relative_to(ROOT)) for file in (ROOT / "flce").rglob("*.py")} | {"flce/py.typed"}
 
 
 def test_the_wheel_is_the_package(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
-    described = {name for name in names if name.startswith(f"flce-{flce.__version__}.dist-info/")}
-    assert names - described == package()
-    assert f"flce-{flce.__version__}.dist-info/licenses/LICENSE" in described
+    metadata_files = {name for name in names if name.startswith(f"flce-{flce.__version__}.dist-info/")}
+    assert names - metadata_files == package()
+    assert f"flce-{flce.__version__}.dist-info/licenses/LICENSE" in metadata_files
     assert built.wheel.name == f"flce-{flce.__version__}-py3-none-any.whl"
 
 
 def test_the_source_distribution_is_the_package(built: Built) -> None:
     with tarfile.open(built.source) as archive:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    made = {name for name in files if name.startswith("flce.egg-info/")} | {"PKG-INFO", "setup.cfg"}
-    beside = {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
-    assert files - made == package() | beside
+    generated = {name for name in files if name.startswith("flce.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    others = {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
+    assert files - generated == package() | others
 
 
 def test_metadata(built: Built) -> None:
@@ -137,15 +137,16 @@ module(x, y).backward()
 plan = flce.plan(4096, 64, 1000, torch.bfloat16, device="cuda")
 try:
     flce.patch_model(object())
-    said = "nothing"
+    error_text = ""
 except Exception as error:
-    said = f"{type(error).__name__}: {error}"
-print(json.dumps({"right": ok, "plan": str(plan), "said": said, "file": flce.__file__, "version": flce.__version__}))
+    error_text = f"{type(error).__name__}: {error}"
+facts = {"right": ok, "plan": str(plan), "error": error_text, "file": flce.__file__, "version": flce.__version__}
+print(json.dumps(facts))
 """
 
 
 def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path: Path) -> None:
-    """`patch_model` needs Transformers only when it is called, and on something that is no model fails plainly."""
+    """Check that only a call of `patch_model` needs Transformers, and that it raises for an object without a model."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path)
     variables = dict.fromkeys(("FLCE_BACKEND", "TRITON_INTERPRET"), "")
@@ -153,45 +154,45 @@ def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path:
     assert Path(result["file"]) == tmp_path / "flce" / "__init__.py"
     assert result["right"]
     assert result["plan"]
-    assert result["said"] != "nothing"
+    assert result["error"]
     assert result["version"] == flce.__version__
 
 
 def test_the_address() -> None:
-    """One constant, which a release replaces in everything that names it."""
-    there = [
+    """Check the files with the address of the repository, which a release replaces."""
+    files = [
         file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".ipynb")
     ]
-    there += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
-    named = {str(file.relative_to(ROOT)) for file in there if project.REPOSITORY_URL in file.read_text()}
+    files += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
+    named = {str(file.relative_to(ROOT)) for file in files if project.REPOSITORY_URL in file.read_text()}
     assert named == {"flce/core/project.py", "pyproject.toml", "CITATION.cff", "docs/quick-start.ipynb"}
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert f"git grep -lF {project.REPOSITORY_URL} -- flce pyproject.toml CITATION.cff docs |" in release
 
 
-def test_where_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locate_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert project.locate_page("memory.md") == "docs/memory.md in flce's repository"
     monkeypatch.setattr(project, "REPOSITORY_URL", "https://github.com/owner/flce")
     assert project.locate_page("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
 
 
-def test_messages_do_not_point_at_what_a_wheel_lacks() -> None:
-    """A file of the documents is named through `where`, and what to install by the names of its packages."""
-    lacking = []
+def test_messages_name_only_files_of_the_wheel() -> None:
+    """Check that messages use `locate_page` for documents, and package names instead of extras."""
+    wrong = []
     for file in (ROOT / "flce").rglob("*.py"):
         tree = ast.parse(file.read_text())
         texts = {id(node): node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        for node in ast.walk(tree):  # docstrings are for those who read the sources
+        for node in ast.walk(tree):  # docstrings are not messages
             if isinstance(node, ast.Expr):
                 texts.pop(id(node.value), None)
-        lacking += [(file.name, text) for text in texts.values() if re.search(r"docs/\w|flce\[", str(text))]
-    assert lacking == []
+        wrong += [(file.name, text) for text in texts.values() if re.search(r"docs/\w|flce\[", str(text))]
+    assert wrong == []
     (extra,) = re.findall(r"^cli = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert project.COMMAND_LINE_PACKAGES.split() == re.findall(r'"([\w-]+)', extra)
 
 
 def test_versions_agree() -> None:
-    """Of the package, of pyproject.toml, of the citation; and the changelog has an entry for it."""
+    """Compare the versions of the package, pyproject.toml and the citation. The changelog has an entry."""
     version = re.escape(flce.__version__)
     for file, line in (
         ("pyproject.toml", rf'^version = "{version}"$'),
@@ -203,7 +204,7 @@ def test_versions_agree() -> None:
 
 @pytest.mark.parametrize("file", ["ci.yml", "release.yml"])
 def test_workflows(file: str) -> None:
-    """They are YAML, may do no more than they need, and name a version of each action."""
+    """Check the YAML of workflows: minimal permissions, a version of each action, existing make targets."""
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
     assert workflow["permissions"] == {"contents": "read"}
@@ -218,7 +219,7 @@ def test_workflows(file: str) -> None:
 
 
 def test_the_issue_template() -> None:
-    """It asks for what the commands print, with options that they have."""
+    """Check that the template requests the output of commands with existing options."""
     yaml = pytest.importorskip("yaml")
     typer = pytest.importorskip("typer", reason="the command line")
     from benchmarks.cli import app as benchmarks
@@ -229,11 +230,11 @@ def test_the_issue_template() -> None:
     assert len(fields) == len(form["body"])
     for name, started, commands in (("check", "flce check", app), ("bench", "python -m benchmarks quick", benchmarks)):
         assert fields[name]["validations"] == {"required": True}
-        asked = fields[name]["attributes"]["description"]
-        assert f"`{started}" in asked
+        description = fields[name]["attributes"]["description"]
+        assert f"`{started}" in description
         command = typer.main.get_command(commands).commands[started.split()[-1]]
-        known = {option for parameter in command.params for option in parameter.opts}
-        assert set(re.findall(r"--[a-z-]+", asked)) <= known
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", description)) <= options
 
 
 def test_the_citation() -> None:

@@ -1,4 +1,4 @@
-"""What type checkers make of the public API."""
+"""Tests of the public API with type checkers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
-    """Of a file that uses the public API, in a project of its own: what is ignored there is an error, too, if nothing
-    is wrong with it.
+    """Check a file that uses the public API, in a separate project. An unnecessary `type: ignore` is an error.
 
-    `Tensor.backward` of PyTorch has no types (2.13), which strict mode reports of every call. `make lint` does the same
-    with mypy.
+    `Tensor.backward` of PyTorch 2.13 has no types, which strict mode would report for every call. `make lint` runs mypy
+    on the same file.
     """
     pytest.importorskip("pyright")
     settings = {
@@ -48,15 +47,15 @@ def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
 def test_overloads_have_all_arguments(name: str) -> None:
-    """mypy accepts overloads with fewer arguments than the function has; and nothing of them is there at run time."""
+    """Check the arguments of overloads, which mypy does not, and that overloads are not imported at run time."""
     pytest.importorskip("typing_extensions")
     from flce.core import signatures
 
     linear, logits = signatures.LinearLossArguments, signatures.LogitsLossArguments
     arguments = linear.__optional_keys__ if name == "fused_linear_cross_entropy" else logits.__optional_keys__
-    of_function = inspect.signature(getattr(flce, name)).parameters.values()
-    fixed = {"stats"} | {p.name for p in of_function if p.kind is p.POSITIONAL_OR_KEYWORD}
-    keywords = {p.name for p in of_function if p.name not in fixed}
+    parameters = inspect.signature(getattr(flce, name)).parameters.values()
+    fixed = {"stats"} | {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    keywords = {p.name for p in parameters if p.name not in fixed}
     assert keywords == arguments
     assert get_args(signatures.SomeStats)[0] is str
     linear_fixed, logits_fixed = signatures.FixedLinearArguments, signatures.FixedLogitsArguments
@@ -64,7 +63,7 @@ def test_overloads_have_all_arguments(name: str) -> None:
         (flce.FusedLinearCrossEntropyLoss, linear_fixed.__optional_keys__),
         (flce.CrossEntropyLoss, logits_fixed.__optional_keys__),
     ):
-        of_module = inspect.signature(module).parameters.values()
-        assert {p.name for p in of_module if p.kind is p.KEYWORD_ONLY} == arguments
+        parameters = inspect.signature(module).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == arguments
     code = "import sys, flce; sys.exit('flce.core.signatures' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)

@@ -1,4 +1,4 @@
-"""The versions that are said to be supported are those that the tests are run with."""
+"""Check that the supported versions are the versions of the test environments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flce.tools.machine import BY_HAND, TESTED
 ROOT = Path(flce.__file__).parents[1]
 
 
-def pinned(which: str, package: str) -> str:
-    found = re.search(rf"^{package}==(\S+)$", (ROOT / f"constraints-{which}.txt").read_text(), re.M)
+def pinned(environment: str, package: str) -> str:
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / f"constraints-{environment}.txt").read_text(), re.M)
     assert found
     return found[1]
 
 
 @pytest.mark.parametrize("package", TESTED)
-def test_the_ends(package: str) -> None:
-    """Those of the environments, of the package's metadata and of the README."""
+def test_oldest_and_newest_versions(package: str) -> None:
+    """Compare the versions of the environments, the package's metadata and the README."""
     oldest, newest = TESTED[package]
     assert (pinned("oldest", package), pinned("newest", package)) == (oldest, newest)
     assert f'"{package}>={oldest.rpartition(".")[0]}' in (ROOT / "pyproject.toml").read_text()

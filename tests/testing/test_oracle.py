@@ -1,4 +1,4 @@
-"""The oracle, which is what everything else is compared with: beside PyTorch's operators, and by hand."""
+"""Comparisons of the float64 oracle with PyTorch's operators and with values computed by hand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TARGET = torch.tensor([1, 1, -100])
 LOSSES = math.log(4 / 3), math.log(4)
 
 
-def test_it_shares_nothing_with_what_it_judges() -> None:
-    """No import of flce, and no loss of PyTorch."""
+def test_the_oracle_shares_no_code_with_flce() -> None:
+    """Check that the oracle imports nothing of flce and calls no loss of PyTorch."""
     text = Path(module.__file__).read_text()
     names = set()
     for node in ast.walk(ast.parse(text)):
@@ -82,11 +82,11 @@ def test_by_hand(arguments, loss, gradient) -> None:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_in_several_parts(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = make_problem((3, 7), 8, 19, bias=True, adapter_ranks=(2,), ignored=0.3, reduction=reduction, z_loss=0.1)
-    whole = run_oracle(p, 0.5)
+    at_once = run_oracle(p, 0.5)
     monkeypatch.setattr(module, "MAX_LOGITS", 4 * 19)
     parts = run_oracle(p, 0.5)
     for name in ("loss", "z_loss", "lse", "argmax", "grad_input", "grad_weight", "grad_bias", "grad_adapters"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name))
+        torch.testing.assert_close(getattr(parts, name), getattr(at_once, name))
 
 
 def test_the_error_of_another_shape() -> None:
@@ -100,7 +100,7 @@ def test_the_error_of_another_shape() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("class_weight", [False, True])
 def test_oracle_agrees_with_torch(reduction: str, smoothing: float, class_weight: bool) -> None:
-    """The oracle itself: where PyTorch has the option, the two must be the same to the last digits."""
+    """Compare options that PyTorch has, to the last digits."""
     p = make_problem((21,), 8, 33, bias=True, class_weight=class_weight, ignored=0.3, reduction=reduction)
     p = p.with_(label_smoothing=smoothing)
     upstream = torch.randn(21 if reduction == "none" else (), dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_oracle_agrees_with_torch(reduction: str, smoothing: float, class_weight
 
 
 def test_oracle_statistics() -> None:
-    """The statistics of the oracle against ``torch.distributions`` and direct formulas."""
+    """Compare the statistics with ``torch.distributions`` and direct formulas."""
     p = make_problem((4, 6), 8, 19, bias=True, softcap=3.0, temperature=1.3, ignored=0.2)
     out = run_oracle(p)
     x, w, b = p.input, p.linear_weight, p.linear_bias

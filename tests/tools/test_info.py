@@ -1,4 +1,4 @@
-"""``flce`` itself, and ``flce info``."""
+"""Tests of the command ``flce`` without a subcommand, and of ``flce info``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ COMMANDS = sorted(command.callback.__name__ for command in app.app.registered_co
 
 
 def run(*arguments: str, code: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own with these arguments."""
+    """Run Python code with these arguments in a new process."""
     here = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     words = [sys.executable, "-c", code, *arguments]
     return subprocess.run(words, capture_output=True, text=True, env=here, check=False, timeout=240)
 
 
 def info(*arguments: str) -> Any:
-    said = CliRunner(env={"COLUMNS": "120"}).invoke(app.app, ["info", *arguments])
-    assert said.exit_code == 0, said.output
-    return json.loads(said.stdout) if "--json" in arguments else said.stdout
+    output = CliRunner(env={"COLUMNS": "120"}).invoke(app.app, ["info", *arguments])
+    assert output.exit_code == 0, output.output
+    return json.loads(output.stdout) if "--json" in arguments else output.stdout
 
 
-def test_help_is_quick_and_has_an_example() -> None:
-    """Under a second of the processor: PyTorch alone takes more to import. So nothing that is slow is imported."""
+def test_help_is_fast_and_has_an_example() -> None:
+    """Check that `--help` imports no slow package: the import of PyTorch alone takes more than a second."""
     code = """
 import sys
 sys.argv[0] = "flce"
@@ -57,13 +57,13 @@ finally:
         done = run(*arguments, code=code)
         assert done.returncode == 0, done.stderr
         assert done.stderr.strip().splitlines()[-1] == "[]", arguments
-        assert time.perf_counter() - start < 10  # a second on a machine that does nothing else
+        assert time.perf_counter() - start < 10  # about 1 s on an idle machine
         assert len(arguments) == 1 or f"flce {arguments[0]}" in done.stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "flce.tools.cli.info"])
 def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without its extra it says what to install. Another missing module is not hidden."""
+    """Check that the error names the missing package to install. The error of another module is not hidden."""
     for name in [name for name in sys.modules if name.startswith((f"{missing}.", "flce.tools.cli."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -79,13 +79,13 @@ def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_version_and_no_command() -> None:
     words = [sys.executable, "-m", "flce", "--version"]
     assert subprocess.check_output(words, text=True, cwd=ROOT, timeout=240) == f"flce {flce.__version__}\n"
-    assert CliRunner().invoke(app.app, []).exit_code == 2  # it shows its help
+    assert CliRunner().invoke(app.app, []).exit_code == 2  # prints the help
 
 
 def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = info()
-    assert flce.__version__ in said
-    assert torch.__version__ in said
+    output = info()
+    assert flce.__version__ in output
+    assert torch.__version__ in output
     monkeypatch.setenv("FLCE_BACKEND", "torch")
     facts = info("--json")
     assert facts["packages"]["torch"] == torch.__version__
@@ -111,7 +111,7 @@ FINE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, sentence",
     [
         ({"packages": {"torch": "2.10.0"}}, "install torch 2.11 or newer"),
         ({"packages": {"triton": "3.5.1"}}, "install triton 3.6 or newer"),
@@ -124,17 +124,17 @@ FINE: dict[str, Any] = {
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_known_problems(change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info_command, "_c_compiler", lambda: True)
+def test_known_problems(change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info_command, "_has_c_compiler", lambda: True)
     assert info_command.known_problems(FINE) == []
     facts = copy.deepcopy(FINE)
     for name, value in change.items():
         facts[name] = value if isinstance(value, list) else facts[name] | value
-    assert any(said in problem for problem in info_command.known_problems(facts))
+    assert any(sentence in problem for problem in info_command.known_problems(facts))
 
 
 def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info_command, "_c_compiler", lambda: False)
+    monkeypatch.setattr(info_command, "_has_c_compiler", lambda: False)
     assert "install gcc" in info_command.known_problems(FINE)[0]
     newer = copy.deepcopy(FINE)
     newer["packages"]["triton"] = "3.7.1"

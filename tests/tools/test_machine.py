@@ -1,4 +1,4 @@
-"""Devices by name, and sizes as people write them."""
+"""Tests of devices by name, and of sizes as text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_devices_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("before", [None, "torch"])
-def test_a_backend_is_chosen_for_a_while(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_backend_restores_the_variable(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLCE_BACKEND", raising=False)
     if before is not None:
         monkeypatch.setenv("FLCE_BACKEND", before)

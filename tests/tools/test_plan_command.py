@@ -1,4 +1,4 @@
-"""``flce plan``, and the memory of training steps that it tells."""
+"""Tests of ``flce plan``, and of the memory of training steps that it computes."""
 
 from __future__ import annotations
 
@@ -66,31 +66,31 @@ def rehearsed(training: Training, kind: str = "llama", **changes: Any) -> Traini
 # ------------------------------------------------------------------------------------------- against measured peaks
 
 
-# Transformers 4 makes the mask of a batch on the meta device, where it would see on a GPU that it needs none.
+# Transformers 4 creates a mask for tensors on the meta device. On a GPU it finds that a batch needs no mask.
 masks_as_on_a_gpu = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 masks meta tensors")
 
 
 @masks_as_on_a_gpu
 @pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-0.6B"])
 def test_peaks_measured_on_an_h200(model: str) -> None:
-    """Those of benchmarks/models.py, with gradient checkpointing: 4 x 8,192 and 1 x 131,072 tokens."""
+    """Compare with results of benchmarks/models.py, with gradient checkpointing: 4 x 8,192 and 1 x 131,072 tokens."""
     compared = 0
     for case in json.loads((RESULTS / "model-h200.json").read_text())["cases"]:
-        of, variants = case["case"], {"ours": Variant(True, True), "stock": Variant(False, True)}
-        if of["model"] != model:
+        settings, variants = case["case"], {"ours": Variant(True, True), "stock": Variant(False, True)}
+        if settings["model"] != model:
             continue
-        of_model = transformers.AutoConfig.for_model(**of["config"])
-        steps = TrainingMemory(of_model, BFLOAT16(of["batch"]), H200)
+        model_config = transformers.AutoConfig.for_model(**settings["config"])
+        steps = TrainingMemory(model_config, BFLOAT16(settings["batch"]), H200)
         for result in case["results"]:
             if result["contender"] in variants and result["status"] == "ok":
                 variant = variants[result["contender"]]
-                step = steps.step(of["sequence"], variant)
-                assert step.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.01), (of["sequence"], variant)
+                step = steps.step(settings["sequence"], variant)
+                assert step.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.01), (settings["sequence"], variant)
                 assert step.fused == variant.patched
                 compared += 1
-            elif result["contender"] == "stock":  # it ran out of memory there
+            elif result["contender"] == "stock":  # the measured step ran out of memory
                 assert result["status"] == "oom"
-                step = steps.step(of["sequence"], variants["stock"])
+                step = steps.step(settings["sequence"], variants["stock"])
                 assert not step.fits(143155 << 20)
                 compared += 1
     assert compared == 4
@@ -99,11 +99,12 @@ def test_peaks_measured_on_an_h200(model: str) -> None:
 def test_stock_losses_measured_on_an_h200() -> None:
     compared = 0
     for case in json.loads((RESULTS / "h200.json").read_text())["cases"]:
-        of = case["case"]
+        sizes = case["case"]
         for result in case["results"]:
-            if result["contender"] == "stock" and of["dtype"] == "bfloat16":
-                said = memory.stock_loss_bytes(of["tokens"], of["hidden"], of["vocab"], torch.bfloat16, True)
-                assert said == pytest.approx(result["workspace_bytes"], rel=0.01), of
+            if result["contender"] == "stock" and sizes["dtype"] == "bfloat16":
+                shape = sizes["tokens"], sizes["hidden"], sizes["vocab"]
+                computed = memory.stock_loss_bytes(*shape, torch.bfloat16, True)
+                assert computed == pytest.approx(result["workspace_bytes"], rel=0.01), sizes
                 compared += 1
     assert compared >= 6
 
@@ -125,26 +126,26 @@ def autocast(dtype: torch.dtype | None, device: str = "cpu") -> Iterator[None]:
     ],
 )
 def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, checkpointing: bool) -> None:
-    """A rehearsed step takes what the same takes on real tensors of a CPU, whose kernels allocate the same results."""
-    # Attention by plain operators: kernels differ from device to device.
-    of, length = config(kind, attn_implementation="eager"), 192
+    """Compare a rehearsed step with a step on a CPU, whose kernels allocate the same results as those of a GPU."""
+    # Attention by plain operators: fused kernels of attention differ between devices.
+    model_config, length = config(kind, attn_implementation="eager"), 192
     training = Training(2, dtype, mixed, optimizer="none")
-    steps = TrainingMemory(of, training, H200)
+    steps = TrainingMemory(model_config, training, H200)
     torch.manual_seed(0)
-    model = type(steps.model)._from_config(of, dtype=dtype).train()
+    model = type(steps.model)._from_config(model_config, dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     inputs, values = steps.inputs.tensors(2, length)
     inputs |= values
 
-    def step_of_model() -> None:
+    def run_step() -> None:
         with autocast(mixed):
             loss = model(**inputs).loss
         loss.backward()
 
-    given = {id(t): t for t in inputs.values() if isinstance(t, Tensor)}.values()
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *given))
-    real = held + flce.profile_memory(step_of_model, device="cpu").peak
+    input_tensors = {id(t): t for t in inputs.values() if isinstance(t, Tensor)}.values()
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *input_tensors))
+    real = held + flce.profile_memory(run_step, device="cpu").peak
     step = steps.step(length, Variant(False, checkpointing))
     assert step.peak_bytes - memory.LIBRARY_BYTES == pytest.approx(real, rel=0.03)
 
@@ -162,7 +163,7 @@ def test_parts_add_up_to_the_peak() -> None:
     assert all(p.grad is None and p.is_meta for p in steps.model.parameters())
 
 
-def test_the_heads_gradient_is_there_with_the_loss() -> None:
+def test_the_heads_gradient_is_allocated_with_the_loss() -> None:
     parts = rehearsed(BFLOAT16(64)).step(512, Variant(True, True)).parts
     assert parts["loss"] > 0
     assert parts["gradients"] >= 4000 * 64 * 2
@@ -170,7 +171,7 @@ def test_the_heads_gradient_is_there_with_the_loss() -> None:
 
 @masks_as_on_a_gpu
 def test_attention_without_probabilities() -> None:
-    """The memory of SDPA is linear in the length, that of plain attention is not."""
+    """Check that the memory of SDPA is linear in the length, and the memory of plain attention is not."""
 
     def growth(attention: str) -> float:
         steps = rehearsed(BFLOAT16(1), attn_implementation=attention)
@@ -183,7 +184,7 @@ def test_attention_without_probabilities() -> None:
 
 @masks_as_on_a_gpu
 def test_a_window_is_a_mask_in_memory() -> None:
-    """Sequences longer than a sliding window have a mask of tokens by tokens, as on a GPU; shorter ones have none."""
+    """Check that only sequences longer than a sliding window have a mask of tokens by tokens, as on a GPU."""
     sliding = rehearsed(BFLOAT16(1), "mistral", sliding_window=1024)
     full = rehearsed(BFLOAT16(1), "mistral", sliding_window=None)
     assert sliding.step(1000, STOCK).peak_bytes == full.step(1000, STOCK).peak_bytes
@@ -191,7 +192,7 @@ def test_a_window_is_a_mask_in_memory() -> None:
 
 
 def test_optimizers() -> None:
-    """Their state is that of the optimizers themselves, and so are the copies that PyTorch's makes in a step."""
+    """Compare the state with real optimizers, and the copies in a step with PyTorch's AdamW."""
     steps = rehearsed(Training(1, torch.float32, optimizer="none"))
     parameters = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in steps.model.parameters()]
     for p in parameters:
@@ -202,31 +203,31 @@ def test_optimizers() -> None:
         "sgd": lambda: torch.optim.SGD(parameters, foreach=True),
         "sgd-momentum": lambda: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
     }
-    for name, make in kinds.items():
-        optimizer: Any = make()
+    for name, create in kinds.items():
+        optimizer: Any = create()
         optimizer.step()
         held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        known = memory.OPTIMIZERS[name]
-        assert sum(t.nbytes for t in held if t.dim()) == sum(map(known.state_bytes, parameters)), name
+        expected = memory.OPTIMIZERS[name]
+        assert sum(t.nbytes for t in held if t.dim()) == sum(map(expected.state_bytes, parameters)), name
         if name == "adamw-foreach":
-            copies = known.copies * sum(p.nbytes for p in parameters)
+            copies = expected.copies * sum(p.nbytes for p in parameters)
             assert flce.profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
 
 
 def test_eight_bits() -> None:
-    """bitsandbytes: two bytes an entry, a float32 for 256 of each; small tensors stay in float32."""
+    """Check the state of bitsandbytes: 2 bytes for each entry, 2 float32 for 256 entries; small tensors in float32."""
     state = memory.OPTIMIZERS["adamw-8bit"].state_bytes
     assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
     assert state(torch.empty(5000, device="meta")) == 2 * 5000 + 2 * 4 * 20
     assert state(torch.empty(100, device="meta")) == 800
 
 
-def test_what_training_adds() -> None:
+def test_memory_of_training_options() -> None:
     plain = rehearsed(BFLOAT16(1), tie_word_embeddings=False)
     weights = sum(p.nbytes for p in plain.model.parameters())
     head = 4000 * 64 * 2
-    of_accumulation = rehearsed(BFLOAT16(1, accumulation=True), tie_word_embeddings=False).step(512, PATCHED)
-    assert of_accumulation.parts[rehearsal.GRADIENTS] >= weights
+    accumulated = rehearsed(BFLOAT16(1, accumulation=True), tie_word_embeddings=False).step(512, PATCHED)
+    assert accumulated.parts[rehearsal.GRADIENTS] >= weights
     frozen = rehearsed(BFLOAT16(1, frozen_head=True), tie_word_embeddings=False)
     saved = plain.step(64, PATCHED).peak_bytes - frozen.step(64, PATCHED).peak_bytes
     assert head * 0.9 <= saved <= head * 3
@@ -236,7 +237,7 @@ def test_what_training_adds() -> None:
 
 
 def test_a_budget_of_the_loss() -> None:
-    """Vectors of a value for each token are in the budget too, so that it bounds the tokens."""
+    """Check that a budget bounds the number of tokens, because it includes vectors of one value for each token."""
     free = rehearsed(BFLOAT16(4), vocab_size=64000).step(2048, PATCHED)
     options = ChunkOptions(max_workspace_bytes=24 << 20)
     assert rehearsed(BFLOAT16(4, options=options), vocab_size=64000).step(2048, PATCHED).peak_bytes < free.peak_bytes
@@ -249,7 +250,7 @@ def test_a_budget_of_the_loss() -> None:
 
 
 def test_dropout_is_the_kernel_of_a_gpu() -> None:
-    """Its mask has a byte an entry."""
+    # The mask has one byte for each entry.
     x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
     meter = rehearsal.StepMeter(H200)
     meter.track_storage(x, rehearsal.WEIGHTS, is_permanent=True)
@@ -266,18 +267,18 @@ def test_dropout_is_the_kernel_of_a_gpu() -> None:
 
 @pytest.mark.parametrize("attention, start", [("sdpa", 16), ("eager", 5000)])
 def test_the_longest_fits_and_more_does_not(attention: str, start: int) -> None:
-    room = 512 << 20
+    available = 512 << 20
     steps = rehearsed(BFLOAT16(2), attn_implementation=attention, max_position_embeddings=1 << 20)
     for variant in (STOCK, Variant(True, True)):
-        longest = steps.find_longest(variant, memory.CONTEXT_BYTES + room, start=start).tokens
-        assert steps.step(longest, variant).peak_bytes <= room
-        assert steps.step(int(longest * 1.02), variant).peak_bytes > room * memory.CLOSE_ENOUGH
+        longest = steps.find_longest(variant, memory.CONTEXT_BYTES + available, start=start).tokens
+        assert steps.step(longest, variant).peak_bytes <= available
+        assert steps.step(int(longest * 1.02), variant).peak_bytes > available * memory.CLOSE_ENOUGH
 
 
 def test_nothing_fits() -> None:
     steps = rehearsed(BFLOAT16(1))
     assert steps.find_longest(STOCK, memory.CONTEXT_BYTES + memory.LIBRARY_BYTES) == memory.LongestSequence(0, None)
-    assert len(steps._step_cache) < 8  # it is not looked for at every length
+    assert len(steps._step_cache) < 8  # the search does not try every length
     assert not StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 99)
     assert StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 100)
 
@@ -285,12 +286,12 @@ def test_nothing_fits() -> None:
 # ---------------------------------------------------------------------------------------------------- several GPUs
 
 
-WHOLE = 4000 * 64 * 2  # of the head, and of the embedding, in bfloat16
+HEAD_BYTES = 4000 * 64 * 2  # of the full head in bfloat16, and of the full embedding
 
 
 @pytest.fixture
 def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's are larger than these models."""
+    """Set DeepSpeed's defaults to 0. They are larger than these models."""
     for name in ("PERSISTENCE_THRESHOLD", "MAX_REUSE_DISTANCE", "PREFETCH_BUCKET_SIZE", "REDUCE_BUCKET_SIZE"):
         monkeypatch.setattr(sharding, name, 0)
 
@@ -299,40 +300,40 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variant", memory.VARIANTS, ids=str)
 @pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
 def test_shares(kind: str, variant: Variant) -> None:
-    """Parts that are the same at any moment, and those of a moment when the head is whole."""
+    """Check the parts that are constant, and the parts while the full head is gathered."""
     steps = rehearsed(Training(8, sharding=Sharding(kind, 4)), tie_word_embeddings=False)
     step = steps.step(512, variant)
     weights = sum(p.nbytes for p in steps.model.parameters())
     assert sum(step.parts.values()) == step.peak_bytes
-    assert weights / 4 <= step.parts["weights"] < weights / 4 + 512 * 50  # each is rounded to a block; so are buffers
+    assert weights / 4 <= step.parts["weights"] < weights / 4 + 512 * 50  # weights and buffers are rounded to blocks
     trained = sum(p.numel() for p in steps.model.parameters())
-    of_each = 4 if kind == "fsdp" else 12  # AdamW's state; DeepSpeed's is in float32, as is its copy of the weights
-    assert step.parts["optimizer"] == -(-of_each * trained // 4)
-    assert step.parts["unsharded"] >= WHOLE or step.parts["loss"] == 0
+    state_bytes = 4 if kind == "fsdp" else 12  # DeepSpeed: AdamW's state and a copy of the weights in float32
+    assert step.parts["optimizer"] == -(-state_bytes * trained // 4)
+    assert step.parts["unsharded"] >= HEAD_BYTES or step.parts["loss"] == 0
     assert step.fused == variant.patched
     assert all(p.grad is None for p in steps.model.parameters())
 
 
 @pytest.mark.usefixtures("no_defaults")
 @pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
-def test_many_gpus_leave_what_is_gathered(kind: str) -> None:
-    """With ever more GPUs the share goes to zero; activations, the loss and what is gathered stay."""
+def test_many_gpus_do_not_divide_gathered_weights(kind: str) -> None:
+    """Check the limit of many GPUs: the shards vanish; activations, the loss and gathered weights remain."""
 
     def peak(gpus: int) -> StepMemory:
         return rehearsed(Training(1, sharding=Sharding(kind, gpus)), tie_word_embeddings=False).step(64, PATCHED)
 
     two, many, more = peak(2), peak(1 << 20), peak(1 << 30)
     assert many.peak_bytes - more.peak_bytes < 100
-    assert two.peak_bytes - more.peak_bytes > 3 * WHOLE
-    assert more.parts["unsharded"] >= WHOLE
+    assert two.peak_bytes - more.peak_bytes > 3 * HEAD_BYTES
+    assert more.parts["unsharded"] >= HEAD_BYTES
 
 
 def test_defaults_of_deepspeed() -> None:
-    """Its bucket of gradients, and weights that are used again soon: all of a small model, but not more."""
+    """Check the bucket of gradients, and weights that stay gathered: at most all weights of a small model."""
     steps = rehearsed(Training(1, sharding=Sharding("zero3", 2)), tie_word_embeddings=False)
     step = steps.step(64, PATCHED)
     divided = sum(p.nbytes for p in steps.model.parameters() if p.numel() > sharding.PERSISTENCE_THRESHOLD)
-    assert divided == 2 * WHOLE
+    assert divided == 2 * HEAD_BYTES
     assert step.parts["unsharded"] <= divided
     assert step.parts["temporary"] >= memory.LIBRARY_BYTES + 2 * sharding.REDUCE_BUCKET_SIZE
 
@@ -353,8 +354,8 @@ def run(*arguments: str | Path) -> Any:
 
 
 def test_a_model(folder: Path) -> None:
-    said = run("--model", folder, "--seq-len", "512", "--batch-size", "2", "--gpu-memory", "1GiB")
-    assert said.exit_code == 0, said.output
+    output = run("--model", folder, "--seq-len", "512", "--batch-size", "2", "--gpu-memory", "1GiB")
+    assert output.exit_code == 0, output.output
     for expected in (
         "H100, 1 GiB",
         "strategy 'tokens'",
@@ -362,22 +363,22 @@ def test_a_model(folder: Path) -> None:
         "longest of 2 sequences, tokens",
         "W weights",
     ):
-        assert expected in said.stdout
-    assert "the GPU " in said.stdout
+        assert expected in output.stdout
+    assert "the GPU " in output.stdout
 
 
 def test_json(folder: Path) -> None:
     arguments = ("--seq-len", "512", "--gpu-memory", "1GiB", "--json")
-    said = run("--model", folder / "config.json", *arguments, "--checkpointing", "--device-kind", "sm_80")
-    told = json.loads(said.stdout)
-    assert told["device"] == {"kind": "sm_80", "memory_bytes": 1 << 30}
-    assert [(step["patched"], step["checkpointing"]) for step in told["steps"]] == [(False, True), (True, True)]
-    stock, ours = told["steps"]
+    output = run("--model", folder / "config.json", *arguments, "--checkpointing", "--device-kind", "sm_80")
+    result = json.loads(output.stdout)
+    assert result["device"] == {"kind": "sm_80", "memory_bytes": 1 << 30}
+    assert [(step["patched"], step["checkpointing"]) for step in result["steps"]] == [(False, True), (True, True)]
+    stock, ours = result["steps"]
     assert stock["peak_bytes"] > ours["peak_bytes"]
     assert 512 < stock["longest_sequence"] < ours["longest_sequence"]
     assert (stock["fused"], ours["fused"]) == (False, True)
-    assert told["loss"]["stock_bytes"] > told["loss"]["flce_bytes"]
-    assert told["model"] == {
+    assert result["loss"]["stock_bytes"] > result["loss"]["flce_bytes"]
+    assert result["model"] == {
         "type": "llama",
         "class": "LlamaForCausalLM",
         "parameters": sum(p.numel() for p in rehearsed(Training(1)).model.parameters()),
@@ -387,15 +388,15 @@ def test_json(folder: Path) -> None:
 
 
 def test_exit_status_where_nothing_fits(folder: Path) -> None:
-    said = run("--model", folder, "--seq-len", "512", "--gpu-memory", "520MiB", "--json")
-    assert said.exit_code == 1
-    assert [step["longest_sequence"] for step in json.loads(said.stdout)["steps"]] == [0] * 4
+    output = run("--model", folder, "--seq-len", "512", "--gpu-memory", "520MiB", "--json")
+    assert output.exit_code == 1
+    assert [step["longest_sequence"] for step in json.loads(output.stdout)["steps"]] == [0] * 4
 
 
 def test_a_shape() -> None:
-    said = run("--shape", "8192,4096,128256", "--device-kind", "H200", "--json")
-    loss = json.loads(said.stdout)["loss"]
-    assert loss["flce_bytes"] >> 20 == 1468  # as docs/performance.md has it
+    output = run("--shape", "8192,4096,128256", "--device-kind", "H200", "--json")
+    loss = json.loads(output.stdout)["loss"]
+    assert loss["flce_bytes"] >> 20 == 1468  # the value in docs/performance.md
     assert loss["stock_bytes"] == pytest.approx(10958 << 20, rel=0.01)
     less = json.loads(run("--shape", "8192,4096,128256", "--budget", "64MiB", "--json").stdout)["loss"]
     assert less["flce_bytes"] <= 64 << 20
@@ -405,55 +406,55 @@ def test_a_shape() -> None:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes many steps."""
+    """Skip the search of the longest sequence, which rehearses many steps."""
     monkeypatch.setattr(TrainingMemory, "find_longest", lambda *_, **__: memory.LongestSequence(64, None))
 
 
 @pytest.mark.usefixtures("no_search")
 def test_a_divided_head(folder: Path) -> None:
-    """Of one process: its classes of head and embedding, their gradients and states, and the loss of these."""
-    of_loss = "--shape", "8192,4096,128256", "--device-kind", "H200"
-    loss = json.loads(run(*of_loss, "--shards", "8", "--json").stdout)["loss"]
+    """Check one process: its classes of head and embedding, their gradients and states, and its loss."""
+    loss_arguments = "--shape", "8192,4096,128256", "--device-kind", "H200"
+    loss = json.loads(run(*loss_arguments, "--shards", "8", "--json").stdout)["loss"]
     planned = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
     assert (loss["shards"], loss["flce_bytes"], loss["vocab_size"]) == (8, planned.workspace_bytes, 128256)
     assert [each["operation"] for each in loss["collectives"]] == ["all-gather", "all-reduce"]
     step = "--model", folder, "--seq-len", "512", "--no-checkpointing"
-    whole, part = (json.loads(run(*step, *more, "--json").stdout) for more in ((), ("--shards", "3")))
+    full, part = (json.loads(run(*step, *more, "--json").stdout) for more in ((), ("--shards", "3")))
     classes = 1334  # of 4,000
     fewer = (4000 - classes) * 64 * 2  # head and embedding
-    assert whole["model"]["parameters"] - part["model"]["parameters"] == fewer
-    for before, after in zip(whole["steps"], part["steps"], strict=True):
+    assert full["model"]["parameters"] - part["model"]["parameters"] == fewer
+    for before, after in zip(full["steps"], part["steps"], strict=True):
         assert after["fused"] == before["fused"]
         for kind, size in (("weights", 2), ("optimizer", 4)):
             saved = before["parts"][kind] - after["parts"][kind]
             assert saved == pytest.approx(size * fewer, rel=0.01)  # blocks of 512 bytes
         assert after["peak_bytes"] < before["peak_bytes"]
     assert "V=1334 of each of 3 processes" in part["loss"]["plan"]
-    said = run(*step, "--shards", "3")
-    assert "the head divided over 3 processes, with the embedding: of one" in " ".join(said.stdout.split())
+    output = run(*step, "--shards", "3")
+    assert "the head divided over 3 processes, with the embedding: the memory of one" in " ".join(output.stdout.split())
 
 
 def test_a_kind_of_device() -> None:
-    said = run("--shape", "8192,4096,128256", "--device-kind", "rtx 4090", "--json")
-    found = json.loads(said.stdout)
+    output = run("--shape", "8192,4096,128256", "--device-kind", "rtx 4090", "--json")
+    found = json.loads(output.stdout)
     assert found["device"] == {"kind": "RTX-4090", "memory_bytes": KNOWN_KINDS["RTX-4090"].memory}
     assert "logits in memory in float32" in found["loss"]["plan"]
 
 
 def test_without_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    said = run("--model", folder)
-    assert said.exit_code == 2
-    assert "pip install transformers, or" in " ".join(said.stderr.split())
+    output = run("--model", folder)
+    assert output.exit_code == 2
+    assert "pip install transformers, or" in " ".join(output.stderr.split())
     assert run("--shape", "64,64,4000", "--json").exit_code == 0
 
 
 @pytest.mark.usefixtures("no_search")
 def test_a_model_on_several_gpus(folder: Path) -> None:
     arguments = "--model", folder, "--seq-len", "64", "--gpu-memory", "2GiB"
-    told = json.loads(run(*arguments, "--gpus", "4", "--sharding", "zero3", "--json").stdout)
-    assert told["training"]["gpus"] == 4
-    assert all(step["parts"]["unsharded"] > 0 for step in told["steps"])
+    result = json.loads(run(*arguments, "--gpus", "4", "--sharding", "zero3", "--json").stdout)
+    assert result["training"]["gpus"] == 4
+    assert all(step["parts"]["unsharded"] > 0 for step in result["steps"])
     shown = run(*arguments, "--gpus", "4", "--sharding", "fsdp").stdout
     assert "on each of 4 GPUs, fsdp" in shown
     assert "unsharded" in shown
@@ -492,7 +493,7 @@ MIXED = Training(BATCH, torch.float32, torch.bfloat16, optimizer="adamw-foreach"
 
 
 def measured_peak(config: Any, training: Training, variant: Variant) -> int:
-    """The peak of the second of two steps: the first makes the optimizer's state."""
+    """Return the peak of the second of two steps. The first step allocates the optimizer's state."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
@@ -524,8 +525,8 @@ def measured_peak(config: Any, training: Training, variant: Variant) -> int:
 def test_peaks_on_a_gpu(kind: str, variant: Variant, training: Training) -> None:
     config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
     device = resolve_device(torch.device("cuda"), None, None)
-    said = TrainingMemory(config, training, device).step(LENGTH, variant)
+    computed = TrainingMemory(config, training, device).step(LENGTH, variant)
     measured = measured_peak(config, training, variant)
-    print(f"{kind}, {variant}: said {said.peak_bytes / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
-    assert said.peak_bytes == pytest.approx(measured, rel=0.1)
-    assert said.fused == variant.patched
+    print(f"{kind}, {variant}: computed {computed.peak_bytes / 2**20:.0f} MiB, measured {measured / 2**20:.0f} MiB")
+    assert computed.peak_bytes == pytest.approx(measured, rel=0.1)
+    assert computed.fused == variant.patched

@@ -1,4 +1,4 @@
-"""Which models ``flce plan`` can plan, and what it says of those that it cannot."""
+"""Tests of the models that ``flce plan`` supports, and of its errors for other models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flce.tools.cli.app import app
 from tests.huggingface.architectures import OVERRIDES, small_config
 
 H200 = resolve_device(torch.device("cuda"), "H200", None)
-# Transformers 4 asks which tokens an expert gets, and where images begin of a config that does not say so.
+# Transformers 4 reads the tokens of each expert, and a config without the positions of images, from values.
 NEWER = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 needs values there")
 PATCHED = Variant(True, False)
 TEXT_ALONE = "A step has text alone, without {}; all weights are counted."
@@ -32,22 +32,22 @@ BOTH = "The encoder and the decoder get a sequence of this length each."
 
 
 def small(kind: str, **changes: Any) -> Any:
-    """The config of an architecture, made small."""
+    """Return a small config of an architecture."""
     config = small_config(transformers.AutoConfig.for_model(kind), OVERRIDES.get(kind, {}))
     for name, value in changes.items():
         setattr(config, name, value)
     return config
 
 
-def steps_of(config: Any) -> TrainingMemory:
+def training_memory(config: Any) -> TrainingMemory:
     return TrainingMemory(config, Training(2), H200)
 
 
 def planned(config: Any, folder: Path, *arguments: str, code: int = 0) -> Any:
     config.save_pretrained(folder)
-    said = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, ["plan", "--model", str(folder), *arguments])
-    assert said.exit_code == code, said.output
-    return said
+    output = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, ["plan", "--model", str(folder), *arguments])
+    assert output.exit_code == code, output.output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def planned(config: Any, folder: Path, *arguments: str, code: int = 0) -> Any:
         ("mamba2", "Mamba2ForCausalLM", []),
     ],
 )
-def test_what_patch_model_fuses_is_planned(kind: str, name: str, remarks: list[str]) -> None:
-    steps = steps_of(small(kind))
+def test_models_that_patch_model_fuses(kind: str, name: str, remarks: list[str]) -> None:
+    steps = training_memory(small(kind))
     assert type(steps.model).__name__ == name
     assert steps.remarks == remarks
     assert steps.step(16, PATCHED).fused
@@ -76,24 +76,24 @@ def test_what_patch_model_fuses_is_planned(kind: str, name: str, remarks: list[s
 def test_the_class_that_a_config_names() -> None:
     for name in ("BartForCausalLM", "BartForConditionalGeneration", "BertForMaskedLM", "BertLMHeadModel"):
         kind = name[:4].lower()
-        assert type(steps_of(small(kind, architectures=[name])).model).__name__ == name
+        assert type(training_memory(small(kind, architectures=[name])).model).__name__ == name
 
 
-def test_a_model_that_takes_no_tokens() -> None:
+def test_a_model_without_tokens() -> None:
     with pytest.raises(ValueError, match="takes input_values in the place of tokens"):
-        steps_of(small("moonshine"))
+        training_memory(small("moonshine"))
 
 
 def test_infinity_in_a_config(tmp_path: Path) -> None:
-    """Transformers writes it as an object, which only its own reader understands."""
+    """Load a config with infinity, which Transformers writes as an object that only its reader supports."""
     small("mamba2").save_pretrained(tmp_path)
     config = language_model.load_config(str(tmp_path / "config.json"))
     assert config.time_step_limit[1] == float("inf")
-    assert steps_of(config).step(16, PATCHED).fused
+    assert training_memory(config).step(16, PATCHED).fused
 
 
 def test_a_model_in_the_cache(tmp_path: Path) -> None:
-    """A hub id is looked for in the cache alone."""
+    """Check that a hub id is found only in the cache."""
     snapshot = tmp_path / "models--some--llama" / "snapshots" / "0"
     small("llama").save_pretrained(snapshot)
     refs = tmp_path / "models--some--llama" / "refs"
@@ -107,13 +107,13 @@ def test_a_model_in_the_cache(tmp_path: Path) -> None:
             language_model.load_config("some/other")
 
 
-# ------------------------------------------------------------------------------------------- what a model cannot do
+# ------------------------------------------------------------------------------------------------ limits of models
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_the_search_ends_where_the_model_does(kind: str) -> None:
-    """BERT's own code fails at more than 64 positions, and on a GPU the embedding of GPT-2 would."""
-    steps = steps_of(small(kind))
+def test_the_search_ends_at_the_models_limit(kind: str) -> None:
+    """Check models of 64 positions: BERT's code fails beyond them, and GPT-2's embedding would on a GPU."""
+    steps = training_memory(small(kind))
     longest = steps.find_longest(PATCHED, 64 << 30, start=16)
     assert longest.tokens == steps.positions == 64
     assert longest.obstacle is not None
@@ -122,34 +122,36 @@ def test_the_search_ends_where_the_model_does(kind: str) -> None:
         steps.step(1024, PATCHED)
 
 
-def test_a_sequence_that_the_model_cannot_take(tmp_path: Path) -> None:
-    """One sentence, and nothing on stdout; without ``--seq-len`` it gets what it can take."""
-    said = planned(small("bert"), tmp_path / "bert", "--seq-len", "1024", code=2)
-    assert "BertLMHeadModel cannot run a step of 1 x 1,024 tokens" in " ".join(said.stderr.replace("│", " ").split())
-    assert (said.stdout, "Traceback" in said.stderr) == ("", False)
-    said = planned(small("bert"), tmp_path / "bert", "--json")
-    told = json.loads(said.stdout)
-    assert told["training"]["sequence_length"] == told["model"]["positions"] == 64
-    assert "row 64 is asked of" in told["steps"][0]["longest_obstacle"] or "64" in told["steps"][0]["longest_obstacle"]
+def test_a_sequence_that_is_too_long(tmp_path: Path) -> None:
+    """Check the error, and that the default of ``--seq-len`` is a length that the model supports."""
+    output = planned(small("bert"), tmp_path / "bert", "--seq-len", "1024", code=2)
+    assert "BertLMHeadModel cannot run a step of 1 x 1,024 tokens" in " ".join(output.stderr.replace("│", " ").split())
+    assert (output.stdout, "Traceback" in output.stderr) == ("", False)
+    output = planned(small("bert"), tmp_path / "bert", "--json")
+    result = json.loads(output.stdout)
+    assert result["training"]["sequence_length"] == result["model"]["positions"] == 64
+    assert (
+        "row 64 is asked of" in result["steps"][0]["longest_obstacle"] or "64" in result["steps"][0]["longest_obstacle"]
+    )
 
 
 def test_more_than_the_positions_of_a_model(tmp_path: Path) -> None:
-    """A llama runs beyond them, and the table says that it was not made for that."""
-    said = planned(small("llama", max_position_embeddings=64), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
-    assert "The config names 64 positions: longer sequences fit" in said.stdout
-    assert "LlamaForCausalLM, " in said.stdout
-    said = planned(small("gpt2"), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
-    assert "The config names" not in said.stdout
-    assert "Why no sequence is longer: GPT2LMHeadModel cannot run" in said.stdout
+    """Check the warning for a llama, which runs beyond its positions, and the obstacle of GPT-2."""
+    output = planned(small("llama", max_position_embeddings=64), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
+    assert "The config has 64 positions: longer sequences fit" in output.stdout
+    assert "LlamaForCausalLM, " in output.stdout
+    output = planned(small("gpt2"), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
+    assert "The config has" not in output.stdout
+    assert "Why no sequence is longer: GPT2LMHeadModel cannot run" in output.stdout
 
 
 def test_a_model_without_checkpointing(tmp_path: Path) -> None:
-    said = planned(small("xlm"), tmp_path, "--seq-len", "16", "--json")
-    told = json.loads(said.stdout)
-    assert [step["checkpointing"] for step in told["steps"]] == [False, False]
-    assert told["model"]["remarks"] == ["A XLMWithLMHeadModel has no gradient checkpointing."]
-    said = planned(small("xlm"), tmp_path, "--checkpointing", code=2)
-    assert "has no gradient checkpointing" in said.stderr
+    output = planned(small("xlm"), tmp_path, "--seq-len", "16", "--json")
+    result = json.loads(output.stdout)
+    assert [step["checkpointing"] for step in result["steps"]] == [False, False]
+    assert result["model"]["remarks"] == ["A XLMWithLMHeadModel has no gradient checkpointing."]
+    output = planned(small("xlm"), tmp_path, "--checkpointing", code=2)
+    assert "has no gradient checkpointing" in output.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- values
@@ -162,7 +164,7 @@ class AsksForValues(nn.Module):
 
 @pytest.fixture
 def known_ids() -> tuple[rehearsal.StepMeter, Tensor]:
-    """A meter, and tokens whose values it knows."""
+    """Return a meter, and tokens whose values are set in the meter."""
     meter = rehearsal.StepMeter(H200)
     ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
     meter.set_value(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
@@ -170,8 +172,8 @@ def known_ids() -> tuple[rehearsal.StepMeter, Tensor]:
     return meter, ids
 
 
-def test_values_that_are_not_there(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
-    """Integers that follow from the tokens have values; activations have none, and the error says so."""
+def test_values_of_activations_are_unknown(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
+    """Check that integers computed from tokens have values, and that a value of an activation is an error."""
     meter, ids = known_ids
     with meter:
         assert int((ids[:, 1:] + 1).sum()) == 20
@@ -182,8 +184,8 @@ def test_values_that_are_not_there(known_ids: tuple[rehearsal.StepMeter, Tensor]
             torch.empty(3, device="meta").nonzero()
 
 
-def test_values_that_are_there(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
-    """Those that follow from the tokens and from constants, until something unknown is written over them."""
+def test_values_of_tokens_and_constants_are_known(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
+    """Check values computed from tokens and constants, until an unknown value overwrites them."""
     meter, ids = known_ids
     with meter, rehearsal.CudaOperatorsMode():
         assert 4 in ids[:, [-1, 0]]

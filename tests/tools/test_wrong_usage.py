@@ -1,4 +1,4 @@
-"""Wrong usage of every command: exit status 2, a sentence on stderr that names the option, and nothing on stdout."""
+"""Tests of wrong usage: exit status 2, a sentence on stderr that names the option, and an empty stdout."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ((*LARGE, "--budget", "1MiB"), "is too small for"),
         ((*LARGE, "--optimizer", "lion"), "'lion' is not one of"),
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
-        ((*LARGE, "--autocast", "bfloat16"), "goes with --dtype float32, got bfloat16"),
-        ((*LARGE, "--device-kind", "sm_80"), "is needed: the memory of a sm_80 is not known"),
+        ((*LARGE, "--autocast", "bfloat16"), "needs --dtype float32, got --dtype bfloat16"),
+        ((*LARGE, "--device-kind", "sm_80"), "is needed: flce has no memory size for a sm_80"),
         ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of RTX-3090, RTX-4090,"),
-        ((*LARGE, "--seq-len", "64"), "--seq-len': goes with --model: --shape plans the loss alone"),
-        ((*LARGE, "--batch-size", "1"), "--batch-size': goes with --model"),
-        ((*LARGE, "--optimizer", "sgd"), "--optimizer': goes with --model"),
-        ((*LARGE, "--accumulation"), "--accumulation': goes with --model"),
-        ((*LARGE, "--no-checkpointing"), "--checkpointing': goes with --model"),
-        ((*MODEL, ".", "--gpus", "4"), "--gpus and --sharding go together"),
-        ((*MODEL, ".", "--sharding", "fsdp"), "--gpus and --sharding go together"),
-        ((*MODEL, ".", "--gpus", "4", "--sharding", "fsdp", "--shards", "2"), "the two are not planned together"),
+        ((*LARGE, "--seq-len", "64"), "--seq-len': needs --model: --shape plans the loss alone"),
+        ((*LARGE, "--batch-size", "1"), "--batch-size': needs --model"),
+        ((*LARGE, "--optimizer", "sgd"), "--optimizer': needs --model"),
+        ((*LARGE, "--accumulation"), "--accumulation': needs --model"),
+        ((*LARGE, "--no-checkpointing"), "--checkpointing': needs --model"),
+        ((*MODEL, ".", "--gpus", "4"), "give both --gpus and --sharding, or neither"),
+        ((*MODEL, ".", "--sharding", "fsdp"), "give both --gpus and --sharding, or neither"),
+        (
+            (*MODEL, ".", "--gpus", "4", "--sharding", "fsdp", "--shards", "2"),
+            "flce plan does not support both at once",
+        ),
         ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
         ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (
@@ -80,15 +83,15 @@ def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) 
         "none": '{"model_type": "llama", "vocab_size": 0, "hidden_size": 64, "num_hidden_layers": 1}',
     }.items():
         (tmp_path / f"{name}.json").write_text(text)
-    given = [argument.replace("{folder}", str(tmp_path)) for argument in arguments]
-    said = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, given)
-    assert said.exit_code == 2, said.output
-    assert sentence in " ".join(said.stderr.replace("│", " ").split())
-    assert said.stdout == ""
+    words = [argument.replace("{folder}", str(tmp_path)) for argument in arguments]
+    output = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, words)
+    assert output.exit_code == 2, output.output
+    assert sentence in " ".join(output.stderr.replace("│", " ").split())
+    assert output.stdout == ""
 
 
-def test_choices_are_those_of_the_code() -> None:
-    """The command line does not import it to answer `--help`."""
+def test_choices_equal_the_tables() -> None:
+    """Check the copies of two tables. The command line does not import the tables, so that `--help` is fast."""
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
     from flce.huggingface.estimate import sharding
 
@@ -105,7 +108,7 @@ def fails_as_an_import(*_: object) -> None:
 
 @pytest.mark.parametrize("runs", [fails_as_an_import, lambda: signal.raise_signal(signal.SIGINT)])
 def test_ctrl_c(runs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says one word, also where a library has made another error of it, and leaves the handler as it was."""
+    """Check that Ctrl-C prints one word, also if a library raises another error, and that the handler is restored."""
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("flce.tools.cli.app.app", runs)
     with pytest.raises(SystemExit) as ended:

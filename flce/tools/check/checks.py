@@ -1,4 +1,4 @@
-"""The checks: what is called, what it has to return, and what came of it."""
+"""The checks of `flce check`: the call of flce, its references, and the record of the comparison."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from flce.testing.tolerances import Tolerance
 from flce.tools.machine import exact_device, use_backend
 
 Results = Mapping[str, Tensor]
-"""What was computed, by name."""
+"""Computed tensors by name: losses, statistics, gradients."""
 STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
 DEFAULT_OPTIONS = ChunkOptions()
 PLAN_ARGUMENTS = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
@@ -60,7 +60,7 @@ class Figure:
 
     @property
     def share(self) -> float:
-        """The error as a part of what is allowed."""
+        """The error divided by the allowed error."""
         return self.error / self.allowed if self.error == self.error else math.inf
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Figure:
 
 
 def compare_results(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
-    """Return a figure for each of `ours`."""
+    """Return a figure for each result of flce."""
     figures = []
     for what, got in ours.items():
         bound = tolerance.loss if what in ("loss", *STATISTICS) else tolerance.gradient
-        beside = relative_error(stock[what], truth[what])
-        figures.append(Figure(what, relative_error(got, truth[what]), beside, bound.allowed(beside)))
+        stock_error = relative_error(stock[what], truth[what])
+        figures.append(Figure(what, relative_error(got, truth[what]), stock_error, bound.allowed(stock_error)))
     return tuple(figures)
 
 
@@ -87,13 +87,13 @@ class CheckResult:
     """"off": further from float64 than allowed, or different in a second run. "failed": an exception."""
     figures: tuple[Figure, ...] = ()
     wrong: tuple[str, ...] = ()
-    """What is wrong, a sentence each."""
+    """Sentences, one for each fault."""
     plan: str = ""
     seconds: float = 0.0
 
     @property
     def worst(self) -> Figure | None:
-        """The figure that is nearest to what is allowed, or furthest beyond."""
+        """The figure with the largest share of its allowed error, or None."""
         return max(self.figures, key=lambda figure: figure.share, default=None)
 
 
@@ -102,7 +102,7 @@ class CheckResult:
 
 class Shape(NamedTuple):
     tokens: int
-    hidden: int | None  # None: there is no head, and the inputs are logits
+    hidden: int | None  # None: without a head; the inputs are logits
     vocab: int
 
 
@@ -117,46 +117,45 @@ class Inputs:
     """Arguments of the loss, by name."""
     bias: bool = False
     ignored: float = 0.0
-    """Share of the labels."""
+    """The share of the labels that are ignored."""
     adapter_ranks: tuple[int, ...] = ()
 
     @property
     def grad_output(self) -> Tensor | float:
-        """The upstream gradient: of each token another, or one number."""
+        """The upstream gradient: a different number for each token if the reduction is "none", else one number."""
         if dict(self.loss).get("reduction") == "none":
             return torch.linspace(0.5, 1.5, self.shape.tokens).view(2, -1)
-        # Under a float16 loss a scale as in training, without which gradients are below the least float16.
+        # A float16 loss needs a scale, as in training: without it gradients are smaller than the least float16.
         return 2.0**16 if self.dtype == torch.float16 else 1.0
 
 
-@functools.lru_cache(maxsize=1)  # of many checks in a row they are the same
-def problem_of(inputs: Inputs) -> Problem:
-    """The same numbers on every device, as far as the dtype has them. Not to be written to."""
+@functools.lru_cache(maxsize=1)  # many checks in a row have the same inputs
+def create_problem(inputs: Inputs) -> Problem:
+    """Create the tensors of a check: the same numbers on every device, rounded to the dtype. Do not write to them."""
     tokens, hidden, vocab = inputs.shape
-    how: dict[str, Any] = {name: getattr(inputs, name) for name in ("dtype", "device", "bias", "ignored")}
-    how |= {"adapter_ranks": inputs.adapter_ranks, "std": LOGITS_STD, **dict(inputs.loss)}
-    return make_problem((2, tokens // 2), hidden, vocab, **how)
+    names = "dtype", "device", "bias", "ignored", "adapter_ranks"
+    settings: dict[str, Any] = {name: getattr(inputs, name) for name in names} | dict(inputs.loss)
+    return make_problem((2, tokens // 2), hidden, vocab, std=LOGITS_STD, **settings)
 
 
-def plan_of(inputs: Inputs, **how: Any) -> str:
+def plan_text(inputs: Inputs, **settings: Any) -> str:
     tokens, hidden, vocab = inputs.shape
-    how |= {name: value for name, value in inputs.loss if name in PLAN_ARGUMENTS} | {
-        "adapter_ranks": inputs.adapter_ranks
-    }
-    return str(flce.plan(tokens, hidden or 0, vocab, inputs.dtype, device=inputs.device, **how))
+    settings |= {name: value for name, value in inputs.loss if name in PLAN_ARGUMENTS}
+    settings |= {"adapter_ranks": inputs.adapter_ranks, "device": inputs.device}
+    return str(flce.plan(tokens, hidden or 0, vocab, inputs.dtype, **settings))
 
 
-@functools.lru_cache(maxsize=16)  # checks of other options have the same inputs
-def references_of(inputs: Inputs) -> tuple[Results, Results]:
-    """Return stock's results, and the same in float64."""
-    p, upstream = problem_of(inputs), inputs.grad_output
+@functools.lru_cache(maxsize=16)  # checks with different options have the same inputs
+def compute_references(inputs: Inputs) -> tuple[Results, Results]:
+    """Return stock's results, and the results in float64."""
+    p, upstream = create_problem(inputs), inputs.grad_output
     return results_by_name(run_stock(p, upstream)), results_by_name(
         run_oracle(p.to(exact_device(inputs.device)), upstream)
     )
 
 
 def results_by_name(result: CallResult | OracleResult) -> Results:
-    """The loss, the statistics and the gradients that there are."""
+    """Return the loss, the statistics and the gradients that are not None."""
     statistics = result.output if isinstance(result, CallResult) else result
     found = {"loss": result.loss, **{name: getattr(statistics, name, None) for name in STATISTICS}}
     found |= {"input gradient": result.grad_input, "weight gradient": result.grad_weight}
@@ -176,8 +175,8 @@ class Check:
         raise NotImplementedError
 
     def references(self) -> tuple[Results, Results]:
-        """Return stock's results, and the same in float64."""
-        return references_of(self.inputs)
+        """Return stock's results, and the results in float64."""
+        return compute_references(self.inputs)
 
     def tolerance(self) -> Tolerance:
         return tolerances.RESULTS[self.inputs.dtype]
@@ -186,33 +185,33 @@ class Check:
         return ""
 
     def other_failures(self, ours: Results) -> list[str]:
-        """Return what is wrong besides the figures: a second run that has other bits."""
+        """Return the faults that are not figures: results of a second run with other bits."""
         again = self.ours()
         names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
         return [f"A second run gave other bits: {', '.join(names)}."] if names else []
 
     def run(self) -> CheckResult:
-        """An exception is a failed check."""
-        began, found = time.monotonic(), dict[str, Any]()
+        """Run the check. An exception is recorded as "failed"."""
+        start, outcome = time.monotonic(), dict[str, Any]()
         try:
             with use_backend(self.backend):
                 ours = self.ours()
                 figures = compare_results(ours, *self.references(), self.tolerance())
                 wrong = *(f"{figure}." for figure in figures if figure.is_off), *self.other_failures(ours)
-                found |= {
+                outcome |= {
                     "status": "off" if wrong else "right",
                     "figures": figures,
                     "wrong": wrong,
                     "plan": self.plan(),
                 }
         except Exception as error:
-            found = {"status": "failed", "wrong": (_sentence(error),)}
-        where = str(self.inputs.device), self.backend, self.title, dtype_text(self.inputs.dtype)
-        return CheckResult(*where, **found, seconds=time.monotonic() - began)
+            outcome = {"status": "failed", "wrong": (_describe_error(error),)}
+        names = str(self.inputs.device), self.backend, self.title, dtype_text(self.inputs.dtype)
+        return CheckResult(*names, **outcome, seconds=time.monotonic() - start)
 
 
-def _sentence(error: Exception) -> str:
-    """Return its class and first line, and the last line of flce that it passed."""
+def _describe_error(error: Exception) -> str:
+    """Return the error's class, its first line, and the innermost line of flce in its traceback."""
     package = Path(flce.__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(package)]
     where = f" (flce/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
@@ -221,36 +220,37 @@ def _sentence(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class OperatorCheck(Check):
-    """`flce.fused_linear_cross_entropy`: losses, statistics and gradients."""
+    """Check of `flce.fused_linear_cross_entropy`: losses, statistics and gradients."""
 
     options: ChunkOptions = DEFAULT_OPTIONS
     stats: tuple[str, ...] = ()
     grads: str = ALL_GRADS
 
     def ours(self) -> Results:
-        how: dict[str, Any] = {"options": self.options, "stats": self.stats, "grads": self.grads}
-        return results_by_name(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
+        settings: dict[str, Any] = {"options": self.options, "stats": self.stats, "grads": self.grads}
+        return results_by_name(run_fused(create_problem(self.inputs), grad_output=self.inputs.grad_output, **settings))
 
     def tolerance(self) -> Tolerance:
         usual = super().tolerance()
         return usual if self.options.logits_dtype is not None else tolerances.EXACT_LOGITS.get(self.inputs.dtype, usual)
 
     def plan(self) -> str:
-        how: dict[str, Any] = {"input_grad": "x" in self.grads, "weight_grad": "w" in self.grads, "stats": self.stats}
-        return plan_of(self.inputs, options=self.options, bias_grad=self.inputs.bias and "b" in self.grads, **how)
+        grads = {"input_grad": "x" in self.grads, "weight_grad": "w" in self.grads}
+        grads["bias_grad"] = self.inputs.bias and "b" in self.grads
+        return plan_text(self.inputs, options=self.options, stats=self.stats, **grads)
 
 
 @dataclass(frozen=True)
 class LogitsCheck(Check):
-    """`flce.cross_entropy`, of inputs that are logits."""
+    """Check of `flce.cross_entropy`. The inputs are logits."""
 
     inplace: bool = False
     stats: tuple[str, ...] = ()
 
     def ours(self) -> Results:
-        p = problem_of(self.inputs)
+        p = create_problem(self.inputs)
         leaf = p.input.clone().requires_grad_()
-        logits = leaf * 1 if self.inplace else leaf  # not a leaf, which may not be written to
+        logits = leaf * 1 if self.inplace else leaf  # a leaf may not be written to
         out: Any = flce.cross_entropy(logits, p.target, inplace=self.inplace, stats=self.stats, **p.kwargs)
         loss = out.loss if self.stats else out
         loss.backward(torch.as_tensor(self.inputs.grad_output).to(loss))
@@ -259,16 +259,16 @@ class LogitsCheck(Check):
 
 @dataclass(frozen=True)
 class SoftmaxCheck(Check):
-    """`flce.softmax` or `flce.log_softmax`, as the title begins."""
+    """Check of `flce.softmax` or `flce.log_softmax`: the last word of the title names the function."""
 
     def ours(self) -> Results:
-        return self._solve(flce, torch.Tensor.detach)
+        return self._run(flce, torch.Tensor.detach)
 
     def references(self) -> tuple[Results, Results]:
-        return self._solve(F, torch.Tensor.detach), self._solve(F, lambda t: t.to(exact_device(t.device)).double())
+        return self._run(F, torch.Tensor.detach), self._run(F, lambda t: t.to(exact_device(t.device)).double())
 
-    def _solve(self, library: Any, convert: Any) -> Results:
-        x = problem_of(self.inputs).input
+    def _run(self, library: Any, convert: Any) -> Results:
+        x = create_problem(self.inputs).input
         upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
         leaf = convert(x).clone().requires_grad_()
         y = getattr(library, self.title.split()[-1])(leaf, -1)
@@ -278,25 +278,25 @@ class SoftmaxCheck(Check):
 
 @dataclass(frozen=True)
 class LogprobsCheck(Check):
-    """`flce.linear_logprobs`: results of targets and candidates, entropies, and gradients for upstream ones of all."""
+    """Check of `flce.linear_logprobs`: results of targets and candidates, entropies, and the gradients of all."""
 
     temperatures: bool = False
-    """Whether each token has a temperature of its own."""
+    """True if each token has a separate temperature."""
     options: ChunkOptions | None = None
 
     def ours(self) -> Results:
-        return self._solve(problem_of(self.inputs), self.inputs.shape.tokens, by_torch=False)
+        return self._run(create_problem(self.inputs), self.inputs.shape.tokens, by_torch=False)
 
     def references(self) -> tuple[Results, Results]:
-        p, (tokens, _, vocab) = problem_of(self.inputs), self.inputs.shape
+        p, (tokens, _, vocab) = create_problem(self.inputs), self.inputs.shape
         exact = p.to(exact_device(self.inputs.device)).map(lambda t, _: t.double())
-        return self._solve(p, tokens), self._solve(exact, max(1, MAX_LOGITS // vocab))
+        return self._run(p, tokens), self._run(exact, max(1, MAX_LOGITS // vocab))
 
     def tolerance(self) -> Tolerance:
         return tolerances.EXACT_LOGITS.get(self.inputs.dtype, super().tolerance())
 
-    def _solve(self, p: Problem, most: int, by_torch: bool = True) -> Results:
-        """Results and gradients, of so many tokens at a time."""
+    def _run(self, p: Problem, max_tokens: int, by_torch: bool = True) -> Results:
+        """Return results and gradients, computed for at most `max_tokens` tokens at a time."""
         (tokens, _, vocab), g = self.inputs.shape, torch.Generator().manual_seed(1)
         candidates = torch.randint(vocab, (tokens, CANDIDATES), generator=g)
         candidates[:, 1], candidates[::2, 2] = candidates[:, 0], -1
@@ -305,18 +305,18 @@ class LogprobsCheck(Check):
         upstream = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
         p = p.map(lambda t, _: t.detach().clone().requires_grad_())
         parts: list[dict[str, Tensor]] = []
-        for rows in torch.arange(tokens).split(most):
+        for rows in torch.arange(tokens).split(max_tokens):
             x, y, some = (t[rows.to(t.device)] for t in (p.input.flatten(0, 1), p.target.flatten(), candidates))
-            of_each = temperature[rows].to(x.device) if self.temperatures else 1.0
+            divisor = temperature[rows].to(x.device) if self.temperatures else 1.0
             if by_torch:  # with products in the dtype of the problem, and logits of float32, or of float64
                 z = F.linear(x, p.linear_weight, p.linear_bias)
-                each = of_each[:, None] if isinstance(of_each, Tensor) else of_each
-                z = dense_logits(z if z.dtype == torch.float64 else z.float(), None, temperature=each, **p.kwargs)
+                column = divisor[:, None] if isinstance(divisor, Tensor) else divisor
+                z = dense_logits(z if z.dtype == torch.float64 else z.float(), None, temperature=column, **p.kwargs)
                 found = token_results(z, y, some.to(x.device))
             else:
-                how: dict[str, Any] = {"linear_bias": p.linear_bias, "options": self.options, **p.kwargs}
-                how |= {"candidates": some.to(x.device), "temperature": of_each}
-                found = vars(flce.linear_logprobs(x, p.linear_weight, y, **how))
+                settings: dict[str, Any] = {"linear_bias": p.linear_bias, "options": self.options, **p.kwargs}
+                settings |= {"candidates": some.to(x.device), "temperature": divisor}
+                found = vars(flce.linear_logprobs(x, p.linear_weight, y, **settings))
             sums = [(found[name] * weight[rows].to(found[name])).sum() for name, weight in upstream.items()]
             torch.stack(sums).sum().backward()
             parts.append({name: found[name].detach() for name in upstream})
@@ -326,14 +326,15 @@ class LogprobsCheck(Check):
         return joined | {name: grad for name, grad in grads.items() if grad is not None}
 
 
-# --- a model that is made from its configuration ---
+# --- a model that is created from its configuration ---
 
 
 @dataclass(frozen=True)
 class ModelCheck(Check):
-    """The loss and the gradients of all parameters of a patched model, beside those of the same model as it was.
+    """Check of a patched model: its loss and the gradients of all parameters, compared with the unpatched model.
 
-    The title has the architecture, and what computes the loss: the model, from labels, or this code, from its logits.
+    The title names the architecture and the source of the loss: "labels" (the model) or "own loss" (this code, from the
+    model's logits).
     """
 
     def ours(self) -> Results:
@@ -349,20 +350,20 @@ class ModelCheck(Check):
         return tolerances.MODELS[self.inputs.dtype]
 
     def other_failures(self, ours: Results) -> list[str]:
-        return []  # other operators of a model may add in any order
+        return []  # operators of a model may add in any order
 
     def _model(self) -> Any:
-        """The same weights every time."""
+        """Create the model, with the same weights at each call."""
         architecture = self.title.partition(",")[0]
-        made = tiny_model(architecture, tie_word_embeddings=architecture == "Qwen3", initializer_range=0.1)
-        return made.to(self.inputs.device, self.inputs.dtype).train()
+        model = tiny_model(architecture, tie_word_embeddings=architecture == "Qwen3", initializer_range=0.1)
+        return model.to(self.inputs.device, self.inputs.dtype).train()
 
     def _step(self, model: Any) -> Results:
-        """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
-        labels = problem_of(self.inputs).target.to(model.device)
+        """Return the loss, the head's gradient, and the gradients of all other parameters as one vector."""
+        labels = create_problem(self.inputs).target.to(model.device)
         ids = labels.clamp(min=0)
         if self.title.endswith("own loss") or model.dtype == torch.float64:
-            logits = model(input_ids=ids).logits  # from labels a model would round them to float32
+            logits = model(input_ids=ids).logits  # if a model computes the loss, it rounds logits to float32
             wide = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         else:

@@ -1,4 +1,4 @@
-"""Checks of a head that is divided over processes: each runs in every process of a group."""
+"""Checks of a head that is divided over processes, for `flce check --processes`. Each process runs every check."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ from flce.tools.check.checks import (
     Inputs,
     Results,
     Shape,
-    plan_of,
-    problem_of,
+    create_problem,
+    plan_text,
     results_by_name,
 )
 from flce.tools.check.suite import DTYPES, loss, usual_backend
 from flce.tools.machine import why_no_dtype
 
-# Seconds: of a collective that waits for another process, of all checks, and of the others once a process has ended.
+# Seconds: for a collective, for all checks, and for the other processes after the first process has ended.
 COLLECTIVE_TIMEOUT, TOTAL_TIMEOUT, TIMEOUT_AFTER_FIRST_EXIT = 60.0, 300.0, 20.0
 GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
 class SplitCheck(Check):
-    """The loss and the gradients of this process of the default group; all processes have the same loss."""
+    """Check of the loss and the gradients of this process in the default group. All processes have equal losses."""
 
     options: ChunkOptions = DEFAULT_OPTIONS
     sequence_parallel: bool = False
 
     @property
-    def group(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {"sequence_parallel": self.sequence_parallel, "options": self.options}
 
     def ours(self) -> Results:
-        p = problem_of(self.inputs)
-        given = {"input": p.input, "weight": p.linear_weight, "bias": p.linear_bias}
-        mine = {n: None if t is None else self._part(n, t).clone().requires_grad_() for n, t in given.items()}
-        x, weight, bias = mine.values()
+        p = create_problem(self.inputs)
+        tensors = {"input": p.input, "weight": p.linear_weight, "bias": p.linear_bias}
+        leaves = {n: None if t is None else self._shard(n, t).clone().requires_grad_() for n, t in tensors.items()}
+        x, weight, bias = leaves.values()
         assert x is not None
         assert weight is not None
-        how: dict[str, Any] = {"process_group": dist.group.WORLD, "vocab_size": self.inputs.shape.vocab, **self.group}
-        value: Any = flce.fused_linear_cross_entropy(x, weight, p.target, linear_bias=bias, **how, **p.kwargs)
+        settings: Any = {"process_group": dist.group.WORLD, "vocab_size": self.inputs.shape.vocab, **self.settings}
+        value: Any = flce.fused_linear_cross_entropy(x, weight, p.target, linear_bias=bias, **settings, **p.kwargs)
         value.backward(torch.as_tensor(self.inputs.grad_output).to(value))
         return results_by_name(CallResult(value.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
 
     def references(self) -> tuple[Results, Results]:
-        stock = run_stock(problem_of(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
+        stock = run_stock(create_problem(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
         full = results_by_name(stock), super().references()[1]
-        first, second = ({what: self._part(what, t) for what, t in each.items()} for each in full)
+        first, second = ({what: self._shard(what, t) for what, t in each.items()} for each in full)
         return first, second
 
     def other_failures(self, ours: Results) -> list[str]:
@@ -75,10 +75,10 @@ class SplitCheck(Check):
         return super().other_failures(ours) + ([] if same else ["The processes have different losses."])
 
     def plan(self) -> str:
-        return plan_of(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **self.group)
+        return plan_text(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **self.settings)
 
-    def _part(self, what: str, full: Tensor) -> Tensor:
-        """Return this process's part of a tensor or its gradient."""
+    def _shard(self, what: str, full: Tensor) -> Tensor:
+        """Return the shard of a tensor, or of its gradient, of this process."""
         rank, processes = dist.get_rank(), dist.get_world_size()
         if what.startswith("input"):
             return full.chunk(processes, -2)[rank] if self.sequence_parallel else full
@@ -87,11 +87,11 @@ class SplitCheck(Check):
         return full
 
 
-def choose_place(processes: int, device: torch.device | None) -> torch.device:
-    """Return the GPUs' type where there are enough, unless a CPU is asked for; else the CPU.
+def choose_device(processes: int, device: torch.device | None) -> torch.device:
+    """Return the device type of the processes: GPUs if there are enough and `device` is not a CPU, else the CPU.
 
     Raises:
-        ValueError: the processes cannot run.
+        ValueError: there are not enough GPUs, or PyTorch has no torch.distributed.
     """
     if not dist.is_available():
         raise ValueError("needs torch.distributed, which this PyTorch does not have")
@@ -103,8 +103,8 @@ def choose_place(processes: int, device: torch.device | None) -> torch.device:
 
 
 def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck]:
-    """Return the checks on this device, or on any; see `choose_place`."""
-    device, few = choose_place(processes, device), ChunkOptions(chunk_rows=20)
+    """Return the checks on the device type that `choose_device` returns."""
+    device, few = choose_device(processes, device), ChunkOptions(chunk_rows=20)
     even, uneven = 256 * processes, 256 * processes - 3
     cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
         ("equal slices", even, {}, {}),
@@ -114,22 +114,22 @@ def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck
         ("sequence parallel, chunks", even, {"ignored": 0.3}, {"sequence_parallel": True, "options": few}),
     ]
     found = []
-    for dtype, (title, vocab, inputs, how) in itertools.product(DTYPES, cases):
+    for dtype, (title, vocab, inputs, settings) in itertools.product(DTYPES, cases):
         if why_no_dtype(device, dtype) is None:
-            given = Inputs(Shape(32 * processes, 64, vocab), dtype, device, **inputs)
-            found.append(SplitCheck(title, usual_backend(device), given, **how))
+            all_inputs = Inputs(Shape(32 * processes, 64, vocab), dtype, device, **inputs)
+            found.append(SplitCheck(title, usual_backend(device), all_inputs, **settings))
     return found
 
 
 def run_split(checks: Sequence[SplitCheck], processes: int) -> list[CheckResult]:
-    """Run each check in every process, up to the first check that some process did not finish."""
+    """Run each check in every process. Stop after the first check that failed in a process."""
     context, ranks = multiprocessing.get_context("spawn"), range(processes)
     with tempfile.TemporaryDirectory() as folder:
-        how = processes, folder, list(checks), COLLECTIVE_TIMEOUT
-        started = [context.Process(target=_run_checks, args=(rank, *how), daemon=True) for rank in ranks]
+        arguments = processes, folder, list(checks), COLLECTIVE_TIMEOUT
+        started = [context.Process(target=_run_checks, args=(rank, *arguments), daemon=True) for rank in ranks]
         for process in started:
             process.start()
-        wait([process.sentinel for process in started], TOTAL_TIMEOUT)  # for the first to end
+        wait([process.sentinel for process in started], TOTAL_TIMEOUT)  # until the first process ends
         for process in started:
             process.join(TIMEOUT_AFTER_FIRST_EXIT)
             process.kill()
@@ -142,15 +142,14 @@ def run_split(checks: Sequence[SplitCheck], processes: int) -> list[CheckResult]
     return results
 
 
-def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck], silence: float) -> None:
-    """Run the checks in one process."""
+def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck], timeout: float) -> None:
     torch.set_num_threads(1)
     device = checks[0].inputs.device
     if device.type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    how: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
-    dist.init_process_group(GROUPS[device.type], timeout=timedelta(seconds=silence), **how)
+    settings: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
+    dist.init_process_group(GROUPS[device.type], timeout=timedelta(seconds=timeout), **settings)
     for index, check in enumerate(checks):
         result = replace(check, inputs=replace(check.inputs, device=device)).run()
         Path(folder, f"{index}-{rank}").write_bytes(pickle.dumps(result))
@@ -159,13 +158,14 @@ def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck]
 
 
 def _merge_results(check: SplitCheck, files: list[Path]) -> CheckResult:
-    """Return one result of all processes: the figures that are furthest off, and what is wrong in any."""
-    none = CheckResult("", "", "", "", "failed", wrong=(f"ended or gave no answer within {COLLECTIVE_TIMEOUT:.0f} s.",))
-    answers: list[CheckResult] = [pickle.loads(file.read_bytes()) if file.exists() else none for file in files]
+    """Return one result for all processes: of each figure the worst, and the faults of all processes."""
+    message = f"ended or gave no result within {COLLECTIVE_TIMEOUT:.0f} s."
+    no_result = CheckResult("", "", "", "", "failed", wrong=(message,))
+    answers: list[CheckResult] = [pickle.loads(file.read_bytes()) if file.exists() else no_result for file in files]
     figures = sorted((figure for each in answers for figure in each.figures), key=lambda figure: figure.share)
     worst = {figure.what: figure for figure in figures}
     wrong = tuple(f"rank {rank}: {sentence}" for rank, each in enumerate(answers) for sentence in each.wrong)
     device = f"{len(files)} processes, {check.inputs.device.type}, {GROUPS[check.inputs.device.type]}"
-    first = max(answers, key=lambda each: ("right", "off", "failed").index(each.status))
-    how: Any = {"backend": check.backend, "title": check.title, "figures": tuple(worst.values()), "wrong": wrong}
-    return replace(first, device=device, **how)
+    worst_answer = max(answers, key=lambda each: ("right", "off", "failed").index(each.status))
+    fields: Any = {"backend": check.backend, "title": check.title, "figures": tuple(worst.values()), "wrong": wrong}
+    return replace(worst_answer, device=device, **fields)

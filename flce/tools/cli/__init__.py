@@ -1,4 +1,4 @@
-"""The command ``flce``, also ``python -m flce``: see `app`. A command is a function in a module of its own."""
+"""The command ``flce``, also ``python -m flce``. `app` lists its commands; each has a module."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ INTERRUPTED = 130  # the exit status that shells give to Ctrl-C
 
 
 def main() -> None:
-    """Run the command line; it ends the process with an exit status.
+    """Run the command line and end the process with an exit status.
 
-    0: fine; 1: something was found wrong; 2: wrong usage, or a package that is missing; 130: Ctrl-C.
+    0: no fault; 1: a fault was found; 2: wrong usage or a missing package; 130: Ctrl-C.
     """
     interrupted = False
 
@@ -25,7 +25,7 @@ def main() -> None:
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         _run()
-    except BaseException:  # libraries make other errors of an interrupted import
+    except BaseException:  # libraries raise other errors if an import is interrupted
         if not interrupted:
             raise
         print("\nInterrupted.", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The commands. Each imports what is slow to import inside its function, so that ``--help`` is quick."""
+"""The commands of ``flce``. Slow imports are inside the functions of the commands, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flce.tools.cli.plan import plan
 
 app = typer.Typer(
     name="flce",
-    help="The fused linear + cross-entropy loss: what it does here, and whether it is exact here.",
+    help="The fused linear + cross-entropy loss: its backends, errors and memory on this machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,4 +1,4 @@
-"""``flce check``: whether flce is exact on this machine."""
+"""The command ``flce check``: errors of flce's results on this machine."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from flce.tools.cli.output import Json, parse_option, print_json, print_table, s
 if TYPE_CHECKING:
     from flce.tools.check.checks import CheckResult, Figure
 
-MOST = 20  # of the wrong checks in a bug report
+MAX_REPORTED = 20  # wrong checks in a bug report
 
 
 def check(
     quick: Annotated[
-        bool, typer.Option("--quick", help="The most telling checks only: some 20 s in place of up to two minutes.")
+        bool, typer.Option("--quick", help="Only the most important checks: about 20 s instead of up to two minutes.")
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(help="Check one device, cpu or cuda:0, say. Default: one of each kind, and the CPU."),
+        typer.Option(help="The device to check, such as cpu or cuda:0. Default: one GPU of each kind, and the CPU."),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=2, help="Check a head that is divided over this many processes too: GPUs, or gloo on a CPU."),
+        typer.Option(min=2, help="Also check a head that is divided over this many processes: GPUs, or gloo on a CPU."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Whether losses and gradients are exact here: both backends, every dtype, and a patched model.
+    """Check losses and gradients on this machine: both backends, every dtype, and a patched model.
 
-    They are compared with float64. Stock, that is PyTorch's own operators, is measured beside them. The exit status is
-    1 if a result is further from float64 than stock's, or another in a second run. It ends with text for a bug report.
+    flce and stock (PyTorch's operators) are compared with float64. The exit status is 1 if a result of flce is further
+    from float64 than stock's result, or differs in a second run. The output ends with text for a bug report.
 
     Example: flce check --quick
     """
@@ -47,16 +47,16 @@ def check(
     from flce.tools.check import suite
     from flce.tools.machine import environment, use_threads
 
-    one = None if device is None else parse_option("--device", find_device, device)
+    only = None if device is None else parse_option("--device", find_device, device)
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     words += ["--processes", str(processes)] if processes else []
     command, facts = shlex.join(words), environment()
-    checks, missing = suite.list_checks(one, quick)
-    divided = parse_option("--processes", split.split_checks, processes, one) if processes else []
+    checks, missing = suite.list_checks(only, quick)
+    divided = parse_option("--processes", split.split_checks, processes, only) if processes else []
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=stderr(), transient=True) as bar:
         shown, results = bar.add_task("", total=len(checks) + len(divided)), []
-        # The quick checks are so small that threads which wait for each other take longer than the work.
+        # The quick checks are so small that several threads would be slower.
         with use_threads(1) if quick else contextlib.nullcontext():
             for each in checks:
                 bar.update(shown, advance=1, description=f"{each.inputs.device} {each.backend} {each.title}")
@@ -75,20 +75,20 @@ def check(
         )
     right = bool(results) and not wrong
     if json:
-        told = {"right": right, "verdict": verdict, "command": command, "environment": facts}
-        told["checks"] = [asdict(each) | {"figures": [*map(_figure, each.figures)]} for each in results]
-        print_json({**told, "not_checked": [asdict(each) for each in missing]})
+        report = {"right": right, "verdict": verdict, "command": command, "environment": facts}
+        report["checks"] = [asdict(each) | {"figures": [*map(_figure_json, each.figures)]} for each in results]
+        print_json({**report, "not_checked": [asdict(each) for each in missing]})
     else:
-        _show(results)
+        _print_results(results)
         stdout().print(verdict, style="bold green" if right else "bold red", soft_wrap=True)
-        lines = [f"$ {command}", *_machine(facts), verdict]
-        for result in wrong[:MOST]:
+        lines = [f"$ {command}", *_machine_lines(facts), verdict]
+        for result in wrong[:MAX_REPORTED]:
             lines.append(
                 f"{result.status}: {result.device}, {result.backend} backend, {result.dtype}, {result.title!r}"
             )
             lines += [f"  {line}" for line in (*result.wrong, result.plan) if line]
-        if len(wrong) > MOST:
-            lines.append(f"and {len(wrong) - MOST} further checks, which --json lists")
+        if len(wrong) > MAX_REPORTED:
+            lines.append(f"and {len(wrong) - MAX_REPORTED} further checks, which --json lists")
         lines += [f"not checked: {each.what}: {each.why}" for each in missing]
         print(f"\n{'For a bug report' if right else 'Please report this'}:\n")
         print("\n".join(["```", *lines, "```"]))
@@ -96,11 +96,11 @@ def check(
         raise typer.Exit(1)
 
 
-def _show(every: list[CheckResult]) -> None:
+def _print_results(all_results: list[CheckResult]) -> None:
     """Print a table for each device and backend."""
     console = stdout()
     places: dict[str, list[CheckResult]] = {}
-    for result in every:
+    for result in all_results:
         places.setdefault(f"{result.device}, {result.backend} backend", []).append(result)
     for place, results in places.items():
         dtypes = list(dict.fromkeys(result.dtype for result in results))
@@ -111,12 +111,12 @@ def _show(every: list[CheckResult]) -> None:
             table.add_row(name, *(cells.get((name, dtype), "") for dtype in dtypes))
         print_table(console, table)
     if places:
-        legend = "Errors against float64, of each check the one that is nearest to its limit. In brackets: stock's."
+        legend = "Errors against float64: for each check the error nearest to its limit. In brackets: stock's error."
         console.print(legend, style="dim")
 
 
 def _cell(result: CheckResult) -> str:
-    """Return the worst error and, in brackets, stock's, with one digit: 2e-3."""
+    """Return the worst error and, in brackets, stock's error, with one digit: 2e-3."""
     if result.worst is None:
         return f"[bold red]{result.status}[/]"
     error, stock = (
@@ -126,8 +126,8 @@ def _cell(result: CheckResult) -> str:
     return figures if result.status == "right" else f"[bold red]{result.status} {figures}[/]"
 
 
-def _machine(facts: dict[str, Any]) -> list[str]:
-    """Return `environment`'s facts as lines for a bug report."""
+def _machine_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts of `machine.environment` as lines for a bug report."""
     packages = [f"{name} {found}" for name, found in facts["packages"].items() if found is not None]
     lines = [
         ", ".join([f"flce {facts['flce']}", *packages]),
@@ -140,7 +140,7 @@ def _machine(facts: dict[str, Any]) -> list[str]:
     return lines + [f"{name}={value}" for name, value in facts["variables"].items()]
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
-    """JSON has no NaN and no infinities: they become text."""
+def _figure_json(figure: Figure) -> dict[str, Any]:
+    """Return a figure for JSON. JSON has no NaN and no infinities: these become text."""
     finite = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in asdict(figure).items()}
     return {**finite, "off": figure.is_off}

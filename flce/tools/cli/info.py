@@ -1,4 +1,4 @@
-"""``flce info``: what this machine has, and what flce does with it."""
+"""The command ``flce info``: versions, devices and backends of this machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flce.tools.cli.output import Json, print_json, print_table, stdout
 
 
 def info(json: Json = False) -> None:
-    """Versions, devices, the backend of each and why, and known problems of this combination.
+    """Print versions, devices, the backend of each device and the reason, and known problems of this combination.
 
     Example: flce info
     """
     from flce.core import private
     from flce.tools.machine import BY_HAND, TESTED, environment
 
-    lacking = [private.describe_missing(entry, paths) for entry, paths in private.incomplete_entries()]
+    missing_names = [private.describe_missing(entry, paths) for entry, paths in private.incomplete_entries()]
     tested = {name: list(ends) for name, ends in TESTED.items()}
-    facts = {**environment(), "tested": tested, "by_hand": BY_HAND, "lacking": lacking}
+    facts = {**environment(), "tested": tested, "by_hand": BY_HAND, "lacking": missing_names}
     problems = known_problems(facts)
     if json:
         print_json({**facts, "known_problems": problems})
@@ -58,8 +58,8 @@ def _device(facts: dict[str, Any]) -> Table:
         rows["cores"] = str(facts["cores"])
     rows["backend"] = f"{facts['backend'] or 'none'}: {facts['why']}"
     if facts["backend"] is not None:
-        no = "no: its kernels are for NVIDIA GPUs of capability 9, unless a profile switches them off"
-        rows["logits in registers"] = "yes" if facts["logits_in_registers"] else no
+        reason = "no: its kernels are for NVIDIA GPUs of capability 9, unless a profile switches them off"
+        rows["logits in registers"] = "yes" if facts["logits_in_registers"] else reason
         if facts["profile"]:
             rows["profile"] = facts["profile"]
     table = Table("", facts["device"])
@@ -69,7 +69,7 @@ def _device(facts: dict[str, Any]) -> Table:
 
 
 def known_problems(facts: dict[str, Any]) -> list[str]:
-    """A sentence for each problem of the combination that `flce.tools.machine.environment` tells."""
+    """Return a sentence for each problem in the facts of `flce.tools.machine.environment`."""
     gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
     installed = {name: _numbers(found) for name, found in facts["packages"].items() if found is not None}
     found = [f"{device['device']}: {device['why']}" for device in facts["devices"] if device["backend"] is None]
@@ -82,11 +82,11 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
     interpreted = facts["variables"].get("TRITON_INTERPRET") == "1"
     old_triton = installed.get("triton", (3, 7)) < (3, 7)
     others = {
-        "A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.": any(
+        "A GPU runs PyTorch's operators instead of the Triton kernels, which is slower: see the reason above.": any(
             device["backend"] == "torch" for device in gpus
         ),
-        "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs make the "
-        "logits of a chunk in memory: exact, and slower.": any(
+        "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs store "
+        "the logits of a chunk in memory: exact, but slower.": any(
             device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus
         ),
         "TRITON_INTERPRET=1 is for tests: kernels take a thousand times longer.": interpreted,
@@ -94,9 +94,9 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
             interpreted and old_triton and installed.get("numpy", (0,)) >= (2, 4)
         ),
         "Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.": (
-            gpus and old_triton and not _c_compiler()
+            gpus and old_triton and not _has_c_compiler()
         ),
-        "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
+        "TRL 1.16 and newer multiplies by the head's weight in a separate kernel, so its trainers do not use a "
         f"patched head. {locate_page('trainers.md')} has the subclass of SFTTrainer that does.": (
             installed.get("trl", (0,)) >= (1, 16)
         ),
@@ -105,10 +105,10 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (2, 11, 0) of "2.11.0+cu130"."""
+    """Return the leading numbers of a version: (2, 11, 0) of "2.11.0+cu130"."""
     parts = version.partition("+")[0].split(".")
     return tuple(map(int, itertools.takewhile(str.isdigit, parts)))
 
 
-def _c_compiler() -> bool:
+def _has_c_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))

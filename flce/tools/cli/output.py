@@ -1,4 +1,4 @@
-"""What commands print: results to stdout, one JSON object with ``--json``; progress and notes to stderr."""
+"""Output of the commands: results to stdout (with ``--json`` one JSON object), progress and notes to stderr."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 T = TypeVar("T")
-FOLDED = 20  # characters that a column of words has at least, if it has as many
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to stdout.")]
+MIN_FOLDED = 20  # the least width in characters of a column of words that is folded
+Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object to stdout.")]
 
 
 def stdout() -> Console:
@@ -26,13 +26,13 @@ def stderr() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """A table; where the console is too narrow for it, a line for each row. Nothing is cut.
+    """Print a table or, if the console is too narrow, a line for each row. Text is never cut.
 
-    Columns with ``no_wrap``, those of figures, stay as wide as they are. Words of the others may be folded.
+    Columns with ``no_wrap``, which have figures, keep their width. Text of other columns may be folded.
     """
     words = [column for column in table.columns if not column.no_wrap]
     for column in words:
-        column.overflow, column.max_width = "fold", FOLDED
+        column.overflow, column.max_width = "fold", MIN_FOLDED
     least = Measurement.get(console, console.options.update(width=10_000), table).minimum
     for column in words:
         column.max_width = None
@@ -52,7 +52,7 @@ def _plain(cell: Any) -> str:
 
 
 def parse_option(option: str, parse: Callable[..., T], *arguments: Any) -> T:
-    """What `parse` makes of the value of an option; its ValueError is wrong usage."""
+    """Return `parse(*arguments)`. A ValueError of `parse` is raised as wrong usage of the option."""
     try:
         return parse(*arguments)
     except ValueError as error:
@@ -60,7 +60,7 @@ def parse_option(option: str, parse: Callable[..., T], *arguments: Any) -> T:
 
 
 def usage_error(option: str, message: str) -> typer.BadParameter:
-    """Wrong usage of an option, to be raised."""
+    """Return the exception for wrong usage of an option."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
 
 

@@ -1,4 +1,4 @@
-"""``flce plan``: what a training step takes on a GPU that need not be there, and the longest sequence that fits."""
+"""The command ``flce plan``: the memory of a training step on any GPU, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ COLOURS = {
     "temporary": "cyan",
 }
 USUAL_LENGTH = 4096
-LONGEST_BAR, SHORTEST_BAR = 60, 20  # characters of the longest bar, and where there is no chart
+MAX_BAR, MIN_BAR = 60, 20  # characters of the longest bar; a narrower console gets no chart
 NOTE = (
-    "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
-    "activations + loss + temporary. Unsharded are weights that are gathered from other GPUs. Activations are what "
-    "autograd keeps for backward: of all layers without "
-    "checkpointing, the inputs of all and one layer's own with it. They were counted while the model's own code ran on "
-    "tensors without memory, not estimated. {libraries} MiB of cuBLAS are among temporary. A step fits if it leaves "
-    "{context} MiB for the CUDA context. Gaps between tensors come on top: {where} says what to do about them."
+    "The peak is the largest number of bytes that a step allocates at one time: weights + gradients + the optimizer's "
+    "state + activations + loss + temporary. Unsharded weights are gathered from other GPUs. Activations are stored "
+    "for backward: of all layers without checkpointing; the inputs of all layers and one layer's activations with it. "
+    "They were counted while the model's code ran on tensors without memory, not estimated. Temporary includes "
+    "{libraries} MiB of cuBLAS. A step fits if it leaves {context} MiB for the CUDA context. Gaps between tensors need "
+    "further memory: see {page}."
 )
-# Options of a training step, which a loss alone does not have.
+# Options of a training step. The plan of a loss alone does not have them.
 STEP_OPTIONS = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
 
 
@@ -64,42 +64,42 @@ def plan(
         ),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="N,H,V", help="In place of a model: tokens, hidden size, classes of the loss.")
+        str | None, typer.Option(metavar="N,H,V", help="Instead of a model: tokens, hidden size and classes of a loss.")
     ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a sequence.", show_default="4096, or the model's positions if fewer"),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step on one GPU.")] = 1,
-    dtype: Annotated[WeightDtype, typer.Option(help="Of the weights.")] = WeightDtype.bfloat16,
+    dtype: Annotated[WeightDtype, typer.Option(help="Dtype of the weights.")] = WeightDtype.bfloat16,
     autocast: Annotated[
         WeightDtype | None, typer.Option(help="Dtype of matrix products under autocast, with --dtype float32.")
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="80GiB", help="Memory of the GPU; by default that of its kind.")
+        str | None, typer.Option(metavar="80GiB", help="Memory of the GPU. Default: the memory of its kind.")
     ] = None,
     device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or RTX-4090, or sm_90.")] = "H100",
-    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer["adamw"],
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of a step.")] = Optimizer["adamw"],
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Only with gradient checkpointing, or only without."),
     ] = None,
     accumulation: Annotated[
-        bool, typer.Option("--accumulation", help="Gradients are summed over several steps, and stay between them.")
+        bool, typer.Option("--accumulation", help="Gradients are summed over several steps and stay allocated.")
     ] = False,
     sharding: Annotated[
-        ShardingKind | None, typer.Option(help="What divides the model over --gpus: FSDP, or DeepSpeed ZeRO-3.")
+        ShardingKind | None, typer.Option(help="Division of the model over --gpus: FSDP or DeepSpeed ZeRO-3.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=2, help="How many GPUs; what is told is of each.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="Number of GPUs. Memory is printed for one GPU.")] = None,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
     shards: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes over which the head is divided by classes, and with it the embedding."),
+        typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
-    budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Most workspace of flce's loss.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Limit of the workspace of flce's loss.")] = None,
     json: Json = False,
 ) -> None:
-    """Memory of a training step, stock and patched, and the longest sequence that fits. It needs no GPU.
+    """Print the memory of a training step, stock and patched, and the longest sequence that fits. Needs no GPU.
 
     Example: flce plan --model ./Qwen3-0.6B --seq-len 8192 --batch-size 4 --gpu-memory 80GiB
     """
@@ -116,57 +116,57 @@ def plan(
         for name in STEP_OPTIONS:
             source = context.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
-                raise usage_error(f"--{name.replace('_', '-')}", "goes with --model: --shape plans the loss alone")
+                raise usage_error(f"--{name.replace('_', '-')}", "needs --model: --shape plans the loss alone")
     if (sharding is None) != (gpus is None):
-        raise typer.BadParameter("--gpus and --sharding go together: without both, each GPU has the whole model")
+        raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
     if sharding is not None and shards is not None:
-        raise typer.BadParameter("give either --sharding or --shards: the two are not planned together")
+        raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
-        raise usage_error("--autocast", f"goes with --dtype float32, got {dtype.value}")
+        raise usage_error("--autocast", f"needs --dtype float32, got --dtype {dtype.value}")
     memory = parse_option("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
     gpu = parse_option("--device-kind", resolve_device, torch.device("cuda"), device_kind, memory)
     memory = gpu.device.memory
     if memory is None:
-        raise usage_error("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
-    most = parse_option("--budget", parse_bytes, budget) if budget is not None else None
-    options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
-    how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
-    plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **how)
+        raise usage_error("--gpu-memory", f"is needed: flce has no memory size for a {device_kind}")
+    budget_bytes = parse_option("--budget", parse_bytes, budget) if budget is not None else None
+    options = flce.ChunkOptions(max_workspace_bytes=budget_bytes) if budget_bytes is not None else None
+    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
+    plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **settings)
     result: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
         sizes = parse_option("--shape", parse_sizes, shape)
-        result["loss"] = _loss(sizes, products or weights, plan_loss, not frozen_head, shards)
+        result["loss"] = _plan_loss(sizes, products or weights, plan_loss, not frozen_head, shards)
     else:
         assert model is not None
-        how_trained = optimizer.value, frozen_head, accumulation, options, shards or 1
+        step_settings = optimizer.value, frozen_head, accumulation, options, shards or 1
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
-        training = Training(batch_size, weights, products, *how_trained, divided)
-        result |= _steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
+        training = Training(batch_size, weights, products, *step_settings, divided)
+        result |= _plan_steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
         print_json(result)
     else:
-        _show(result)
+        _print_plan(result)
     if "steps" in result and not any(step["fits"] for step in result["steps"]):
         raise typer.Exit(1)
 
 
-# ------------------------------------------------------------------------------------------------- what is planned
+# ------------------------------------------------------------------------------------------------------- the plan
 
 
-def _loss(
+def _plan_loss(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     plan_loss: Callable[..., ChunkPlan],
     weight_grad: bool,
     shards: int | None,
 ) -> dict[str, Any]:
-    """The loss alone; of a head that is divided that of the process with most classes."""
+    """Return the plan of the loss alone. If the head is divided: of the process with the most classes."""
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
 
     tokens, hidden, vocab = sizes
-    planned = parse_option("--budget", plan_loss, tokens, hidden, vocab, dtype)  # no plan may keep the budget
+    planned = parse_option("--budget", plan_loss, tokens, hidden, vocab, dtype)  # ValueError: the budget is too small
     return {
         "tokens": tokens,
         "hidden_size": hidden,
@@ -179,7 +179,7 @@ def _loss(
     }
 
 
-def _steps(
+def _plan_steps(
     model: str,
     seq_len: int | None,
     training: Training,
@@ -188,9 +188,9 @@ def _steps(
     plan_loss: Callable[..., ChunkPlan],
     checkpointing: bool | None,
 ) -> dict[str, Any]:
-    """A step of the model in each variant, and the longest sequences."""
+    """Return the memory of a step of the model in each variant, and the longest sequences."""
     if importlib.util.find_spec("transformers") is None:
-        missing = "needs Transformers: pip install transformers, or give --shape N,H,V in place of a model"
+        missing = "needs Transformers: pip install transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import load_config
@@ -211,7 +211,9 @@ def _steps(
     if training.shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _loss(sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None)
+    loss = _plan_loss(
+        sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None
+    )
     steps = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=stderr(), transient=True) as progress:
@@ -225,8 +227,8 @@ def _steps(
                 raise usage_error("--model", f"{error}") from None
             except BudgetError as error:
                 raise usage_error("--budget", f"{error}") from None
-            how_long = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
-            steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **how_long})
+            length = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
+            steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **length})
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
     return {
         "model": {
@@ -251,18 +253,18 @@ def _steps(
         "note": NOTE.format(
             libraries=training_memory.LIBRARY_BYTES >> 20,
             context=training_memory.CONTEXT_BYTES >> 20,
-            where=locate_page("memory.md"),
+            page=locate_page("memory.md"),
         ),
     }
 
 
-# --------------------------------------------------------------------------------------------------- what is shown
+# ------------------------------------------------------------------------------------------------------- printing
 
 
-def _show(result: dict[str, Any]) -> None:
+def _print_plan(result: dict[str, Any]) -> None:
     console, loss, device = stdout(), result["loss"], result["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
-    head = Column("memory beside\ninputs and gradients", justify="right", no_wrap=True)
+    head = Column("memory without\ninputs and gradients", justify="right", no_wrap=True)
     divided = f", the head divided over {loss['shards']} processes" if loss["shards"] else ""
     table = Table("", head, title=f"The loss of {loss['tokens']:,} tokens{divided}", title_justify="left")
     table.add_row("stock", size_text(loss["stock_bytes"]))
@@ -279,7 +281,7 @@ def _show(result: dict[str, Any]) -> None:
     model = result["model"]
     console.print(
         f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
-        f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: of one of them'}",
+        f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: the memory of one process'}",
         soft_wrap=True,
     )
     for remark in model["remarks"]:
@@ -290,7 +292,7 @@ def _show(result: dict[str, Any]) -> None:
     for line in _chart(result["steps"], device["memory_bytes"], console.width):
         console.print(line, no_wrap=True)
     if any(step["patched"] and not step["fused"] for step in result["steps"]):
-        console.print("flce cannot fuse the loss of this model: flce.report(model) says why.", soft_wrap=True)
+        console.print("flce cannot fuse the loss of this model: flce.report(model) has the reason.", soft_wrap=True)
     console.print(result["note"], soft_wrap=True)
 
 
@@ -311,23 +313,23 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
 
 
 def _about_lengths(result: dict[str, Any]) -> list[str]:
-    """What to know of the sequences beside the memory that they take."""
+    """Return sentences about limits of sequences that are not memory."""
     steps, positions = result["steps"], result["model"]["positions"]
     obstacles = dict.fromkeys(step["longest_obstacle"] for step in steps if step["longest_obstacle"])
     lines = [f"Why no sequence is longer: {obstacle.rstrip('.')}." for obstacle in obstacles]
     lengths = [result["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
     if positions is not None and max(lengths) > positions:
         lines.append(
-            f"The config names {positions:,} positions: longer sequences fit, but the model is not made for them."
+            f"The config has {positions:,} positions: longer sequences fit, but the model does not support them."
         )
     return lines
 
 
 def _chart(steps: list[dict[str, Any]], memory: int, columns: int) -> list[Text]:
-    """A bar for each step, whose letters are its parts, and one for the memory of the GPU; none where it is narrow."""
+    """Return the lines of a bar chart of the steps and the GPU's memory, or no lines if the console is narrow."""
     width = max(len(_name(step)) for step in steps)
-    bar = min(LONGEST_BAR, columns - width - 1)
-    if bar < SHORTEST_BAR:
+    bar = min(MAX_BAR, columns - width - 1)
+    if bar < MIN_BAR:
         return []
     scale = bar / max(memory, *(step["peak_bytes"] for step in steps))
     lines = []
