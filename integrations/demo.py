@@ -1,7 +1,7 @@
-"""Fine-tunes a causal language model twice, stock and patched by flce, and compares the two: `make demo`.
+"""The program of `make demo`: fine-tune a causal language model twice, stock and patched by flce, and compare the runs.
 
-The two runs differ by one line, `flce.patch_model(model)`. The other scripts of this folder import from here what they
-share. What takes seconds to import is imported by the functions that use it, so that `--help` does not wait for it.
+The two runs differ by one line, `flce.patch_model(model)`. The other scripts of this folder import shared functions
+from here. Functions import the libraries that take seconds to import, so that `--help` does not wait.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 
-# --- text, from this machine: nothing is downloaded ---
+# --- text of this machine, so that nothing is downloaded ---
 
 END_OF_TEXT = "<|endoftext|>"
-# Parts of the standard library that are tests, tables, or installed by other packages.
+# Parts of the standard library that are tests or tables, or that other packages install.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
 def read_documents(source: Path | None = None) -> list[str]:
-    """The text of a file, of every file in a folder, or (None) of Python's own standard library."""
+    """Return the text of a file, of every file in a folder, or (None) of Python's standard library."""
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in root.rglob("*.py") if NOT_PROSE.isdisjoint(file.relative_to(root).parts)]
@@ -61,16 +61,16 @@ def read_documents(source: Path | None = None) -> list[str]:
         files = [file for file in source.rglob("*") if file.is_file()] if source.is_dir() else [source]
     documents = []
     for file in sorted(files):
-        with contextlib.suppress(UnicodeDecodeError):  # a binary file among the text
+        with contextlib.suppress(UnicodeDecodeError):  # skips binary files
             documents.append(file.read_text(encoding="utf-8"))
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise ValueError("no text to train on: the file or folder has none")
+        raise ValueError("no text to train on: give a file or folder that has text")
     return documents
 
 
 def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer, trained on the standard library once and then read from the cache."""
+    """Return a byte-level BPE tokenizer, trained on the standard library once and then read from the cache."""
     from tokenizers import ByteLevelBPETokenizer, __version__
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
         tokenizer = ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(read_documents(), vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
         if (found := tokenizer.get_vocab_size()) < vocab_size:
-            raise ValueError(f"the standard library has text for {found:,} tokens, not for {vocab_size:,}")
+            raise ValueError(f"vocab_size={vocab_size:,} is too large: the standard library has text for {found:,}")
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
         tokenizer.save(str(unfinished))
@@ -90,7 +90,7 @@ def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
 def token_batches(
     documents: list[str], tokenizer: PreTrainedTokenizerBase, shape: tuple[int, int, int], seed: int = 0
 ) -> npt.NDArray[np.int64]:
-    """The shuffled documents, packed into (steps, batch, sequence); used again if they are few."""
+    """Return the shuffled documents, packed into (steps, batch, sequence), and repeated if they are few."""
     import numpy as np
 
     sample = tokenizer.encode(" ".join(documents)[:10_000], add_special_tokens=False)
@@ -105,9 +105,9 @@ def token_batches(
 
 @functools.cache
 def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
-    """A data set of pieces of Python's standard library: a list of `input_ids` and the `labels` for them.
+    """Return a data set of excerpts of Python's standard library: a list of `input_ids` and `labels`.
 
-    The first labels of a piece are ignored, as those of a prompt would be: of each piece, a number of its own.
+    The first labels of an excerpt are ignored, like the labels of a prompt; their number differs between excerpts.
     """
     import torch
 
@@ -119,11 +119,11 @@ def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
 
 
 def excerpts(count: int, tokens: int = 64, seed: int = 0) -> list[str]:
-    """The same pieces, as text."""
+    """Return the excerpts of `examples` as text."""
     return tiny_tokenizer().batch_decode([row["input_ids"].tolist() for row in examples(count, tokens, seed)])
 
 
-# --- what the scripts share: a stock and a patched run of a trainer ---
+# --- shared by the scripts: a stock and a patched run of a trainer ---
 
 
 def has_gpu() -> bool:
@@ -133,13 +133,13 @@ def has_gpu() -> bool:
 
 
 def cannot_run(reason: str) -> NoReturn:
-    """Ends the script with one sentence and status 2, which `make recipes` takes for "not on this machine"."""
+    """End the script with one sentence and status 2, which means "not on this machine" to `make recipes`."""
     typer.echo(f"{Path(sys.argv[0]).name} cannot run here: {reason}", err=True)
     raise typer.Exit(2)
 
 
 def need(*packages: str) -> None:
-    """Ends the script where a package, which is named as pip names it, is missing."""
+    """End the script if a package (a name of pip) is missing."""
     for package in packages:
         try:
             importlib.metadata.distribution(package)
@@ -148,12 +148,14 @@ def need(*packages: str) -> None:
 
 
 def is_fused(loss: Tensor) -> bool:
-    """Whether an operator of flce is in the graph that `loss` was computed by."""
+    """Return True if the autograd graph of `loss` has an operator of flce."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            made_by = getattr(type(node), "_forward_cls", None)  # an `autograd.Function`; operators have it in the name
+            made_by = getattr(
+                type(node), "_forward_cls", None
+            )  # of an `autograd.Function`; operators have flce in their name
             if "flce" in type(node).__name__ or (made_by is not None and made_by.__module__.startswith("flce.")):
                 return True
             seen.add(node)
@@ -163,19 +165,19 @@ def is_fused(loss: Tensor) -> bool:
 
 @dataclass
 class Curve:
-    """The training loss of each step (with gradient accumulation: of each micro-batch)."""
+    """Training losses of all steps (with gradient accumulation: of all micro-batches)."""
 
     losses: list[float] = field(default_factory=list)
     fused: list[bool] = field(default_factory=list)
 
     def add(self, loss: Tensor) -> None:
-        self.losses.append(loss.mean().item())  # one of each device where a Trainer sees several
+        self.losses.append(loss.mean().item())  # a Trainer with several devices has one loss for each
         self.fused.append(is_fused(loss))
 
 
 @functools.cache
 def keeping_losses(trainer: Any) -> Any:
-    """A subclass of a `Trainer` that keeps each step's loss in `curve`. What a trainer logs are averages."""
+    """Return a subclass of a `Trainer` that records each step's loss in `curve`. A trainer's log has averages."""
     import torch
 
     class CurveTrainer(trainer):
@@ -194,7 +196,7 @@ def keeping_losses(trainer: Any) -> Any:
 
 @contextlib.contextmanager
 def trl_installed(patched: bool) -> Iterator[None]:
-    """TRL's trainers compute with flce within it, if they are to."""
+    """If `patched`, let TRL's trainers compute with flce inside the context."""
     from flce.huggingface import trl
 
     if patched:
@@ -207,7 +209,7 @@ def trl_installed(patched: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def losses_of_accelerate() -> Iterator[Curve]:
-    """The loss of each backward by Accelerate, for trainers that make their `Trainer` themselves."""
+    """Record the loss of each backward by Accelerate, for programs that create their `Trainer` themselves."""
     from accelerate import Accelerator
 
     curve, stock = Curve(), Accelerator.backward
@@ -221,14 +223,14 @@ def losses_of_accelerate() -> Iterator[Curve]:
 
 
 def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
-    """A folder with the tiny model and its tokenizer, as `from_pretrained` reads it."""
+    """Save the tiny model and its tokenizer. Return the folder for `from_pretrained`."""
     tiny_model(architecture, **sizes).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     return folder / "model"
 
 
 def curve_of(make_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
-    """Trains with a trainer that keeps its losses, made in a folder of its own."""
+    """Return the curve of a new trainer that records its losses. Its output folder is temporary."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(patched, folder, **arguments)
         trainer.train()
@@ -236,30 +238,30 @@ def curve_of(make_trainer: Callable[..., Any], patched: bool, **arguments: Any) 
 
 
 def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
-    """What all trainers made of Transformers' are called with."""
+    """Return the arguments of all trainers that derive from Transformers' `Trainer`."""
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     sizes = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
     return {"output_dir": folder, "use_cpu": not has_gpu(), "bf16": False, **sizes, **quiet}  # TRL has bf16=True
 
 
 def max_difference(stock: Curve, patched: Curve) -> float:
-    """NaN if one is: `max` alone would pass it over."""
+    """Return the largest difference, or NaN if a difference is NaN. `max` alone would ignore NaN."""
     differences = [abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True)]
     return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 def say(text: str) -> None:
-    """The first of the processes that a launcher started speaks."""
+    """Print from the first process of a launcher."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(text)
 
 
 def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
-    """Runs `train` without flce and with it, on the same weights and data, and compares the losses.
+    """Run `train` without flce and with flce, on the same weights and data, and compare the losses.
 
     Returns:
-        0, or 1 if a loss differs by more than the tolerance, or if not every patched step was fused (or one was, if
-        `fused` is False). It is for the shell.
+        the exit status: 0, or 1 if a loss differs by more than the tolerance, if a patched step was not fused, or, with
+        `fused=False`, if a patched step was fused.
     """
     from flce.huggingface import MaterializedLogitsWarning
 
@@ -275,7 +277,7 @@ def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-
         say(f"The loss curves differ by more than {tolerance:.0e}.")
     as_expected = not any(stock.fused) and sum(patched.fused) == (steps if fused else 0)
     if not as_expected:
-        say(f"The fused loss was to run in {'every' if fused else 'no'} patched step, and in no stock one.")
+        say(f"Expected the fused loss in {'every' if fused else 'no'} patched step, and in no stock step.")
     if agree and as_expected:
         say("The loss curves agree.")
     return 0 if agree and as_expected else 1
@@ -291,21 +293,21 @@ class TrainingRun:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each step
     memory: Any = None  # the profile of one more step
-    peak_bytes: int = 0  # of that step, above the loaded model
+    peak_bytes: int = 0  # of the profiled step, above the loaded model
 
     def facts(self) -> dict[str, Any]:
-        """The time of a step is the median: the first steps are slow."""
+        """Return the figures for JSON. The time of a step is the median, because the first steps are slow."""
         seconds, step = statistics.median(self.seconds), self.memory.peak
         return {"losses": self.losses, "step_seconds": seconds, "peak_bytes": self.peak_bytes, "step_peak_bytes": step}
 
 
 def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> Iterator[TrainingRun]:
-    """The run after each step, and at last with the memory of one more."""
+    """Yield the run after each step, and at the end with the memory of one more step."""
     import torch
 
     model, run = load().to(batches.device).train(), TrainingRun()
     if patched:
-        flce.patch_model(model)  # all that is different
+        flce.patch_model(model)  # the only difference
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
 
     def step(ids: Tensor) -> float:
@@ -330,7 +332,7 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
 
 
 def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns: bool) -> dict[str, TrainingRun]:
-    """In turn, so that other work of the machine slows both; or one after the other, if only one may fit."""
+    """Train in turn, so that other load of the machine slows both; or one after the other, if memory may hold one."""
     runs: dict[str, TrainingRun] = {}
     columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
@@ -340,7 +342,7 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
             for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
                 run = runs[name] = next(training)
                 progress.update(tasks[name], completed=len(run.losses), state=f"loss {run.losses[-1]:.4f}")
-            del training, trainings  # and the models with them
+            del training, trainings  # frees the models
             gc.collect()
     return runs
 
@@ -355,25 +357,25 @@ def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
         curves.plot(runs[name].losses, line, color=colours[name], linewidth=width, label=name)
     curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
     curves.legend(frameon=False)
-    for axes, what, heights in (
+    for axes, label, heights in (
         (memory, "Peak memory, MiB", [runs[name].peak_bytes / MIB for name in NAMES]),
         (speed, "Time per step, ms", [1e3 * statistics.median(runs[name].seconds) for name in NAMES]),
     ):
         axes.bar_label(axes.bar(NAMES, heights, color=colours.values(), width=0.6), fmt="{:,.0f}", padding=2)
-        axes.set_title(what, fontsize=10)
+        axes.set_title(label, fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
 
 def report(facts: dict[str, Any]) -> None:
-    """The table and the verdict."""
+    """Print the table and the verdict."""
     table = Table("", *NAMES, "patched / stock", title=facts["title"], title_justify="left")
-    for row, of, digits in (
+    for row, read, digits in (
         ("final loss", lambda run: run["losses"][-1], 5),
         ("peak memory, MiB", lambda run: run["peak_bytes"] / MIB, 0),
         ("time per step, ms", lambda run: 1e3 * run["step_seconds"], 0),
     ):
-        figures = [of(facts[name]) for name in NAMES]
+        figures = [read(facts[name]) for name in NAMES]
         table.add_row(row, *(f"{figure:,.{digits}f}" for figure in figures), f"{figures[1] / figures[0]:.0%}")
     Console().print(table)
     verdict = "agree" if facts["agree"] else f"differ by more than {facts['tolerance']:.0e}"
@@ -382,9 +384,12 @@ def report(facts: dict[str, Any]) -> None:
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Path or hub id.", show_default="a small Qwen3, made here")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Path or hub id.", show_default="a small Qwen3, random weights")
+    ] = None,
     text: Annotated[
-        Path | None, typer.Option(exists=True, help="File or folder to train on.", show_default="Python's own library")
+        Path | None,
+        typer.Option(exists=True, help="File or folder to train on.", show_default="Python's standard library"),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, show_default="40; GPU: 200")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, show_default="256; GPU: 1024")] = None,
@@ -398,13 +403,13 @@ def main(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     output: Annotated[Path, typer.Option(help="Picture of losses, memory and time.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
 
     The exit status is 1 if the loss curves differ.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or PyTorch's profiler writes into the progress bars
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise PyTorch's profiler writes into the progress bars
     need("matplotlib", "numpy", "tokenizers", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -433,7 +438,7 @@ def main(
     flce.MemoryProfile.plot_side_by_side(profiles, memory_picture, f"Memory of one training step\n{title}")
     draw(output, title, runs)
     apart = [abs(a - b) for a, b in zip(*(runs[name].losses for name in NAMES), strict=True)]
-    # The mean decides: in bfloat16 each rounding grows from step to step, between two stock runs as well.
+    # The verdict uses the mean: in bfloat16 rounding errors grow from step to step, also between two stock runs.
     mean, tolerance = statistics.mean(apart), 1e-2 if gpu else 1e-4
     facts: dict[str, Any] = {"title": title, "agree": mean <= tolerance, "tolerance": tolerance}  # False for NaN
     facts |= {"mean_difference": mean, "max_difference": max(apart), "pictures": [str(output), str(memory_picture)]}
