@@ -62,8 +62,6 @@ class Effort:
         return spent >= self.seconds
 
 
-# --- contenders ---
-
 AGAIN = "-again"
 
 

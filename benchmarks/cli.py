@@ -66,8 +66,7 @@ def measure(
     device: Annotated[str | None, option(help="cpu or cuda; cuda if available.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
-        float | None,
-        option(min=0.0, callback=finite, help="Limit of timed seconds for each contender and case."),
+        float | None, option(min=0.0, callback=finite, help="Limit of timed seconds for each contender and case.")
     ] = None,
     deadline: Annotated[float | None, option(callback=finite, help="Seconds after which no call begins.")] = None,
     out: Annotated[Path | None, option(help="Result file, saved after every case; results/COMMAND.json.")] = None,

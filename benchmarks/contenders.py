@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from benchmarks.cases import (
-    Condition,
-    Contender,
-    Step,
-    StepOutcome,
-    Unavailable,
-    needs_cuda,
-    needs_package,
-    select_contenders,
-)
+from benchmarks import cases
+from benchmarks.cases import Contender, Step, StepOutcome, needs_cuda, needs_package, select_contenders
 from benchmarks.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
 from flce.core.sizes import MIB
 from flce.testing.problem import IGNORED
@@ -47,7 +39,7 @@ class OperatorContender(Contender):
 
 
 # Conditions of contenders that are measured only on some cases.
-CONDITIONS: dict[str, Condition] = {
+CONDITIONS: dict[str, cases.Condition] = {
     "": lambda case, device: True,
     "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
     "bfloat16": lambda case, device: case.dtype == "bfloat16",  # float16 sums are not allowed
@@ -173,7 +165,6 @@ def contender_of_budget(name: str) -> OperatorContender | None:
 
 
 def budget_name(mib: int, kind: str = "") -> str:
-    """Return a name for `contender_of_budget`."""
     return f"ours{kind and '-' + kind}-{mib}MiB"
 
 
@@ -197,13 +188,11 @@ def stock_loss(
     return F.cross_entropy(logits.float(), y, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def stock_step(problem: OperatorProblem, loss: Callable[..., Tensor] = stock_loss) -> Step:
+def stock_step(problem: OperatorProblem, compiled: bool = False) -> Step:
+    if compiled:
+        torch.compiler.reset()
+    loss = torch.compile(stock_loss, dynamic=False) if compiled else stock_loss
     return autograd_step(problem, functools.partial(loss, **problem.more))
-
-
-def compiled_step(problem: OperatorProblem) -> Step:
-    torch.compiler.reset()
-    return stock_step(problem, torch.compile(stock_loss, dynamic=False))
 
 
 def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -212,10 +201,9 @@ def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tenso
     return loss
 
 
-def torch_chunked_unavailable(device: torch.device) -> str | None:
-    if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return None
-    return f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
+def needs_torch_chunked(device: torch.device) -> str | None:
+    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if available else f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
 
 
 TRL_CHUNK = 32768  # classes; TRL's trainers pass this size
@@ -246,7 +234,7 @@ def needs_trl(device: torch.device) -> str | None:
     return reason
 
 
-def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
+def peer(name: str, title: str, needs: cases.Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
     """Return a peer. It is measured on cases without features: not all peers have them, and their arguments differ."""
     prepare = functools.partial(autograd_step, loss_function=loss)
 
@@ -271,8 +259,6 @@ float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const":
 quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
 fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
 
-# With a small workspace a call has to compute the logits twice.
-recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
 C = OperatorContender
 BOUNDED = "ours-skipping"  # its plan is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
@@ -280,7 +266,10 @@ vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case
 CONTENDERS = [
     floor("floor", "bare products", floor_step, "products"),
     floor("floor-aligned", "bare products, next aligned shape", aligned_floor_step, "unaligned"),
-    floor("floor-recomputed", "bare products, logits twice", recomputed_floor_step, "training"),
+    # With a small workspace a call has to compute the logits twice.
+    floor(
+        "floor-recomputed", "bare products, logits twice", functools.partial(floor_step, again=(LOGITS,)), "training"
+    ),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
@@ -288,8 +277,14 @@ CONTENDERS = [
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
-    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
-    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_unavailable, torch_chunked_loss),
+    C(
+        "torch-compile",
+        "stock, torch.compile",
+        "peer",
+        functools.partial(stock_step, compiled=True),
+        unavailable=needs_cuda,
+    ),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_chunked_loss),
     peer("liger", "Liger, default", needs_liger, liger()),
     peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
     peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
@@ -318,8 +313,7 @@ NAMED = [
 ]
 
 
-def select(names: Iterable[str] | None) -> Sequence[OperatorContender]:
-    """Return the contenders of these names, budgets included, in the order of the names; by default all listed ones."""
-    names = list(names or ())
-    budgets = [contender for name in names if (contender := contender_of_budget(name)) is not None]
+def select(names: Sequence[str] | None) -> Sequence[OperatorContender]:
+    """Return the contenders of these names, budgets included, in the order of the names; by default `CONTENDERS`."""
+    budgets = [contender for name in names or () if (contender := contender_of_budget(name)) is not None]
     return select_contenders([*CONTENDERS, *NAMED, *budgets], names) if names else CONTENDERS

@@ -21,20 +21,10 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import operator, targets
+from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
-from benchmarks.contenders import (
-    BOUNDED,
-    TRL_CHUNK,
-    LossFunction,
-    OperatorContender,
-    budget_name,
-    floor,
-    floor_step,
-    needs_trl,
-    step_on_changed_problem,
-)
+from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
 from benchmarks.measure import Entrant, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
@@ -87,12 +77,7 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
 
 
 def ours(
-    name: str,
-    title: str,
-    *outputs: str,
-    changed: Changes = unchanged,
-    arguments: Changes = unchanged,
-    **options: Any,
+    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
         number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
@@ -102,7 +87,7 @@ def ours(
 
 
 def forward_floor_step(problem: OperatorProblem) -> Step:
-    return floor_step(problem.changed(**without_gradients(problem)))
+    return contenders.floor_step(problem.changed(**without_gradients(problem)))
 
 
 def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
@@ -112,7 +97,7 @@ def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> Opera
 
 def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, TRL_CHUNK, None, 1.0, ("entropy",))
+    logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, contenders.TRL_CHUNK, None, 1.0, ("entropy",))
     return with_entropy(logprob, entropy)
 
 
@@ -159,8 +144,8 @@ def needs_verl(device: torch.device) -> str | None:
 
 needs_liger = needs_package(LIGER, "liger-kernel")
 CONTENDERS = [
-    floor("floor", "four bare products", floor_step, "products"),
-    floor("floor-forward", "one bare product", forward_floor_step, "products"),
+    contenders.floor("floor", "four bare products", contenders.floor_step, "products"),
+    contenders.floor("floor-forward", "one bare product", forward_floor_step, "products"),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
     ours(
@@ -173,7 +158,7 @@ CONTENDERS = [
     ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
-    peer("trl", "TRL's kernel", needs_trl, trl_number),
+    peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
     OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]

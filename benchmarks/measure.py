@@ -114,9 +114,6 @@ def release(everything: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
-# --- interleaved rounds ---
-
-
 @dataclass
 class Entrant:
     """A contender that has warmed up on a case."""

@@ -28,8 +28,6 @@ from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, ove
 from flce.core.sizes import MIB
 from flce.tools.machine import DTYPES
 
-# --- models, with random weights: nothing is downloaded ---
-
 # Fields of Transformers' config of each architecture.
 FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size"
 
@@ -134,14 +132,9 @@ def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Te
     return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
 
 
-# --- contenders ---
-
-Change = Callable[[nn.Module], AbstractContextManager[object]]
-
-
 @dataclass(frozen=True)
 class ModelContender(Contender):
-    applied: Change  # the model is changed inside
+    applied: Callable[[Any], AbstractContextManager[object]]  # the model is changed inside
     call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
 
 
@@ -185,7 +178,7 @@ only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=Fals
 needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
 
-def peer(name: str, title: str, applied: Change, **call: Any) -> ModelContender:
+def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> ModelContender:
     return ModelContender(name, title, "peer", applied, unavailable=needs_liger, call=call)
 
 
@@ -209,18 +202,14 @@ def entrants(case: ModelCase) -> list[ModelContender]:
     chosen = select_contenders(CONTENDERS, case.contenders)
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
-        if contender.name != "ours-budget":
-            found.append(contender)
-            continue
-        for mib in case.budgets_mib:
+        for mib in case.budgets_mib if contender.name == "ours-budget" else ():
             applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
             found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
+        found += [contender] if contender.name != "ours-budget" else []
     if case.lora_rank and needs_peft(torch.device("cpu")) is not None:
         found = [replace(contender, unavailable=needs_peft) for contender in found]
     return found
 
-
-# --- cases ---
 
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
@@ -237,9 +226,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
     "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
 }
-
-
-# --- measuring ---
 
 
 @dataclass

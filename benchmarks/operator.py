@@ -34,8 +34,6 @@ HEAD_START = 3e-3
 FLOORS = ("floor-aligned", "floor")  # times are multiples of the first that applies
 OURS = "ours"
 
-# --- cases ---
-
 TINY = (96, 64, 500)
 EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
 EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as with a GradScaler

@@ -132,11 +132,7 @@ class OperatorProblem:
         )
         self.input, self.weight, self.adapters = problem.input, problem.linear_weight, problem.adapters
         # Arguments of `fused_linear_cross_entropy` after the first three.
-        self.more: dict[str, Any] = {
-            **problem.kwargs,
-            "linear_bias": problem.linear_bias,
-            "adapters": problem.adapters,
-        }
+        self.more: dict[str, Any] = {**problem.kwargs, "linear_bias": problem.linear_bias, "adapters": problem.adapters}
         self.full_target = problem.target
         self.target = problem.target.clone()
         if case.ignored:

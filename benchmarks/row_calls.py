@@ -159,8 +159,6 @@ def captured_region(calls: Calls, device: torch.device) -> Region:
     return Region(graph.replay, "captured", before)
 
 
-# --- three times of a call ---
-
 # Replays are timed together until they take this long, within these limits. The head start hides their launches.
 REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20
 

@@ -107,8 +107,6 @@ class RowProblem:
         self.x.copy_(self.spare)
 
 
-# --- contenders ---
-
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets; softmaxes ignore the targets
 
 
@@ -224,8 +222,6 @@ CONTENDERS = [
 ]
 
 
-# --- cases ---
-
 COMPILED_COLUMNS = (4096, 50257, 131072)  # in one piece on chip; odd; neither
 COLUMNS = (*COMPILED_COLUMNS, 16384, 65536, 262144, 10007, 1024, 128, 129)  # a deadline cuts off the last
 
@@ -249,8 +245,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-logits": lambda: plan_cases([RowCase(*tile, BOTH[0], *task) for tile in TILES for task in LOSSES], 20, 0.2),
 }
 
-
-# --- tables ---
 
 LAUNCHED = "*"  # marks figures that contain time of the host
 

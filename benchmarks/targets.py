@@ -201,8 +201,6 @@ PEERS = tuple(dict.fromkeys(rule.peer for rule in RULES))
 PEERS_LABEL = "peers"
 SAME_BYTES = 1 * MIB  # two peaks this close count as equal: they differ by a few vectors with an entry for each token
 
-# --- verdicts ---
-
 TOLERANCE = 0.02  # the difference between equal calls
 VERDICTS = MET, NEARLY, MISSED, UNMEASURED = "met", "met within 2%", "MISSED", "not measured"
 

@@ -1,4 +1,4 @@
-"""Tables of pages are those of the result files that the pages name."""
+"""Tests that the tables of pages agree with the result files that the pages name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_of(kind: str, *entries: Entry) -> Run:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a block of every kind, and the results that it names."""
+    """Return a page with a block of every kind, and write the results that it names."""
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     entries = []
     for shape in SHAPES:
