@@ -299,8 +299,8 @@ CONTENDERS = [
 def cce_flat(problem: OperatorProblem) -> Step:
     """Return a step of CCE on logits of standard deviation 1.
 
-    CCE skips blocks of 128 x 128 logits whose gradients are all below 2.4e-4 (bfloat16). With logits of standard
-    deviation 4 there are no such blocks, with 1 about half are: its time depends on the data.
+    CCE skips blocks of 128 x 128 logits whose gradients are all below 2.4e-4 (bfloat16). With standard deviation 4 it
+    skips no block, with 1 about half of the blocks, so its time depends on the data.
     """
     hidden = problem.input.detach() / problem.case.logits_std
     return step_on_changed_problem(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))

@@ -130,10 +130,7 @@ def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def needs_verl(device: torch.device) -> str | None:
-    """Return why verl's kernel cannot run. Replace verl's packages by empty modules.
-
-    The packages import Ray and other libraries, which the kernel does not need.
-    """
+    """Return why verl's kernel cannot run. Empty modules replace verl's packages, which import Ray and more."""
     with contextlib.suppress(ImportError):
         for name in ("verl", "verl.utils"):
             spec = importlib.util.find_spec(name)
@@ -185,10 +182,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
 
 
 def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:
-    """Return the targets of a shape, with limits over four products; of forward alone over one product.
-
-    The workspace has a tolerance of 2%, too.
-    """
+    """Return the targets, with limits over four products; of forward alone over one. Workspace has a tolerance, too."""
     case = OperatorCase(*shape, mode=MODE)
     target = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
     budgets = [

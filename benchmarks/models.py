@@ -149,10 +149,7 @@ def ours(model: nn.Module, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: bool) -> Iterator[None]:
-    """Apply Liger's kernels, and restore the methods of modules and the names in the model's Python file.
-
-    Liger itself cannot undo its changes.
-    """
+    """Apply Liger's kernels, and afterwards restore methods of modules and names in the model's file."""
     patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
     attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     names = vars(sys.modules[type(model).__module__])
@@ -251,17 +248,14 @@ class TrainingStep:
 
 
 def record_step(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
-    """Record the loss and the memory of a step.
-
-    The peak is the workspace and the memory before the step; if that cannot be read, the workspace and `held_bytes`.
-    """
+    """Record the loss and the memory of a step. `held_bytes` is used if the memory before the step cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
     if sample.workspace_bytes is None:
         return
-    found = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    held = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
     result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-    result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
+    result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
     if result.reserved_bytes is None:  # of the first complete step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 

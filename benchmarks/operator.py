@@ -40,7 +40,7 @@ EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # fl
 
 # 592: half of a MiB less than the float32 sums of a head of 151936 x 1024, the memory of Liger's sums there.
 BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
-# 60: blocks of 3,584 classes, whose products fill the device more evenly than those of 3,840.
+# 60: blocks of 3,584 classes, whose products fill the device more evenly than the products of 3,840 classes.
 BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
@@ -162,8 +162,8 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
         **error_columns(),
     }
     results = [result for result in entry.results if result.samples_ms or result.errors]
-    found = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
-    return replace(found, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *found.notes])
+    rows = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
+    return replace(rows, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *rows.notes])
 
 
 def format_times(entry: Entry, result: BenchResult) -> str:

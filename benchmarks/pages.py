@@ -42,7 +42,7 @@ def short_title(result: BenchResult) -> str:
 
 
 def head_entries(run: Run) -> list[Entry]:
-    """Return the entries of the picture, in its order: those that have stock."""
+    """Return the entries of the picture, in its order: all entries with stock."""
     timed = [entry for entry in run.cases if entry.by_name("stock").samples_ms and not entry.case.calls]
     found = {entry.case.shape: entry for entry in timed}
     return [found[shape] for shape in CURVE_SHAPES if shape in found]
@@ -80,11 +80,7 @@ def head(run: Run) -> Table:
 
 
 def models(run: Run, settings: int | None = None) -> Table:
-    """Return the table of tokens a second and peak memory, two columns for each model.
-
-    Args:
-        settings: the number of settings in the table, from the first; None: all.
-    """
+    """Return the table of tokens a second and peak memory of all or of the first `settings` settings."""
     cases = {(entry.case.setting, entry.case.model): entry for entry in run.cases}
     names = dict.fromkeys(model for _, model in cases)
     rows = []

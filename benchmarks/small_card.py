@@ -127,7 +127,7 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
 
 
 def simulate(device: torch.device) -> None:
-    """Set the device record and the memory of a GPU to those of a `KIND`, for this process."""
+    """Give a GPU the device record and the memory of a `KIND`, for this process."""
     if device.type != "cuda":
         return
     record = KNOWN_KINDS[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)

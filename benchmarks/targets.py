@@ -255,10 +255,7 @@ def select_entries(runs: Sequence[Run], selects: Callable[[Any], bool] = lambda 
 
 
 def check(run: Run, target: Target) -> Finding:
-    """Return the finding of a run. Its value is the time as a multiple of the time of the reference.
-
-    The contender and the reference are of one case, because only then did they take turns.
-    """
+    """Return the finding of a run. Its value is the time over the time of the reference, of one case of the run."""
     ours, reference = NO_RESULT, NO_RESULT
     for entry in run.cases:
         results = [entry.by_name(name) for name in target.contenders]

@@ -18,7 +18,7 @@ SMALL_BUDGET = flce.ChunkOptions(max_workspace_bytes=4 << 20)
 
 
 def differences(x: Tensor, w: Tensor, y: Tensor) -> dict[str, float]:
-    """Return the largest difference of a `logprob` from that of the whole batch, for each change of the call."""
+    """Return the largest difference of a `logprob` from its value in the whole batch, for each change."""
 
     def logprob(rows: Tensor, candidates: Tensor | None = None, **more: object) -> Tensor:
         named: Any = {"outputs": ("logprob",), **more}
