@@ -1,12 +1,12 @@
 # make demo | recipes | quick-start | test | test-models | test-newest | test-oldest | fuzz | mutants | lint | docs | dist | setup | clean
 #
-# The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
-# built once, and again when pyproject.toml or constraints.txt change.
+# Most of these create a virtual environment in $(VENV), with the versions of constraints.txt. It is built once, and
+# again if pyproject.toml or constraints.txt change.
 #
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
-#   ENV=current         use $(PYTHON) with what it has installed: nothing is created, nothing is installed
-#   WORKERS=2           processes that the tests run in
-#   ARCHITECTURES=others  for test-models: those that `make test` does not take, instead of all
+#   ENV=current         use $(PYTHON) with its installed packages; nothing is created or installed
+#   WORKERS=2           processes of the tests
+#   ARCHITECTURES=others  for test-models: the architectures that `make test` leaves out, instead of all
 #   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner",
 #               make fuzz ARGS="--start 50000 --count 100000"
 
@@ -35,7 +35,7 @@ help:
 
 setup: $(READY)
 
-# torch goes first: whatever is installed after it finds its torch there, of the version pinned.
+# torch is installed first, so that no other package installs another version of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "flce needs Python 3.10 or newer: make $(MAKECMDGOALS) PYTHON=python3.12, say" >&2; exit 1; }
@@ -53,36 +53,36 @@ recipes: $(READY)
 	RECIPE_STEPS=50 OMP_NUM_THREADS=1 $(RUN) -m pytest -rPs -k "test_the_script or test_trains_alike" \
 	    tests/integrations/test_scripts.py tests/integrations/test_trl.py $(ARGS)
 
-# What README.md calls its quick start, as it stands there, in a copy of this repository.
+# The quick start of README.md, unchanged, in a copy of this repository.
 quick-start: $(READY)
 	PYTHON="$(if $(filter current,$(ENV)),$(PYTHON),$(VENV)/bin/python)" scripts/quick_start.sh
 
-# One thread per worker, so that the workers do not get into each other's way.
+# One thread for each worker, so that workers do not compete for cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-# Every architecture of Transformers, of which `make test` takes a sample.
+# Every architecture of Transformers; `make test` runs a sample of them.
 test-models: $(READY)
 	FLCE_ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
 	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
 
-# Imports, patched models and the operator's grid with the newest PyTorch, Triton and Transformers, in an environment of
-# its own. `scripts/versions.sh write newest` looks for newer ones.
+# Imports, patched models and the operator's grid with the newest PyTorch, Triton and Transformers, in a separate
+# environment. `scripts/versions.sh write newest` looks for newer versions.
 test-newest:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh newest
 
-# The same with the oldest that flce supports.
+# The tests of test-newest with the oldest versions that flce supports.
 test-oldest:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh oldest
 
-# Random programs on lazy logits and on real ones, of which `make test` takes the first 3,000; random calls of the
-# functions, of which it takes 20 in each test.
+# Random programs on lazy logits and on real logits (`make test` runs the first 3,000), and random calls of the functions
+# (`make test` runs 20 in each test).
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/ops/test_search.py
 
-# Mutants of a few modules, each with a few tests (scripts/mutants.toml); up to three hours. cosmic-ray has an environment
-# of its own.
+# Mutants of a few modules, each with a few tests (scripts/mutants.toml); up to three hours. cosmic-ray has a separate
+# environment.
 mutants: $(READY)
 	test -x .cache/cosmic-ray/bin/python || $(PYTHON) -m venv .cache/cosmic-ray
 	.cache/cosmic-ray/bin/python -m pip install --quiet 'cosmic-ray>=8.7'
@@ -94,11 +94,11 @@ lint: $(READY)
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-# The site of the documents, in site/. A link or an anchor that leads nowhere is an error.
+# The site of the documents, in site/. A broken link or anchor is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# The source distribution and the wheel made of it, in dist/; in an environment of its own.
+# The source distribution and its wheel, in dist/; built in a separate environment.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
 	.cache/build/bin/python -m pip install --quiet build

@@ -1,4 +1,4 @@
-"""What a benchmark is: its cases, how one is measured, its result file, and the tables and the picture of that."""
+"""The record of a benchmark: its cases, how a case is measured, its result file, its tables and its picture."""
 
 from __future__ import annotations
 
@@ -7,34 +7,27 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.cases import BenchCase, Effort
-from benchmarks.measure import Prepared, compete, nothing
+from benchmarks.measure import Prepared, compete, do_nothing
 from benchmarks.runs import SCHEMA, BenchResult, Entry, Run
 from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gives
-
-# What one call of the command measures, in its order: what a deadline may cut off comes last.
-Plan = list[tuple[Any, Effort]]
+HEAD = ("date", "command", "commit", "versions", "device")  # see `describe_run`
+Plan = list[tuple[Any, Effort]]  # the cases of one call of the command, in order; a deadline cuts off the last
+EFFORT = Effort(rounds=10, seconds=5.0)  # of the cases of `--shape`
 
 
-EFFORT = Effort(rounds=10, seconds=5.0)  # of cases that are made of a shape
-
-
-def planned(cases: Iterable[BenchCase], rounds: int, seconds: float) -> Plan:
+def plan_cases(cases: Iterable[BenchCase], rounds: int, seconds: float) -> Plan:
     return [(case, Effort(rounds, seconds)) for case in cases]
 
 
 def save(run: Run, path: Path) -> None:
-    """Written to a second file first, so that an interrupted run leaves a whole one behind."""
+    """Write a second file first, then rename it, so that an interrupted run leaves a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(run.to_dict(), indent=1) + "\n")
@@ -44,35 +37,35 @@ def save(run: Run, path: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text())
     if document.get("schema") != SCHEMA or "kind" not in document:
-        raise ValueError(f"{path} is no result of schema {SCHEMA}")
+        raise ValueError(f"{path} is not a result file of schema {SCHEMA}")
     return document
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module of cases has one, with the name of its command. What may be None or empty not all of them have."""
+    """A benchmark and its command. Fields with a default are optional."""
 
-    kind: str
-    about: str  # what it measures: the help of the command
-    noun: str  # what its results are of, in a sentence
+    kind: str  # the name of the command
+    about: str  # the help of the command
+    noun: str  # the subject of its results, in a sentence
     case_type: type[Any]
-    sizes: str  # the fields of a case that its shape is made of
-    presets: Mapping[str, Callable[[], Plan]]  # cases and effort by name, those first that matter most
-    contenders: Callable[[Any], Sequence[Any]]  # who is measured on a case, as far as they apply to it
-    prepare: Callable[[Any, torch.device], Prepared]  # the operands of a case, the same for every contender
-    table: Callable[[Entry], Table]  # of a case, shown as soon as it is measured
-    tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
-    begin: Callable[[torch.device], object] = nothing  # before anything else is asked of the device
-    figure: Callable[[Run], Figure] | None = None
-    targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
-    choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # fields of a case, and what they may be
-    defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
+    sizes: str  # the fields of a case that `--shape` sets
+    presets: Mapping[str, Callable[[], Plan]]  # cases and effort by name, the most important cases first
+    contenders: Callable[[Any], Sequence[Any]]  # the contenders of a case
+    prepare: Callable[[Any, torch.device], Prepared]  # allocates the operands of a case, the same for every contender
+    table: Callable[[Entry], Table]  # of a case, printed after it is measured
+    tables: Callable[[Run, bool], list[Table]]  # of a run; if the flag is True, without the tables of single cases
+    begin: Callable[[torch.device], object] = do_nothing  # called before any other use of the device
+    figure: Callable[[Run], Any] | None = None  # the picture of a run, a `matplotlib.figure.Figure`
+    targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # the targets, with the flag of `tables`
+    choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # allowed values of fields of a case
+    defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases of `--shape`
 
     def check(self, case: Any) -> None:
-        """Raises a ValueError where the case asks for what there is not."""
+        """Raise a ValueError if a field of the case or a contender is unknown."""
         for name, known in {"dtype": DTYPES, **self.choices}.items():
             if getattr(case, name) not in known:
-                raise ValueError(f"{name} {getattr(case, name)!r}: one of {', '.join(map(str, known))}")
+                raise ValueError(f"{name} {getattr(case, name)!r}: expected one of {', '.join(map(str, known))}")
         self.contenders(case)
 
     def measure(
@@ -81,11 +74,11 @@ class Benchmark:
         device: torch.device,
         effort: Effort,
         contenders: Sequence[Any] | None = None,
-        say: Callable[[str], object] = nothing,
+        report: Callable[[str], object] = do_nothing,
     ) -> Entry:
-        """The figures of all contenders, or of these."""
+        """Measure the given contenders; by default all contenders of the case."""
         chosen = self.contenders(case) if contenders is None else contenders
-        return compete(case, chosen, self.prepare(case, device), effort, say)
+        return compete(case, chosen, self.prepare(case, device), effort, report)
 
     def load(self, path: Path) -> Run:
         document = read(path)

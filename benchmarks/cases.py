@@ -1,6 +1,6 @@
-"""Cases and contenders: a problem, how long it is measured, and a way to solve it or the reason why not here.
+"""Cases (problems) and contenders (ways to solve them), the base classes of every benchmark.
 
-Every benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
+Each benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One problem. Its fields are what a result file has of it, and one of them is its `dtype`."""
+    """One problem. A result file stores its fields. One field is the `dtype`."""
 
     @property
     def title(self) -> str:
@@ -27,7 +27,7 @@ class BenchCase:
 
     @property
     def is_measured(self) -> bool:
-        """Whether anything is to be measured on it."""
+        """True if anything is measured on this case."""
         return True
 
     @property
@@ -39,54 +39,50 @@ class BenchCase:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Fields that an older file lacks have their default. JSON has lists for tuples."""
-        known = {field.name for field in fields(cls)} & set(document)
-        values = {name: document[name] for name in known}
+        """Return the case. Fields that an older file lacks get their default. Lists of JSON become tuples."""
+        values = {field.name: document[field.name] for field in fields(cls) if field.name in document}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds over all contenders, seconds of timed calls for each contender and case.
+    """Rounds over all contenders, and seconds of timed calls for each contender and case.
 
-    However slow it is, every contender is timed once, unless the deadline has passed.
+    A slow contender is timed at least once, unless the deadline has passed.
     """
 
     rounds: int
     seconds: float
-    until: float = math.inf  # the deadline, by time.monotonic: nothing further is begun then
+    until: float = math.inf  # the deadline, by time.monotonic: no call begins after it
 
     def expired(self) -> bool:
         return time.monotonic() > self.until
 
     def enough(self, spent: float) -> bool:
-        """Whether a contender has had its seconds."""
         return spent >= self.seconds
 
-
-# --- contenders ---
 
 AGAIN = "-again"
 
 
 class StepOutcome(NamedTuple):
-    """What a call returned whose gradients are no part of its workspace."""
+    """Results of a call. The gradients among them do not count as workspace."""
 
     loss: torch.Tensor | None
     input_grad: torch.Tensor | None = None
     weight_grad: torch.Tensor | None = None
-    others: tuple[torch.Tensor | None, ...] = ()  # those of a bias and of adapters
+    others: tuple[torch.Tensor | None, ...] = ()  # gradients of a bias and of adapters
 
 
 Step = Callable[[], object]  # does the work once
 
-Unavailable = Callable[[torch.device], str | None]  # why a contender cannot run on this device, if so
-Condition = Callable[[Any, torch.device], bool]  # of a case: whether a contender is measured on it
+Unavailable = Callable[[torch.device], str | None]  # the reason why a contender cannot run on a device, or None
+Condition = Callable[[Any, torch.device], bool]  # of a case: True if a contender is measured on it
 
 
 @dataclass(frozen=True)
 class Contender:
-    """The benchmarks add what makes a step of it."""
+    """A way to solve a case. Each benchmark adds the field that creates a step."""
 
     name: str
     title: str
@@ -99,10 +95,9 @@ ContenderT = TypeVar("ContenderT", bound=Contender)
 
 
 def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
-    """The contenders, and at the end the first of ours once more under another name.
+    """Return the contenders, and at the end the first contender of flce once more under another name.
 
-    That is our default wherever it takes part. How far the two figures differ is how far equal calls differ: the error
-    bar of the table.
+    The difference between the two figures of this contender is the error bar of the table.
     """
     first = next((contender for contender in contenders if contender.family == "ours"), None)
     if first is None:
@@ -110,13 +105,13 @@ def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
     return [*contenders, replace(first, name=first.name + AGAIN, title=f"{first.title}, again", family="repeat")]
 
 
-def select_contenders(table: Sequence[ContenderT], names: Sequence[str]) -> list[ContenderT]:
-    """The contenders of these names, in their order."""
+def select_contenders(table: Sequence[ContenderT], names: Sequence[str] | None) -> Sequence[ContenderT]:
+    """Return the contenders of these names, in the order of the names; without names, all of the table."""
     found = {contender.name: contender for contender in table}
-    unknown = sorted(set(names) - set(found))
+    unknown = sorted(set(names or ()) - set(found))
     if unknown:
         raise ValueError(f"unknown contender {', '.join(unknown)}; there are: {', '.join(found)}")
-    return [found[name] for name in names]
+    return [found[name] for name in names] if names else table
 
 
 def needs_cuda(device: torch.device) -> str | None:
@@ -124,10 +119,10 @@ def needs_cuda(device: torch.device) -> str | None:
 
 
 def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavailable:
-    """Says why a contender from an optional package cannot run here."""
+    """Return a function that returns why a contender of an optional package cannot run on a device."""
 
     def unavailable(device: torch.device) -> str | None:
-        # A package that is not there, and one that is of another version or broken here, are different news.
+        # A missing package and a package that is broken here have different reasons.
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             return f"not installed (pip install {distribution})"
         try:

@@ -23,7 +23,7 @@ from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
-from benchmarks.pages import filled
+from benchmarks.pages import fill_page
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, describe_run
@@ -38,14 +38,14 @@ from flce.tools.cli.output import parse_option
 MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
 
-about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
+about = "Measures flce, the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 option = typer.Option
 app.command()(quick)
 
 
 def finite(value: float | None) -> float | None:
-    """The callback of an option: infinity and NaN are refused."""
+    """Return the value of an option. Raise for infinity and NaN."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"expected a finite number, got {value}")
     return value
@@ -53,31 +53,30 @@ def finite(value: float | None) -> float | None:
 
 def measure(
     context: typer.Context,
-    preset: Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")] = None,
-    shape: Annotated[list[str] | None, option(help="Sizes with commas; several times for several.")] = None,
+    preset: Annotated[str | None, option(help="Cases and effort; a wrong name lists the presets.")] = None,
+    shape: Annotated[list[str] | None, option(help="Sizes with commas; may be repeated.")] = None,
     changes: Annotated[
         list[str] | None,
-        option("--set", metavar="NAME=VALUES", help="A field of every case, with commas; a wrong name lists them."),
+        option(
+            "--set",
+            metavar="NAME=VALUES",
+            help="Values of a field of every case, with commas; a wrong name lists the fields.",
+        ),
     ] = None,
-    device: Annotated[str | None, option(help="cpu or cuda; cuda where there is one.")] = None,
+    device: Annotated[str | None, option(help="cpu or cuda; cuda if available.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
-        float | None,
-        option(min=0.0, callback=finite, help="Timed seconds for each contender and case, after which it sits out."),
+        float | None, option(min=0.0, callback=finite, help="Limit of timed seconds for each contender and case.")
     ] = None,
-    deadline: Annotated[
-        float | None, option(callback=finite, help="Seconds after which nothing further is begun.")
-    ] = None,
-    out: Annotated[
-        Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
-    ] = None,
+    deadline: Annotated[float | None, option(callback=finite, help="Seconds after which no call begins.")] = None,
+    out: Annotated[Path | None, option(help="Result file, saved after every case; results/COMMAND.json.")] = None,
 ) -> None:
-    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
+    """Measure the cases, save after each, and print their tables; exit with 1 if figures are missing."""
     started, several = time.monotonic(), dist.is_torchelastic_launched()
     where = processes.begin() if several else parse_option("--device", find_device, device, ("cuda", "cpu"))
-    first = not several or dist.get_rank() == 0
+    is_first = not several or dist.get_rank() == 0
     benchmark = BENCHMARKS[str(context.info_name)]
-    cases = chosen(benchmark, preset, shape, changes or ())
+    cases = choose_cases(benchmark, preset, shape, changes or ())
     until = math.inf if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
     launcher = f"torch.distributed.run --nproc-per-node {dist.get_world_size()} -m " if several else ""
@@ -85,74 +84,76 @@ def measure(
     run = Run(benchmark.kind, describe_run(where, f"python -m {launcher}benchmarks", sys.argv[1:]))
 
     def show(*texts: str) -> None:
-        if first:
+        if is_first:
             typer.echo("\n".join(texts), err=True)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         show(f"[{time.monotonic() - started:.0f} s] {text}")
 
     for index, (case, effort) in enumerate(cases):
-        each = effort.seconds if seconds is None else seconds
-        effort = (processes.Agreed if several else Effort)(rounds or effort.rounds, each, until)
+        limit = effort.seconds if seconds is None else seconds
+        effort = (processes.Agreed if several else Effort)(rounds or effort.rounds, limit, until)
         if effort.expired():
             names = "; ".join(left.title for left, _ in cases[index:])
-            say(f"The deadline of {deadline:g} s has passed; not measured: {names}")
+            report(f"The deadline of {deadline:g} s has passed; not measured: {names}")
             break
-        say(f"case {index + 1} of {len(cases)}: {case.title}")
+        report(f"case {index + 1} of {len(cases)}: {case.title}")
         run.cases.append(benchmark.measure(case, where, effort))
-        if first:
+        if is_first:
             save(run, out)
         show(benchmark.table(run.cases[-1]).markdown())
     closing = benchmark.tables(run, True)
     show(*absences(run), *(table.markdown() for table in closing))
-    say(f"results in {out}")
+    report(f"results in {out}")
     if several:
         dist.destroy_process_group()
     missing = sorted({result.contender for result in shortfalls(run)})
     if missing:
-        say(f"No figures for {', '.join(missing)}: see the notes above.")
+        report(f"No figures for {', '.join(missing)}: see the notes above.")
     if missing or len(run.cases) < len(cases) or any(table.failure for table in closing):
         raise typer.Exit(1)
 
 
-for each in BENCHMARKS.values():
-    app.command(each.kind, help=each.about)(measure)
+for benchmark in MEASURED:
+    app.command(benchmark.kind, help=benchmark.about)(measure)
 
 
-def parsed(text: str) -> Any:
-    """A number, true, false or null, or else the text."""
+def parse_value(text: str) -> Any:
+    """Return a number, True, False or None, or else the text."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text
 
 
-def changed(benchmark: Benchmark, changes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Fields of a case with one of the values that are given for each. A tuple has all of its values."""
+def parse_changes(benchmark: Benchmark, changes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values of the fields. A field that is a tuple gets all of its values."""
     kinds, found = {field.name: str(field.type) for field in fields(benchmark.case_type)}, {}
     for text in changes:
         name, _, listed = text.partition("=")
         if name not in kinds:
-            raise typer.BadParameter(f"{benchmark.noun}: no such thing as {name!r}, but {', '.join(kinds)}")
-        values = [parsed(value) for value in listed.split(",")]
+            raise typer.BadParameter(f"{benchmark.noun}: no field {name!r}; expected one of {', '.join(kinds)}")
+        values = [parse_value(value) for value in listed.split(",")]
         found[name] = [tuple(values)] if kinds[name].startswith("tuple") else values
     return (dict(zip(found, values, strict=True)) for values in itertools.product(*found.values()))
 
 
-def chosen(benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | None, changes: Sequence[str]) -> Plan:
-    """The cases of the preset, or of the shapes, with these fields changed."""
+def choose_cases(
+    benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | None, changes: Sequence[str]
+) -> Plan:
+    """Return the cases of the preset, or of the shapes, with these fields changed."""
     if (preset is None) == (not shapes):
         raise typer.BadParameter("give --preset or --shape" + (", not both" if shapes else ""))
     if preset is None:
         names = benchmark.sizes.split(",")
         sizes = [parse_option("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
-        made = [{**dict(zip(names, size, strict=True)), **more} for size in sizes for more in benchmark.defaults]
-        plan = [(benchmark.case_type(**case), EFFORT) for case in made]
+        cases = [{**dict(zip(names, size, strict=True)), **more} for size in sizes for more in benchmark.defaults]
+        plan = [(benchmark.case_type(**case), EFFORT) for case in cases]
     elif preset in benchmark.presets:
         plan = benchmark.presets[preset]()
     else:
-        raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
-    every = list(changed(benchmark, changes))
-    found = {replace(case, **values): effort for case, effort in plan for values in every}
+        raise typer.BadParameter(f"--preset: expected one of {', '.join(benchmark.presets)}, got {preset!r}")
+    changed = list(parse_changes(benchmark, changes))
+    found = {replace(case, **values): effort for case, effort in plan for values in changed}
     plan = [(case, effort) for case, effort in found.items() if case.is_measured]
     if not plan:
         raise typer.BadParameter("nothing to measure: these options leave no case")
@@ -167,25 +168,25 @@ def chosen(benchmark: Benchmark, preset: str | None, shapes: Sequence[str] | Non
 def load(path: Path) -> tuple[Benchmark, Run]:
     kind = read(path)["kind"]
     if kind not in BENCHMARKS:
-        raise ValueError(f"{path} holds results of {kind!r}: not one of {', '.join(BENCHMARKS)}")
+        raise ValueError(f"{path} holds results of {kind!r}: expected one of {', '.join(BENCHMARKS)}")
     return BENCHMARKS[kind], BENCHMARKS[kind].load(path)
 
 
 @app.command()
 def table(
     files: Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)],
-    brief: Annotated[bool, option("--brief", help="One line for each timed case.")] = False,
-    targets: Annotated[bool, option("--targets", help="Only what is promised; of several files the median.")] = False,
-    out: Annotated[Path | None, option(help="Write here instead of printing.")] = None,
+    brief: Annotated[bool, option("--brief", help="One row for each timed case.")] = False,
+    targets: Annotated[bool, option("--targets", help="Only the targets; the median of several files.")] = False,
+    out: Annotated[Path | None, option(help="Write to this file instead of printing.")] = None,
 ) -> None:
-    """Markdown tables from result files; exits with 1 where a workspace is not as planned."""
+    """Print Markdown tables of result files; exit with 1 if a workspace differs from its plan."""
     loaded = [load(file) for file in files]
     benchmark, runs = loaded[0][0], [run for _, run in loaded]
     if targets:
         if len({each.kind for each, _ in loaded}) > 1:
-            raise typer.BadParameter("the files are of several benchmarks")
+            raise typer.BadParameter("the files are of several benchmarks: give files of one benchmark")
         if benchmark.targets is None:
-            raise typer.BadParameter(f"nothing is promised of {benchmark.noun}")
+            raise typer.BadParameter(f"--targets: there are no targets of {benchmark.noun}")
         shown = [*([] for _ in runs[:-1]), benchmark.targets(runs, brief)]
     else:
         shown = [each.tables(run, brief) for each, run in loaded]
@@ -195,7 +196,7 @@ def table(
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
-    if any(one.failure for tables in shown for one in tables):
+    if any(table.failure for tables in shown for table in tables):
         raise typer.Exit(1)
 
 
@@ -203,9 +204,9 @@ def table(
 def pages(
     files: Annotated[list[Path], typer.Argument(help="Pages with marked blocks.", exists=True, dir_okay=False)],
 ) -> None:
-    """Writes the tables of pages anew from the result files that are named there."""
+    """Rewrite the tables of pages from the result files that the pages name."""
     for file in files:
-        file.write_text(filled(file.read_text()))
+        file.write_text(fill_page(file.read_text()))
 
 
 @app.command()
@@ -213,10 +214,10 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """A picture of time against workspace; of rows, of bandwidth over their length."""
+    """Draw time against workspace; for rows, bandwidth over their length."""
     benchmark, run = load(file)
     if benchmark.figure is None:
-        raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
+        raise typer.BadParameter(f"{benchmark.noun} have no picture")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmark.figure(run).savefig(path, dpi=110)

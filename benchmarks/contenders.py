@@ -1,7 +1,7 @@
-"""Who is measured on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
+"""Contenders on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
 
 To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
-or their own trainer calls them, and imported inside. Any workspace budget of ours is a contender too, see
+or their own trainer calls them, and imported inside. Any workspace budget of flce is a contender too, see
 `contender_of_budget`.
 """
 
@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from benchmarks.cases import (
-    Condition,
-    Contender,
-    Step,
-    StepOutcome,
-    Unavailable,
-    needs_cuda,
-    needs_package,
-    select_contenders,
-)
+from benchmarks import cases
+from benchmarks.cases import Contender, Step, StepOutcome, needs_cuda, needs_package, select_contenders
 from benchmarks.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
 from flce.core.sizes import MIB
 from flce.testing.problem import IGNORED
@@ -42,18 +34,18 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 @dataclass(frozen=True)
 class OperatorContender(Contender):
     prepare: Callable[[OperatorProblem], Step]
-    # The workspace that `flce.plan` says ours takes.
+    # The workspace of flce from `flce.plan`.
     planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
 
 
-# Where a contender is measured that is not measured everywhere: where it means something and repeats no other.
-CONDITIONS: dict[str, Condition] = {
+# Conditions of contenders that are measured only on some cases.
+CONDITIONS: dict[str, cases.Condition] = {
     "": lambda case, device: True,
     "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
     "bfloat16": lambda case, device: case.dtype == "bfloat16",  # float16 sums are not allowed
     "ignored": lambda case, device: case.ignored > 0,
-    "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no per-token losses
-    # Most CPUs only emulate half precision: bare products in it are no floor there.
+    "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no losses for each token
+    # Most CPUs only emulate half precision, so bare products are not a floor there.
     "products": lambda case, device: (
         case.time and (device.type == "cuda" or not CONDITIONS["half precision"](case, device))
     ),
@@ -63,7 +55,7 @@ CONDITIONS: dict[str, Condition] = {
 
 
 def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Callable[[], StepOutcome]:
-    """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
+    """Return a step of forward, and of backward if the case has gradients. It leaves no gradient on the operands."""
     x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
     others = [t for t in (problem.more["linear_bias"], *sum(problem.adapters, ())) if t is not None]
     plain = problem.case.upstream == 1 and call.reduction != "none"
@@ -83,7 +75,7 @@ def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Call
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
-    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
+    """Return the loss of a library whose function has the arguments (input, weight, target, reduction=...)."""
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         call = getattr(importlib.import_module(module), function)
@@ -93,14 +85,11 @@ def library_loss(module: str, function: str, **options: Any) -> LossFunction:
     return loss
 
 
-# --- the floor: the matrix products alone ---
-
-
 def floor_step(problem: OperatorProblem, again: Sequence[str] = ()) -> Step:
-    """The products that the call cannot do without; `again` what is made a second time.
+    """Return a step of the products that every call needs, and of the products `again` a second time.
 
-    They are made on the operands of the problem, those of adapters as well, into memory made beforehand, in the layouts
-    that flce has. The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
+    The products have the operands of the problem and of its adapters, preallocated results, and the layouts of flce.
+    The gradient of the logits is the true one, because the speed of a matrix product depends on its data.
     """
     needed = (*again, *problem.case.call.products)
     terms = [(x.detach(), w.detach()) for x, w in ((problem.input, problem.weight), *problem.adapters)]
@@ -123,25 +112,22 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
     return floor_step(OperatorProblem(problem.case.aligned(), problem.input.device))
 
 
-# --- flce ---
-
 our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
 
 
 def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
-    """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
+    """Return flce with these options of `flce.ChunkOptions`. An option that is a function is called with the case."""
 
     def chunking(case: OperatorCase) -> flce.ChunkOptions:
         return flce.ChunkOptions(**{k: value(case) if callable(value) else value for k, value in options.items()})
 
     def planned(case: OperatorCase, device: torch.device) -> int:
-        call = case.call
-        how: dict[str, Any] = {"reduction": call.reduction, "device": device, "options": chunking(case)}
-        how |= {"input_grad": call.input_grad, "weight_grad": call.weight_grad}
-        more = dict(FEATURES[case.feature])
-        how |= {"bias_grad": more.pop("bias", False), **more}
+        call, feature = case.call, dict(FEATURES[case.feature])
+        arguments: dict[str, Any] = {"reduction": call.reduction, "device": device, "options": chunking(case)}
+        arguments |= {"input_grad": call.input_grad, "weight_grad": call.weight_grad}
+        arguments |= {"bias_grad": feature.pop("bias", False), **feature}
         tokens, hidden, classes = case.shape
-        return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
+        return flce.plan(tokens, hidden, classes, case.torch_dtype, **arguments).workspace_bytes
 
     def prepare(problem: OperatorProblem) -> Step:
         return autograd_step(problem, our_loss(options=chunking(problem.case), **problem.more))
@@ -150,7 +136,7 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
 
 
 def step_on_changed_problem(problem: OperatorProblem, loss: LossFunction, **changed: Any) -> Step:
-    """On another problem: time and workspace are told, the results are not compared."""
+    """Return a step on another problem. Its time and workspace count, its results are not compared."""
     solve = autograd_step(problem.changed(**changed), loss)
 
     def step() -> StepOutcome:
@@ -168,7 +154,7 @@ BUDGET = re.compile(r"ours(?P<bf16>-bf16)?-(?P<mib>[1-9]\d*)MiB")
 
 
 def contender_of_budget(name: str) -> OperatorContender | None:
-    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums)."""
+    """Return the contender of a name such as ours-256MiB, or ours-bf16-64MiB for bfloat16 sums."""
     match = BUDGET.fullmatch(name)
     if match is None:
         return None
@@ -179,16 +165,12 @@ def contender_of_budget(name: str) -> OperatorContender | None:
 
 
 def budget_name(mib: int, kind: str = "") -> str:
-    """What `contender_of_budget` understands."""
     return f"ours{kind and '-' + kind}-{mib}MiB"
 
 
 def sums_in_bfloat16(contender: str) -> bool:
     match = BUDGET.fullmatch(contender)
     return match is not None and match["bf16"] is not None
-
-
-# --- PyTorch ---
 
 
 def stock_loss(
@@ -206,13 +188,11 @@ def stock_loss(
     return F.cross_entropy(logits.float(), y, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def stock_step(problem: OperatorProblem, loss: Callable[..., Tensor] = stock_loss) -> Step:
+def stock_step(problem: OperatorProblem, compiled: bool = False) -> Step:
+    if compiled:
+        torch.compiler.reset()
+    loss = torch.compile(stock_loss, dynamic=False) if compiled else stock_loss
     return autograd_step(problem, functools.partial(loss, **problem.more))
-
-
-def compiled_step(problem: OperatorProblem) -> Step:
-    torch.compiler.reset()
-    return stock_step(problem, torch.compile(stock_loss, dynamic=False))
 
 
 def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -221,20 +201,17 @@ def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tenso
     return loss
 
 
-def torch_chunked_unavailable(device: torch.device) -> str | None:
-    if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return None
-    return f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
+def needs_torch_chunked(device: torch.device) -> str | None:
+    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if available else f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
 
 
-# --- other libraries ---
-
-TRL_CHUNK = 32768  # classes; what TRL's trainers pass
+TRL_CHUNK = 32768  # classes; TRL's trainers pass this size
 QUACK_CHUNK = 4096  # tokens; the default of its function
 
 
 def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """The head of TRL's trainers, without the statistics that they log."""
+    """Compute the loss with the head of TRL's trainers, without the statistics that they log."""
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     valid = y != IGNORED
     temperature, softcap, logit_scale, outputs = 1.0, None, 1.0, ()
@@ -244,9 +221,10 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def needs_trl(device: torch.device) -> str | None:
-    """In backward its kernel asks TRL's utilities for a context that does nothing without DeepSpeed.
+    """Return why TRL's kernel cannot run. Replace TRL's utilities if they cannot be imported.
 
-    They import much: last, and only where it is of use. Where that fails, this context alone is in their place.
+    The backward of the kernel calls a context of `trl.trainer.utils` that does nothing without DeepSpeed. These
+    utilities import many packages. If that fails, a module with this context alone replaces them.
     """
     utilities = "trl.trainer.utils"
     reason = needs_cuda(device) or needs_package("trl.kernels.chunked_logprob", "trl")(device)
@@ -256,14 +234,18 @@ def needs_trl(device: torch.device) -> str | None:
     return reason
 
 
-def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
-    """Measured without features: not all have them, and each in its own way."""
+def peer(name: str, title: str, needs: cases.Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
+    """Return a peer. It is measured on cases without features: not all peers have them, and their arguments differ."""
     prepare = functools.partial(autograd_step, loss_function=loss)
 
     def applies(case: OperatorCase, device: torch.device) -> bool:
         return not case.feature and CONDITIONS[only](case, device)
 
     return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=applies)
+
+
+def floor(name: str, title: str, step: Callable[[OperatorProblem], Step], only: str) -> OperatorContender:
+    return OperatorContender(name, title, "floor", step, applies=CONDITIONS[only])
 
 
 LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
@@ -275,30 +257,18 @@ liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
 quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
-
 fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
 
-# With a small workspace a call has to make the logits twice.
-recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
 C = OperatorContender
-BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
+BOUNDED = "ours-skipping"  # its plan is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare products", "floor", floor_step, applies=CONDITIONS["products"]),
-    C(
-        "floor-aligned",
-        "bare products, next aligned shape",
-        "floor",
-        aligned_floor_step,
-        applies=CONDITIONS["unaligned"],
-    ),
-    C(
-        "floor-recomputed",
-        "bare products, logits twice",
-        "floor",
-        recomputed_floor_step,
-        applies=CONDITIONS["training"],
+    floor("floor", "bare products", floor_step, "products"),
+    floor("floor-aligned", "bare products, next aligned shape", aligned_floor_step, "unaligned"),
+    # With a small workspace a call has to compute the logits twice.
+    floor(
+        "floor-recomputed", "bare products, logits twice", functools.partial(floor_step, again=(LOGITS,)), "training"
     ),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
@@ -307,8 +277,14 @@ CONTENDERS = [
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
-    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
-    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_unavailable, torch_chunked_loss),
+    C(
+        "torch-compile",
+        "stock, torch.compile",
+        "peer",
+        functools.partial(stock_step, compiled=True),
+        unavailable=needs_cuda,
+    ),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_chunked_loss),
     peer("liger", "Liger, default", needs_liger, liger()),
     peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
     peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
@@ -321,21 +297,23 @@ CONTENDERS = [
 
 
 def cce_flat(problem: OperatorProblem) -> Step:
-    """CCE skips blocks of 128 x 128 logits whose gradients are all below 2.4e-4 (bfloat16). With logits of standard
-    deviation 4 there are none, with 1 about half are: its time depends on the data."""
+    """Return a step of CCE on logits of standard deviation 1.
+
+    CCE skips blocks of 128 x 128 logits whose gradients are all below 2.4e-4 (bfloat16). With standard deviation 4 it
+    skips no block, with 1 about half of the blocks, so its time depends on the data.
+    """
     hidden = problem.input.detach() / problem.case.logits_std
     return step_on_changed_problem(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))
 
 
-# Measured only where a case names them.
+# Measured only if a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
     C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
 ]
 
 
-def select(names: Iterable[str] | None) -> list[OperatorContender]:
-    """The contenders of these names, budgets among them, in their order; all that are listed by default."""
-    names = list(names or ())
-    budgets = [contender for name in names if (contender := contender_of_budget(name)) is not None]
+def select(names: Sequence[str] | None) -> Sequence[OperatorContender]:
+    """Return the contenders of these names, budgets included, in the order of the names; by default `CONTENDERS`."""
+    budgets = [contender for name in names or () if (contender := contender_of_budget(name)) is not None]
     return select_contenders([*CONTENDERS, *NAMED, *budgets], names) if names else CONTENDERS

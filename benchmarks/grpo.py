@@ -1,8 +1,8 @@
-"""A step of GRPO of a whole model: the pass of the old policy, without gradients, and the training step.
+"""Time and memory of a GRPO step of a whole model: the old policy's pass without gradients, and the training step.
 
-Nothing is generated, and no trainer runs: the completions are random tokens, all of one length, and a model is called
-as TRL's `GRPOTrainer` calls it, for log-probabilities of the completions. The loss is the trainer's default (DAPO's: a
-mean over all tokens of clipped ratios times advantages, without a divergence). A case is one of the two passes.
+The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, for
+log-probabilities of the completions, without a trainer. The loss is the trainer's default (of DAPO: a mean over all
+tokens of clipped ratios times advantages, without a divergence). A case is one of the two passes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from benchmarks.benchmark import Plan, planned
+from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Contender, needs_package, select_contenders
 from benchmarks.measure import Prepared, release
-from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, in_turn, make_batch
+from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, make_batch, share_model
 from flce.huggingface import NotFusedWarning
 
 OLD, TRAINING = PARTS = "old policy", "training step"
 TEMPERATURE = 0.9
 CLIP = 0.2
-DRIFT = 0.1  # standard deviation of the old policy's log-probabilities from those of the model: some ratios are clipped
+DRIFT = 0.1  # standard deviation of the old log-probabilities from the model's: some ratios are clipped
 
 
 @dataclass(frozen=True)
 class GrpoCase(ModelCase):
-    """One pass of one model at one batch shape."""
-
     prompt: int = 0  # tokens of each sequence that have no loss
     part: str = TRAINING
 
@@ -51,7 +49,7 @@ class GrpoCase(ModelCase):
 
 @dataclass(frozen=True)
 class Completions:
-    """What a step trains on: (B, S) ids, of which the last T are completions; (B,) advantages; (B, T) old values."""
+    """The data of a step: (B, S) ids, of which the last T are completions; (B,) advantages; (B, T) old values."""
 
     ids: Tensor
     count: int
@@ -70,11 +68,12 @@ class Completions:
 def make_completions(case: GrpoCase, model: Any, device: torch.device) -> Completions:
     ids, count = make_batch(case, device), case.sequence - case.prompt
     advantages = torch.linspace(-1.0, 1.0, case.batch, device=device)
-    made = Completions(ids, count, advantages, torch.empty(0))
+    batch = Completions(ids, count, advantages, torch.empty(0))
     with torch.no_grad():
-        out: Any = flce.linear_logprobs(hidden_states(model, made), head(model), made.chosen, temperature=TEMPERATURE)
+        states = hidden_states(model, batch)
+        out: Any = flce.linear_logprobs(states, head(model), batch.chosen, temperature=TEMPERATURE)
     drift = torch.randn(out.logprob.shape, generator=torch.Generator(device).manual_seed(2), device=device)
-    return replace(made, old=out.logprob + DRIFT * drift)
+    return replace(batch, old=out.logprob + DRIFT * drift)
 
 
 def head(model: Any) -> Tensor:
@@ -83,12 +82,10 @@ def head(model: Any) -> Tensor:
 
 
 def hidden_states(model: Any, batch: Completions) -> Tensor:
-    """Those that predict the completions, (B, T, H)."""
+    """Return the hidden states that predict the completions, (B, T, H)."""
     states: Tensor = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
     return states[:, -batch.count - 1 : -1]
 
-
-# --- contenders ---
 
 OfModel = Callable[[Any, Completions], Tensor]
 
@@ -101,19 +98,16 @@ def dapo(logprob: Tensor, batch: Completions) -> Tensor:
 @dataclass(frozen=True)
 class GrpoContender(Contender):
     logprobs: OfModel  # (B, T), of the completions
-    loss: OfModel | None = field(default=None, kw_only=True)  # None: of the log-probabilities
+    loss: OfModel | None = field(default=None, kw_only=True)  # None: DAPO's loss of the log-probabilities
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
 
-    def loss_of(self, model: Any, batch: Completions) -> Tensor:
-        return dapo(self.logprobs(model, batch), batch) if self.loss is None else self.loss(model, batch)
 
-
-# What TRL's trainers import and a GPU machine may lack. Nothing here uses it.
+# Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
 STAND_INS = ("datasets", "datasets.fingerprint", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")
 
 
 class StandIn(ModuleType):
-    """Any name that is imported from it is an empty class."""
+    """A module from which any name can be imported, as an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -123,7 +117,7 @@ class StandIn(ModuleType):
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Modules in the place of those that are missing, while others are imported."""
+    """Replace missing packages while other modules are imported."""
     absent = [name for name in STAND_INS if importlib.util.find_spec(name.partition(".")[0]) is None]
     for name in absent:
         sys.modules[name] = StandIn(name)
@@ -141,10 +135,10 @@ def needs_trl(device: torch.device) -> str | None:
 
 
 @contextlib.contextmanager
-def trls_head(model: Any, ours: bool) -> Iterator[None]:
-    """What `GRPOTrainer` does with its model when it is made, stock or after `flce.huggingface.trl.install()`.
+def trl_head(model: Any, ours: bool) -> Iterator[None]:
+    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`.
 
-    A `NotFusedWarning` is an error: what would be measured is TRL's kernel.
+    A `NotFusedWarning` is an error, because TRL's kernel would be measured.
     """
     before = dict(vars(model))
     with stand_ins():
@@ -166,7 +160,7 @@ def trls_head(model: Any, ours: bool) -> Iterator[None]:
 
 
 def fused_logprobs(model: Any, batch: Completions) -> Tensor:
-    """As `GRPOTrainer._get_per_token_logps_and_entropies` calls a model."""
+    """Call the model as `GRPOTrainer._get_per_token_logps_and_entropies` does."""
     labels = batch.ids.clone()
     labels[:, : -batch.count] = -100
     values: Tensor = model(**batch.inputs, labels=labels, fused_lm_head=True).log_probs
@@ -174,57 +168,45 @@ def fused_logprobs(model: Any, batch: Completions) -> Tensor:
 
 
 def stock_logprobs(model: Any, batch: Completions) -> Tensor:
-    """All logits of the completions at once, in float32."""
+    """Compute the log-probabilities from all logits of the completions, in float32."""
     logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.count + 1).logits[:, :-1].float()
-    return -F.cross_entropy((logits / TEMPERATURE).flatten(0, 1), batch.chosen.flatten(), reduction="none").view(
-        batch.chosen.shape
-    )
+    losses = F.cross_entropy((logits / TEMPERATURE).flatten(0, 1), batch.chosen.flatten(), reduction="none")
+    return -losses.view(batch.chosen.shape)
 
 
 LIGER = "liger_kernel.chunked_loss"
 
 
-def ligers_logprobs(model: Any, batch: Completions) -> Tensor:
-    """The function that its loss takes them from."""
+def liger_logprobs(model: Any, batch: Completions) -> Tensor:
+    """Call the function that Liger's loss calls for its log-probabilities."""
     function = importlib.import_module(f"{LIGER}.fused_linear_ppo")._selective_logprob_forward
-    values: Tensor = function(
-        hidden_states(model, batch).flatten(0, 1), head(model), batch.chosen.flatten(), temperature=TEMPERATURE
-    )[0]
+    states = hidden_states(model, batch).flatten(0, 1)
+    values: Tensor = function(states, head(model), batch.chosen.flatten(), temperature=TEMPERATURE)[0]
     return values.view(batch.chosen.shape)
 
 
-def ligers_loss(model: Any, batch: Completions) -> Tensor:
-    make = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
-    loss_of = make(beta=0.0, use_ref_model=False, temperature=TEMPERATURE, epsilon_low=CLIP, epsilon_high=CLIP)
+def liger_loss(model: Any, batch: Completions) -> Tensor:
+    loss_class = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
+    module = loss_class(beta=0.0, use_ref_model=False, temperature=TEMPERATURE, epsilon_low=CLIP, epsilon_high=CLIP)
     chosen = batch.chosen
     call = hidden_states(model, batch), head(model), chosen, torch.ones_like(chosen), batch.advantages
-    loss: Tensor = loss_of(*call, old_per_token_logps=batch.old)[0]
+    loss: Tensor = module(*call, old_per_token_logps=batch.old)[0]
     return loss
 
 
-trls = functools.partial(GrpoContender, logprobs=fused_logprobs, unavailable=needs_trl)
-# In the order in which they are measured.
+C, needs_liger = GrpoContender, needs_package(LIGER, "liger-kernel", cuda=False)
+of_trl = functools.partial(GrpoContender, logprobs=fused_logprobs, unavailable=needs_trl)
 CONTENDERS = [
-    trls("ours", "flce", "ours", applied=functools.partial(trls_head, ours=True)),
-    trls("trl", "TRL's kernel", "peer", applied=functools.partial(trls_head, ours=False)),
-    GrpoContender(
-        "liger",
-        "Liger's GRPO loss",
-        "peer",
-        ligers_logprobs,
-        loss=ligers_loss,
-        unavailable=needs_package(LIGER, "liger-kernel", cuda=False),
-    ),
-    GrpoContender("stock", "stock, all logits", "stock", stock_logprobs),
+    of_trl("ours", "flce", "ours", applied=functools.partial(trl_head, ours=True)),
+    of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, ours=False)),
+    C("liger", "Liger's GRPO loss", "peer", liger_logprobs, loss=liger_loss, unavailable=needs_liger),
+    C("stock", "stock, all logits", "stock", stock_logprobs),
 ]
-
-
-# --- measuring ---
 
 
 @dataclass
 class GrpoStep:
-    """One pass, and the loss of the latest, or its mean log-probability."""
+    """One pass, and the loss or the mean log-probability of the latest."""
 
     model: Any
     batch: Completions
@@ -238,7 +220,11 @@ class GrpoStep:
                 self.loss = self.contender.logprobs(self.model, self.batch).mean()
             return
         try:
-            loss = self.contender.loss_of(self.model, self.batch)
+            contender = self.contender
+            if contender.loss is None:
+                loss = dapo(contender.logprobs(self.model, self.batch), self.batch)
+            else:
+                loss = contender.loss(self.model, self.batch)
             loss.backward()
             self.loss = loss.detach()
         finally:
@@ -249,28 +235,25 @@ def prepare(case: GrpoCase, device: torch.device) -> Prepared:
     release()
     model = build(case, device)
     batch = make_completions(case, model, device)
-    return in_turn(model, device, lambda contender: GrpoStep(model, batch, case.part, contender), None)
+    return share_model(model, device, lambda contender: GrpoStep(model, batch, case.part, contender), None)
 
 
-def both(model: str, batch: int, sequence: int, prompt: int, dtype: str = "bfloat16") -> list[GrpoCase]:
-    return [GrpoCase(model, batch, sequence, dtype, prompt=prompt, part=part) for part in PARTS]
-
-
+TINY, LARGE = GrpoCase("tiny-llama", 2, 24, "float32", prompt=8), GrpoCase(MODELS[0], 8, 4096, prompt=2048)
 PRESETS: dict[str, Callable[[], Plan]] = {
-    "tiny": lambda: planned(both("tiny-llama", 2, 24, 8, "float32"), rounds=2, seconds=1.0),
+    "tiny": lambda: plan_cases([replace(TINY, part=part) for part in PARTS], rounds=2, seconds=1.0),
     # A minute and a half of one large GPU.
-    "h200": lambda: planned(both(MODELS[0], 8, 4096, 2048), rounds=5, seconds=8.0),
+    "h200": lambda: plan_cases([replace(LARGE, part=part) for part in PARTS], rounds=5, seconds=8.0),
 }
 
 GRPO = replace(
     MODEL,
     kind="grpo",
-    about="Time and peak memory of a step of GRPO of whole models, with random weights.",
+    about="Time and peak memory of a GRPO step of whole models, with random weights.",
     noun="GRPO",
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,
-    contenders=lambda case: select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
+    contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
     prepare=prepare,
     choices={"model": ARCHITECTURES, "part": PARTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),

@@ -1,7 +1,7 @@
-"""`flce.linear_logprobs`: time and workspace, beside the bare products and kernels for reinforcement learning.
+"""Time and workspace of `flce.linear_logprobs`, the bare products and kernels for reinforcement learning.
 
-A case is a shape, on which all calls and all peers take turns. The results of a call that have gradients are added up
-to one number of each token, and the gradients are those of these numbers for an upstream gradient of each.
+A case is a shape, on which all calls and all peers take turns. The differentiable results of a call are added up to one
+number for each token. Backward has an upstream gradient for each of these numbers.
 """
 
 from __future__ import annotations
@@ -21,38 +21,15 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import operator, tables
-from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks import contenders, operator, targets
+from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
-from benchmarks.contenders import (
-    BOUNDED,
-    CONDITIONS,
-    TRL_CHUNK,
-    LossFunction,
-    OperatorContender,
-    budget_name,
-    floor_step,
-    needs_trl,
-    step_on_changed_problem,
-)
+from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
 from benchmarks.measure import Entrant, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
 from benchmarks.tables import Table
-from benchmarks.targets import (
-    MAIN,
-    NARROW,
-    TOLERANCE,
-    Rule,
-    Target,
-    check_targets,
-    duel_table,
-    duels,
-    entries_of,
-    figures,
-    plan_tables,
-    verdict_table,
-)
+from benchmarks.targets import MAIN, NARROW, TOLERANCE, Rule, Target
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
 from flce.ops.linear_call import plan_for_problem
@@ -62,13 +39,10 @@ from flce.testing.problem import IGNORED
 MODE: Mode = "reduction-none"  # the same four products, and an upstream gradient of each token
 BUDGETS_MIB = (64, 256, 512)
 CANDIDATES = 32
-SEQUENCE = 1024  # tokens, of those who take a batch of sequences
+SEQUENCE = 1024  # tokens, for kernels whose argument is a batch of sequences
 ENTROPY_WEIGHT = 0.01
 
 Changes = Callable[[OperatorProblem], dict[str, Any]]
-
-
-# --- contenders ---
 
 
 def unchanged(problem: OperatorProblem) -> dict[str, Any]:
@@ -80,21 +54,16 @@ def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
 
 
 def half_ignored(problem: OperatorProblem) -> dict[str, Any]:
-    """Every other label."""
     target = problem.target.clone()
     target[::2] = IGNORED
     return {"target": target}
 
 
 def candidates_and_temperatures(problem: OperatorProblem) -> dict[str, Any]:
-    """Arguments of the call."""
     tokens, vocab, device = problem.case.tokens, problem.case.vocab, problem.input.device
     generator = torch.Generator(device).manual_seed(1)
     candidates = torch.randint(vocab, (tokens, CANDIDATES), device=device, generator=generator)
-    return {
-        "candidates": candidates,
-        "temperature": torch.rand(tokens, device=device, generator=generator) + 0.5,
-    }
+    return {"candidates": candidates, "temperature": torch.rand(tokens, device=device, generator=generator) + 0.5}
 
 
 def with_entropy(logprob: Tensor, entropy: Tensor) -> Tensor:
@@ -108,33 +77,27 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
 
 
 def ours(
-    name: str,
-    title: str,
-    *outputs: str,
-    changed: Changes = unchanged,
-    arguments: Changes = unchanged,
-    **options: Any,
+    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
-        how: dict[str, Any] = {"outputs": outputs or ("logprob", "entropy"), "options": flce.ChunkOptions(**options)}
-        return step_on_changed_problem(problem, partial(our_number, **how, **arguments(problem)), **changed(problem))
+        number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
+        return step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
 
     return OperatorContender(name, title, "ours", prepare)
 
 
 def forward_floor_step(problem: OperatorProblem) -> Step:
-    return floor_step(problem.changed(**without_gradients(problem)))
+    return contenders.floor_step(problem.changed(**without_gradients(problem)))
 
 
 def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    return OperatorContender(
-        name, title, "peer", partial(step_on_changed_problem, loss=number), unavailable=unavailable
-    )
+    step = partial(step_on_changed_problem, loss=number)
+    return OperatorContender(name, title, "peer", step, unavailable=unavailable)
 
 
 def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, TRL_CHUNK, None, 1.0, ("entropy",))
+    logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, contenders.TRL_CHUNK, None, 1.0, ("entropy",))
     return with_entropy(logprob, entropy)
 
 
@@ -142,10 +105,10 @@ LIGER, VERL = "liger_kernel.chunked_loss", "verl.utils.kernel"
 
 
 def liger_step(problem: OperatorProblem, **options: Any) -> Step:
-    """Liger's makes its gradients in forward, for the loss that it is: without a divergence from a reference."""
-    torch.compiler.reset()  # with PyTorch 2.11 compiling it failed at the second shape of a run
-    make: Any = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
-    of_batch = make(beta=0.0, use_ref_model=False, **options)
+    """Return a step of Liger's GRPO loss, which computes its gradients in forward; without a reference model."""
+    torch.compiler.reset()  # with PyTorch 2.11 its compilation failed at the second shape of a run
+    loss_class: Any = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
+    loss_of_batch = loss_class(beta=0.0, use_ref_model=False, **options)
     x, w, y = problem.input, problem.weight, problem.target
     batch = -1, math.gcd(len(y), SEQUENCE)
     with torch.no_grad():
@@ -154,8 +117,9 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
     advantages = torch.linspace(-1.0, 1.0, len(labels), device=x.device)
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        found: Tensor = of_batch(x.view(*labels.shape, -1), w, labels, mask, advantages, old_per_token_logps=old)[0]
-        return found
+        states = x.view(*labels.shape, -1)
+        result: Tensor = loss_of_batch(states, w, labels, mask, advantages, old_per_token_logps=old)[0]
+        return result
 
     return step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
 
@@ -166,7 +130,7 @@ def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def needs_verl(device: torch.device) -> str | None:
-    """Its packages import Ray and more, of which its kernel needs nothing: empty ones are in their place."""
+    """Return why verl's kernel cannot run. Empty modules replace verl's packages, which import Ray and more."""
     with contextlib.suppress(ImportError):
         for name in ("verl", "verl.utils"):
             spec = importlib.util.find_spec(name)
@@ -175,10 +139,10 @@ def needs_verl(device: torch.device) -> str | None:
     return needs_package(f"{VERL}.kernels", "verl")(device)
 
 
-C = OperatorContender
+needs_liger = needs_package(LIGER, "liger-kernel")
 CONTENDERS = [
-    C("floor", "four bare products", "floor", floor_step, applies=CONDITIONS["products"]),
-    C("floor-forward", "one bare product", "floor", forward_floor_step, applies=CONDITIONS["products"]),
+    contenders.floor("floor", "four bare products", contenders.floor_step, "products"),
+    contenders.floor("floor-forward", "one bare product", forward_floor_step, "products"),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
     ours(
@@ -191,8 +155,8 @@ CONTENDERS = [
     ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
-    peer("trl", "TRL's kernel", needs_trl, trl_number),
-    C("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_package(LIGER, "liger-kernel")),
+    peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
+    OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]
 
@@ -200,79 +164,69 @@ CONTENDERS = [
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter, enter = operator.prepare(case, device)
 
-    def enter_noting(contender: OperatorContender, result: BenchResult) -> Entrant:
-        """The plans of a call are those that it asks for: one of forward, and one of the gradients."""
+    def enter_and_record_plan(contender: OperatorContender, result: BenchResult) -> Entrant:
+        """Enter the contender and record the larger of its plans: one of forward, one of the gradients."""
         plans: list[ChunkPlan] = []
 
-        def noted(*call: Any) -> ChunkPlan:
+        def record_plan(*call: Any) -> ChunkPlan:
             plans.append(plan_for_problem(*call))
             return plans[-1]
 
-        with mock.patch.object(ops, "plan_for_problem", noted):
+        with mock.patch.object(ops, "plan_for_problem", record_plan):
             entrant = enter(contender, result)
         if contender.family != "peer":
             result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
         return entrant
 
-    return meter, enter_noting
+    return meter, enter_and_record_plan
 
 
-# --- what is promised ---
-
-
-def promised(shape: Shape, logprob: float, usual: float, all_of_it: float, forward: float) -> list[Target]:
-    """Forward and backward over four products, forward alone over its one; of workspace, too, 2% are tolerated."""
+def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:
+    """Return the targets, with limits over four products; of forward alone over one. Workspace has a tolerance, too."""
     case = OperatorCase(*shape, mode=MODE)
-    of = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
-    of_budgets = [
-        replace(of, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
+    target = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
+    budgets = [
+        replace(target, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
         for mib in BUDGETS_MIB
     ]
     return [
-        replace(of, call="logprob", limit=logprob, contender="ours-logprob"),
-        of,
-        replace(of, call="correct, candidates, temperatures too", limit=all_of_it, contender="ours-all"),
-        replace(of, call="no gradient", limit=forward, contender="ours-forward", reference="floor-forward"),
-        replace(of, call="half of the labels ignored", limit=0.55, contender=BOUNDED, reference=f"{BOUNDED}-none"),
-        *of_budgets,
+        replace(target, call="logprob", limit=logprob, contender="ours-logprob"),
+        target,
+        replace(target, call="correct, candidates, temperatures too", limit=everything, contender="ours-all"),
+        replace(target, call="no gradient", limit=forward, contender="ours-forward", reference="floor-forward"),
+        replace(target, call="half of the labels ignored", limit=0.55, contender=BOUNDED, reference=f"{BOUNDED}-none"),
+        *budgets,
     ]
 
 
-TARGETS = [*promised(MAIN, 1.05, 1.07, 1.10, 1.06), *promised(NARROW, 1.09, 1.14, 1.18, 1.15)]
-SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # that do as much as the peers
+TARGETS = [*targets_of(MAIN, 1.05, 1.07, 1.10, 1.06), *targets_of(NARROW, 1.09, 1.14, 1.18, 1.15)]
+SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # with the outputs of the peers
 RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "verl")]
 
 
 def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    entries = entries_of(runs)
-    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, entries)
-    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, entries), *plan_tables(runs)]
+    entries, findings = targets.select_entries(runs), targets.check_targets(runs, TARGETS)
+    calls = targets.verdict_table("Targets of log-probabilities met", findings, runs, entries)
+    peers = targets.duel_table("Faster than peers", targets.duels(runs, RULES, MODE), runs, entries)
+    return [calls, peers, *targets.plan_tables(runs)]
 
-
-# --- presets and tables ---
 
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
 PRESETS: dict[str, Callable[[], Plan]] = {
-    "tiny": lambda: planned([TINY], rounds=2, seconds=1.0),
-    # Two to three minutes of one large GPU, most of them to build kernels.
-    "h200": lambda: planned([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
+    "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
+    # Two to three minutes of one large GPU, most of them for the compilation of kernels.
+    "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
 }
 
-
-LOGPROBS = Benchmark(
+LOGPROBS = replace(
+    operator.OPERATOR,
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
     noun="log-probabilities",
-    case_type=OperatorCase,
-    sizes="tokens,hidden,vocab",
     presets=PRESETS,
-    contenders=lambda case: select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
+    contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
     prepare=prepare,
-    table=operator.table,
-    tables=tables.overview(
-        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda _, result: figures(result), operator.table
-    ),
-    figure=operator.figure,
+    tables=operator.shape_tables,
     targets=target_tables,
     choices={"mode": (MODE,)},
     defaults=({"mode": MODE},),

@@ -1,8 +1,8 @@
 """Time and peak memory of one call; and interleaved rounds over contenders (A, B, C, B, A, C, ...).
 
-Workspace is the peak above what was allocated before the call and above the gradients that the call returns.
-On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it is that of `flce.profile_memory`, of a
-call of its own since recording costs time. What a vendor library allocates by itself on a CPU is not seen.
+Workspace is the peak above the memory that was allocated before the call and above the gradients that the call returns.
+On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it is the peak of `flce.profile_memory`,
+in a separate call, because recording costs time. Memory that a vendor library allocates itself on a CPU is not counted.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from flce.core import private
 from flce.memory.profile import profile_memory
 
 T = TypeVar("T")
-CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
+CYCLES_PER_SECOND = 2e9  # of a GPU, or less; a slower GPU is busy a little longer, which does no harm
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call: its time, and its workspace where that could be read."""
+    """One call: its time, and its workspace if it could be read."""
 
     milliseconds: float
     workspace_bytes: int | None
     host_milliseconds: float | None = None  # until the call returned
     alone_milliseconds: float | None = None  # of the device by itself
-    held_bytes: int | None = None  # allocated before the call, where that can be read
+    held_bytes: int | None = None  # allocated before the call, if it can be read
     reserved_bytes: int | None = None  # the most that the allocator had from the device, in use or not
 
 
@@ -48,7 +48,7 @@ def gradient_bytes(outcome: object) -> int:
     return sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
 
-def nothing(*ignored: object) -> None:
+def do_nothing(*ignored: object) -> None:
     pass
 
 
@@ -58,21 +58,22 @@ def first_line(error: Exception) -> str:
 
 @dataclass
 class BenchMeter:
-    """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter and the profiler.
+    """On CUDA, events and the peak of the caching allocator; on a CPU, perf_counter and the profiler.
 
-    The device first does unmeasured work for `head_start` seconds, while the host launches the call: the time of the
-    host is then not measured. How long that work takes depends on the clock of a GPU, so several GPUs would not start
-    the call at once. `before` is launched between the two; where it is a collective, they do.
+    The device first does unmeasured work for `head_start` seconds while the host launches the call, so the time of the
+    host is not measured. The duration of that work depends on the clock of a GPU, so several GPUs would not start the
+    call at once. `before` is launched between that work and the call. If `before` is a collective, all GPUs start at
+    once.
     """
 
     device: torch.device
-    before: Callable[[], object] = nothing
+    before: Callable[[], object] = do_nothing
     head_start: float = 0.0
 
     def warm_up(self, step: Step) -> tuple[object, Sample]:
-        """A call whose time does not count, but its workspace."""
+        """Call the step. Return its outcome, and a sample whose workspace counts and whose time does not."""
         if self.device.type == "cuda":
-            step()  # kernels are built and libraries take their buffers in the first
+            step()  # the first call compiles kernels and allocates buffers of libraries
             return self.on_cuda(step)
         returned: list[object] = []
         peak = profile_memory(lambda: returned.append(step()), device="cpu").peak
@@ -104,8 +105,8 @@ class BenchMeter:
 
 
 def release(everything: bool = True) -> None:
-    """Gives back what is no longer referred to, to the device as well; with `everything` also what `compete`
-    had kept from the collector, which takes a while."""
+    """Free unreferenced objects and the allocator's cache; with `everything` also objects that `compete` froze, which
+    takes longer."""
     if everything:
         gc.unfreeze()
     gc.collect()
@@ -113,21 +114,17 @@ def release(everything: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
-# --- contenders take turns ---
-
-
 @dataclass
 class Entrant:
-    """A contender that has warmed up on the case at hand."""
+    """A contender that has warmed up on a case."""
 
     step: Step
     turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each of its timed calls
-    on_sample: Callable[[Sample], None] | None = None  # takes more from a sample than is taken of all
+    on_sample: Callable[[Sample], None] | None = None  # records more figures of a sample
     spent: float = 0.0  # seconds of timed calls
 
 
-# The meter of a case; and what warms a contender up.
-Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]
+Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]  # of a case: its meter, and the warm-up
 
 
 def compete(
@@ -135,15 +132,15 @@ def compete(
     contenders: Sequence[ContenderT],
     prepared: Prepared,
     effort: Effort,
-    say: Callable[[str], object] = nothing,
+    report: Callable[[str], object] = do_nothing,
 ) -> Entry:
-    """Warms up all that apply and times them in turn, the first of ours twice. Failures become part of the results."""
+    """Warm up all contenders that apply and time them in turn, the first of flce twice. Results record failures."""
     meter, enter = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
     contenders = with_repeat(contenders) if case.is_timed else contenders
     results = [BenchResult.of(contender) for contender in contenders]
     entrants: list[tuple[BenchResult, Entrant]] = []
-    # What exists now is left out of the collections before first and timed calls, which are then quick; see `release`.
+    # Collections before first and timed calls skip the objects that exist now, so they are quick; see `release`.
     gc.freeze()
     for contender, result in zip(contenders, results, strict=True):
         if effort.expired():
@@ -151,13 +148,13 @@ def compete(
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
         else:
-            say(f"first call of {contender.title}")
+            report(f"first call of {contender.title}")
             if (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
                 entrants.append((result, entrant))
     if case.is_timed:
         gc.collect()
         gc.freeze()
-        say("all in turn")
+        report("all in turn")
         interleave(entrants, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
@@ -169,10 +166,10 @@ SKIPPED = "skipped", "the deadline had passed"
 
 
 def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort) -> None:
-    """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
+    """Time every entrant once, then in rounds until its seconds or the deadline have passed.
 
-    A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
-    therefore random, so that none always follows the same one; the first is in the given order, for the deadline.
+    Heat of the previous call slows down a GPU. From the second round on the order is therefore random, so that no
+    entrant always follows the same one. The first round has the given order, because of the deadline.
     """
     order = random.Random(0)
     for _ in range(effort.rounds):
@@ -188,7 +185,7 @@ def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, e
 def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> None:
     def measure() -> Sample:
         with entrant.turn():
-            gc.collect()  # garbage goes before a timed call, not during it
+            gc.collect()  # before a timed call, so that no collection runs during it
             gc.disable()
             try:
                 sample = meter.sample(entrant.step)
@@ -203,36 +200,34 @@ def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> Non
     if sample is None:
         return
     entrant.spent += time.perf_counter() - start
-    for samples, milliseconds in (
-        (result.samples_ms, sample.milliseconds),
-        (result.host_samples_ms, sample.host_milliseconds),
-        (result.alone_samples_ms, sample.alone_milliseconds),
-    ):
-        if milliseconds is not None:
-            samples.append(milliseconds)
+    result.samples_ms.append(sample.milliseconds)
+    if sample.host_milliseconds is not None:
+        result.host_samples_ms.append(sample.host_milliseconds)
+    if sample.alone_milliseconds is not None:
+        result.alone_samples_ms.append(sample.alone_milliseconds)
     if sample.workspace_bytes is not None and result.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 
 
 class UnplannedError(Exception):
-    """No plan keeps the budget of a contender: that is a finding, and no failure."""
+    """No plan fits the budget of a contender. This is a result, not a failure."""
 
 
 def attempt(result: BenchResult, work: Callable[[], T]) -> T | None:
-    """What `work` returns; or None, where an exception of it became part of the result."""
+    """Return the value of `work()`. If it raises, record the exception in the result and return None."""
     try:
         return work()
+    except UnplannedError as error:
+        result.status, result.reason = "unplanned", first_line(error)
+        return None
     except Exception as error:
         first = first_line(error)
-        if isinstance(error, UnplannedError):
-            result.status, result.reason = "unplanned", first
-            return None
         if isinstance(error, torch.OutOfMemoryError):
-            # What follows of the message are numbers of processes and advice.
+            # The rest of the message has numbers of processes and advice.
             result.status, first = "oom", first.partition(" GPU ")[0]
         else:
             traceback.print_exc(limit=-3)
             result.status = "failed"
         result.reason = f"{type(error).__name__}: {first}"[:300]
-    release(everything=False)  # now that the exception is gone, which held on to the frames that it came through
+    release(everything=False)  # after the exception is gone, which referred to the frames that raised it
     return None

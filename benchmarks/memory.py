@@ -1,9 +1,9 @@
-"""The picture of README.md: allocated memory over a training step of a whole model, stock beside patched.
+"""The picture of README.md: allocated memory over a training step of a model, stock and patched.
 
     CUDA_LAUNCH_BLOCKING=1 python -m benchmarks.memory memory-h200.png      # and memory-h200.json
 
 Llama-3.2-1B's shapes and random weights, 4 x 8192 tokens, bfloat16, gradient checkpointing, no optimizer; on a CPU a
-tiny model. The host waits for each kernel, so that the times are those of the device.
+tiny model. The host waits for each kernel, so that the times are times of the device.
 """
 
 from __future__ import annotations

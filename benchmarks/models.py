@@ -1,9 +1,8 @@
-"""Training steps of whole models: peak memory and tokens a second. One model, which each contender changes in turn.
+"""Peak memory and tokens a second of training steps of whole models. Contenders change one model in turn.
 
-A step is forward with labels, backward, the optimizer if there is one, and dropping the gradients. As in Trainer,
-nothing but the loss is kept of the model's output, so that no logits live during backward that it does not need. A
-case is a line of a preset, a contender a context manager that changes the model and puts it back, and a line in
-`CONTENDERS`.
+A step is forward with labels, backward, the optimizer if the case has one, and freeing the gradients. As in Trainer,
+only the loss of the model's output is kept, so that logits do not live during backward unless it needs them. A
+contender is a context manager that changes the model and restores it, and a line in `CONTENDERS`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 import flce
-from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
 from benchmarks.runs import BenchResult, Entry
@@ -29,9 +28,7 @@ from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, ove
 from flce.core.sizes import MIB
 from flce.tools.machine import DTYPES
 
-# --- models, with random weights: nothing is downloaded ---
-
-# What makes a model of Transformers the one of that name.
+# Fields of Transformers' config of each architecture.
 FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size"
 
 
@@ -52,7 +49,7 @@ ARCHITECTURES = {
 }
 
 
-# What ends a training step, after forward and backward. The gradients are dropped in any case.
+# The end of a training step, after forward and backward. The gradients are freed in any case.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "none": None,
     "sgd": torch.optim.SGD,
@@ -70,11 +67,11 @@ class ModelCase(BenchCase):
     sequence: int
     dtype: str = "bfloat16"
     optimizer: str = "none"
-    budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
+    budgets_mib: tuple[int, ...] = ()  # workspace budgets, a separate contender for each
     contenders: tuple[str, ...] | None = None  # only these; None or (): all
     checkpointing: bool = True  # of gradients
-    lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
-    processes: str = ""  # which have these tokens, and how the model is divided over them
+    lora_rank: int = 0  # of PEFT's adapters of all linear layers except the head; only adapters are trained then
+    processes: str = ""  # in words: the processes that share these tokens, and how the model is divided
 
     @property
     def tokens(self) -> int:
@@ -86,7 +83,7 @@ class ModelCase(BenchCase):
 
     @property
     def setting(self) -> str:
-        """All but the model."""
+        """All fields except the model, as text."""
         parts = [f"{self.batch} x {self.sequence} tokens{self.processes}", self.dtype]
         parts += [f"LoRA of rank {self.lora_rank}"] * bool(self.lora_rank)
         parts += ["no checkpointing"] * (not self.checkpointing) + [self.optimizer] * (self.optimizer != "none")
@@ -97,7 +94,7 @@ class ModelCase(BenchCase):
 
 
 def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
-    """The model with random weights, made on the device, ready for training."""
+    """Return the model with random weights, allocated on the device, in training mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -108,12 +105,12 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
         add_lora(model, case.lora_rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    made: nn.Module = model.train()
-    return made
+    trained: nn.Module = model.train()
+    return trained
 
 
 def add_lora(model: Any, rank: int) -> None:
-    """Adapters of this rank beside all linear layers but the head, which then are all that is trained; 0: none."""
+    """Add adapters of this rank to all linear layers except the head, and freeze all other weights; 0: no change."""
     if rank:
         from peft import LoraConfig
 
@@ -121,7 +118,7 @@ def add_lora(model: Any, rank: int) -> None:
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What exists between two steps: weights, buffers, and what the optimizer keeps."""
+    """Return the bytes between two steps: weights, buffers, and states of the optimizer."""
     tensors = [*model.parameters(), *model.buffers()]  # tied weights are given once
     for state in optimizer.state.values() if optimizer is not None else ():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -129,20 +126,15 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int
 
 
 def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Random tokens, which are their own labels: the model shifts them."""
+    """Return random tokens. They are also the labels, which the model shifts."""
     generator = torch.Generator(device).manual_seed(seed)
     vocab = ARCHITECTURES[case.model]["vocab_size"]
     return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
 
 
-# --- contenders ---
-
-Change = Callable[[nn.Module], AbstractContextManager[object]]
-
-
 @dataclass(frozen=True)
 class ModelContender(Contender):
-    applied: Change  # the model is changed inside
+    applied: Callable[[Any], AbstractContextManager[object]]  # the model is changed inside
     call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
 
 
@@ -157,15 +149,14 @@ def ours(model: nn.Module, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: bool) -> Iterator[None]:
-    """Liger has no way back: it replaces methods of modules and names in the model's Python file."""
+    """Apply Liger's kernels, and afterwards restore methods of modules and names in the model's file."""
     patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
     attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     names = vars(sys.modules[type(model).__module__])
     before = [*attributes, (names, dict(names))]
     try:
-        patch._apply_liger_kernel_to_instance(
-            model=model, fused_linear_cross_entropy=fused_linear_cross_entropy, **kernels
-        )
+        kernels["fused_linear_cross_entropy"] = fused_linear_cross_entropy
+        patch._apply_liger_kernel_to_instance(model=model, **kernels)
         yield
     finally:
         for present, saved in before:
@@ -175,7 +166,6 @@ def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: 
 
 @contextlib.contextmanager
 def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
-    """The two go together: Liger's kernels for everything but the loss."""
     with liger(model, fused_linear_cross_entropy=False), ours(model):
         yield
 
@@ -185,12 +175,12 @@ only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=Fals
 needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
 
-def peer(name: str, title: str, applied: Change, **call: Any) -> ModelContender:
+def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> ModelContender:
     return ModelContender(name, title, "peer", applied, unavailable=needs_liger, call=call)
 
 
-# In the order in which they are measured: what a deadline would cut off comes last. What the model's forward does not
-# know it hands on to the loss.
+# In the order of measurement: a deadline cuts off the last. A model passes arguments of its forward that it does not
+# have to the loss.
 CONTENDERS = [
     ModelContender("ours", "flce", "ours", ours),
     ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `entrants`
@@ -203,28 +193,22 @@ CONTENDERS = [
 
 
 def entrants(case: ModelCase) -> list[ModelContender]:
-    """The contenders of a case in the order of the table, with one for each budget."""
+    """Return the contenders of a case in the order of the table, with one for each budget."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = select_contenders(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
+    chosen = select_contenders(CONTENDERS, case.contenders)
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
-        if contender.name != "ours-budget":
-            found.append(contender)
-            continue
-        for mib in case.budgets_mib:
+        for mib in case.budgets_mib if contender.name == "ours-budget" else ():
             applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
             found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
+        found += [contender] if contender.name != "ours-budget" else []
     if case.lora_rank and needs_peft(torch.device("cpu")) is not None:
         found = [replace(contender, unavailable=needs_peft) for contender in found]
     return found
 
 
-# --- cases ---
-
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
-
-
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
@@ -232,21 +216,18 @@ QUOTED = replace(SHORT, budgets_mib=(), contenders=("stock", "ours", "liger-loss
 SETTINGS: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"checkpointing": False}]  # stock has 118 GiB in the last
 LONGER = replace(TINY, batch=1, sequence=128, **SETTINGS[2])
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # Seconds on a CPU, for the tests; half a minute of one large GPU, three minutes, and six.
-    "tiny": lambda: planned([replace(TINY, **SETTINGS[1]), LONGER], rounds=2, seconds=1.0),
-    "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
-    # What README.md and docs/performance.md quote.
-    "h200-pages": lambda: planned([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
-    "h200": lambda: planned([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
+    # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes; six minutes.
+    "tiny": lambda: plan_cases([replace(TINY, **SETTINGS[1]), LONGER], rounds=2, seconds=1.0),
+    "h200-short": lambda: plan_cases([FEWER], rounds=3, seconds=4.0),
+    # For README.md and docs/performance.md.
+    "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
+    "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
 }
-
-
-# --- measuring ---
 
 
 @dataclass
 class TrainingStep:
-    """One step, and what was seen in the latest."""
+    """One step, and the loss of the latest."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -266,40 +247,40 @@ class TrainingStep:
             self.model.zero_grad()
 
 
-def take(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
-    """Loss and memory of a step: what it took beside what it found, or beside what is held if that cannot be read."""
+def record_step(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
+    """Record the loss and the memory of a step. `held_bytes` is used if the memory before the step cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
     if sample.workspace_bytes is None:
         return
-    found = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    held = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
     result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-    result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
-    if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
+    result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
+    if result.reserved_bytes is None:  # of the first complete step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 
 
-def in_turn(
+def share_model(
     model: nn.Module, device: torch.device, step_of: Callable[[Any], Step], optimizer: torch.optim.Optimizer | None
 ) -> Prepared:
-    """One model, which each contender changes for its turns."""
+    """Return the meter and the warm-up of contenders that change one model in turn."""
     meter = BenchMeter(device)
 
     def enter(contender: Any, result: BenchResult) -> Entrant:
         step = step_of(contender)
-        keep = functools.partial(take, step, optimizer, result)
+        record = functools.partial(record_step, step, optimizer, result)
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
             if result.reserved_bytes is None:
-                release(everything=False)  # what others left in the cache would be counted
+                release(everything=False)  # otherwise the cache of other contenders would count
             with contender.applied(model):
                 yield
 
         with turn():
             _, sample = meter.warm_up(step)
-        keep(sample)
-        return Entrant(step, turn, keep)
+        record(sample)
+        return Entrant(step, turn, record)
 
     return meter, enter
 
@@ -307,32 +288,29 @@ def in_turn(
 def prepare(case: ModelCase, device: torch.device) -> Prepared:
     release()
     model, batch = build(case, device), make_batch(case, device)
-    # With a learning rate of 0 it works as always, and every contender finds the same weights.
+    # With a learning rate of 0 the optimizer does all its work, and every contender finds the same weights.
     kind: Any = OPTIMIZERS[case.optimizer]
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
-        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
-    return in_turn(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer)
+        TrainingStep(model, optimizer, batch[:1, :8])()  # allocates its states before the first contender's step
+    return share_model(
+        model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer
+    )
 
 
-# --- tables ---
-
-
-def speed(result: BenchResult, case: ModelCase) -> float | None:
-    """Tokens a second."""
+def tokens_per_second(result: BenchResult, case: ModelCase) -> float | None:
     return None if result.median_ms is None else 1e3 * case.tokens / result.median_ms
 
 
 def rate(result: BenchResult, case: ModelCase) -> str:
-    """Tokens a second, or why there is no such figure."""
-    value = speed(result, case)
+    """Return the tokens a second, or the reason for their absence, as text."""
+    value = tokens_per_second(result, case)
     if value is None:
         return "out of memory" if result.status == "oom" else NONE
     return f"{value:.0f}"
 
 
 def table(entry: Entry) -> Table:
-    """Speed and memory of every contender on the training step of a model."""
     stock, other, trl = (entry.by_name(name) for name in ("stock", "liger-loss", "trl"))
     columns: Columns = {
         "": lambda r: r.title,

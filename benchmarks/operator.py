@@ -1,6 +1,6 @@
-"""The fused linear cross entropy: time, workspace, and exactness of forward and backward.
+"""Time, workspace and exactness of forward and backward of the fused linear cross entropy: the command `operator`.
 
-A case is a line of a preset, a contender one of `contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
+Contenders are in `contenders.CONTENDERS`, targets in `targets.TARGETS`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks import tables
-from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks import tables, targets
+from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
 from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
@@ -23,64 +23,42 @@ from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, S
 from benchmarks.row_calls import CallMeter
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
-from benchmarks.targets import (
-    CURVE_SHAPES,
-    EXACT_TARGETS,
-    HEADS,
-    MAIN,
-    NARROW,
-    PEERS,
-    PEERS_LABEL,
-    SMALL,
-    curve_case,
-    dominance_table,
-    figures,
-    plan_tables,
-    target_cases,
-    target_tables,
-)
+from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases
 from flce.core.sizes import MIB
 from flce.ops import linear_call
 from flce.planning import device_kinds
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Seconds for which the device is kept busy while the host launches a timed call. In training it is ahead of the device
-# as well: what is measured is the time of the device.
+# Seconds for which the device is busy while the host launches a timed call. In training the host is ahead of the
+# device, too, so the time of the device is measured.
 HEAD_START = 3e-3
-FLOORS = ("floor-aligned", "floor")  # the first that applies is what times are multiples of
+FLOORS = ("floor-aligned", "floor")  # times are multiples of the first that applies
 OURS = "ours"
-
-
-# --- cases ---
 
 TINY = (96, 64, 500)
 EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
-EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as under a GradScaler
+EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as with a GradScaler
 
-
-# 592: half of a MiB less than the float32 sums of a head of 151936 x 1024, what Liger's take there.
+# 592: half of a MiB less than the float32 sums of a head of 151936 x 1024, the memory of Liger's sums there.
 BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
-# 60: blocks of 3,584 classes, whose products fill the device more evenly than those of 3,840.
+# 60: blocks of 3,584 classes, whose products fill the device more evenly than the products of 3,840 classes.
 BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
 
 def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
-    """A problem with our settings and everybody else."""
+    """Return the case of a shape with the settings of flce and all peers."""
     names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
     return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
 def call_case(shape: Shape) -> OperatorCase:
-    """A problem with our default and everybody else, as called."""
+    """Return the case of a shape with the default of flce and all peers, as called."""
     return replace(peer_case(shape, ("ours",)), calls=True, label="")
 
 
 def tiny() -> Plan:
-    """Seconds on a CPU; for the tests."""
+    """Return the cases of the tests. They take seconds on a CPU."""
     all_modes = [OperatorCase(*TINY, dtype="float32", mode=mode, budget_mib=1, errors=True) for mode in CALLS]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
@@ -88,33 +66,32 @@ def tiny() -> Plan:
     three = ("floor", "ours", "stock")
     featured = OperatorCase(*TINY, dtype="float32", own_products=False, contenders=three, errors=True)
     features = [replace(featured, feature=feature) for feature in FEATURES]
-    return planned([*all_modes, skipping, *features, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
+    return plan_cases([*all_modes, skipping, *features, peer_case(TINY, curve), call_case(TINY)], 3, 1.0)
 
 
-# The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
-# promised of speed, a matter of one percent, and our settings and the peers, one of ten percent.
+# Targets need a precision of one percent, so they get more rounds than the peers, which need ten percent.
 CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
-TARGETS_PLAN = planned(target_cases(), rounds=24, seconds=0.8)
-EXACTNESS_PLAN = planned(EXACT, rounds=1, seconds=0.0)
-PEER_PLAN = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
+TARGETS_PLAN = plan_cases(target_cases(), rounds=24, seconds=0.8)
+EXACTNESS_PLAN = plan_cases(EXACT, rounds=1, seconds=0.0)
+PEER_PLAN = plan_cases([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": tiny,
-    "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
+    "cpu": lambda: plan_cases(CPU, rounds=9, seconds=15.0),
     "targets": lambda: TARGETS_PLAN,
     "peers": lambda: EXACTNESS_PLAN + PEER_PLAN,
     "h200": lambda: TARGETS_PLAN + EXACTNESS_PLAN + PEER_PLAN,
-    # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
-    "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
+    # Small calls, and a large one. Two minutes of one large GPU.
+    "h200-small": lambda: plan_cases(map(call_case, targets.SMALL), 25, 0.5) + plan_cases([call_case(MAIN)], 25, 1.2),
     # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.
-    "h200-curve": lambda: planned(map(curve_case, CURVE_SHAPES), rounds=7, seconds=0.4),
-    # Logits that are never rounded beside rounded ones, and without products of our own. Three minutes.
-    "h200-exact": lambda: planned(target_cases(EXACT_TARGETS), rounds=7, seconds=0.5),
+    "h200-curve": lambda: plan_cases(map(targets.curve_case, targets.CURVE_SHAPES), rounds=7, seconds=0.4),
+    # Logits that are never rounded, rounded logits, and no fused products. Three minutes.
+    "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
 }
 
 
 @contextlib.contextmanager
 def products(ours: bool) -> Iterator[None]:
-    """Without ours, plans and calls inside are those of a device that has no products of our own."""
+    """If not `ours`, plan and call inside as on a device without fused products."""
     with contextlib.ExitStack() as stack:
         for module in () if ours else (linear_call, device_kinds):
             stack.enter_context(mock.patch.object(module, "has_product", return_value=False))
@@ -122,8 +99,8 @@ def products(ours: bool) -> Iterator[None]:
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    """The operands of the case, and its right answer if errors are asked for."""
-    release()  # what other cases left in the cache
+    """Allocate the operands of the case, and compute its result in float64 if the case measures errors."""
+    release()
     problem = OperatorProblem(case, device)
     oracle = make_oracle(problem) if case.errors else None
     meter = (CallMeter if case.calls else BenchMeter)(device, head_start=HEAD_START)
@@ -137,7 +114,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
                 raise UnplannedError(str(error)) from None
             step = contender.prepare(problem)
             outcome, sample = meter.warm_up(step)
-            if contender.family != "floor":  # whose buffers are an artefact of how it is measured
+            if contender.family != "floor":  # the buffers of a floor are an artefact of its measurement
                 result.workspace_bytes = sample.workspace_bytes
             if oracle is not None:
                 result.errors = exactness(outcome, oracle)
@@ -148,15 +125,13 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     return meter, enter
 
 
-# --- tables ---
-
 WORKSPACE = "MiB: the peak of memory above the inputs and the returned gradients"
 ERRORS = "loss, dX, dW: relative error against float64 (of tensors: norm of the difference over norm)"
 NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 
 def products_ms(entry: Entry) -> float | None:
-    """What the bare products take of the device."""
+    """Return the time of the bare products on the device."""
     floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
@@ -169,7 +144,7 @@ def error_columns() -> Columns:
 
 
 def table(entry: Entry, shown: Collection[str] = ()) -> Table:
-    """Time, workspace and errors of every contender; if any columns are named, only these."""
+    """Return the table of time, workspace and errors; with the columns `shown`, or with all."""
     floor_ms, stock = products_ms(entry), entry.by_name("stock")
     columns: Columns = {
         "": lambda r: r.title,
@@ -187,8 +162,8 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
         **error_columns(),
     }
     results = [result for result in entry.results if result.samples_ms or result.errors]
-    made = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
-    return replace(made, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *made.notes])
+    rows = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
+    return replace(rows, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *rows.notes])
 
 
 def format_times(entry: Entry, result: BenchResult) -> str:
@@ -200,19 +175,18 @@ def format_times(entry: Entry, result: BenchResult) -> str:
 
 def call_table(entries: Sequence[Entry]) -> Table:
     title = "As called and alone, of the bare products alone; host ms"
-    made = tables.summary(title, "tokens x hidden x vocabulary", entries, format_times)
+    summary = tables.summary(title, tables.SHAPE, entries, format_times)
     notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
-    return replace(made, notes=[*notes, *made.notes])
+    return replace(summary, notes=[*notes, *summary.notes])
 
 
 def target_and_plan_tables(runs: Sequence[Run]) -> list[Table]:
-    """Targets, peers and plans, those that the runs have figures of."""
-    measured = [table for table in (*target_tables(runs), dominance_table(runs)) if table.rows]
-    return measured + plan_tables(runs)
+    """Return the tables of targets, peers and plans of which the runs have figures."""
+    measured = [table for table in (*targets.target_tables(runs), targets.dominance_table(runs)) if table.rows]
+    return measured + targets.plan_tables(runs)
 
 
 def run_tables(run: Run, brief: bool) -> list[Table]:
-    """First what is promised."""
     found = target_and_plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
@@ -220,51 +194,49 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     for label in dict.fromkeys(entry.case.label for entry in others):
         entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
-            title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
-            found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
+            title = "Median ms, workspace MiB" + (label and f", {label}")
+            found.append(tables.summary(title, tables.SHAPE, entries, lambda entry, result: figures(result)))
     return found + [table(entry) for entry in run.cases if entry.case.errors or not brief]
 
 
-# --- the picture ---
-
-LEAST_MIB = 0.1  # the workspace as which less is drawn
+LEAST_MIB = 0.1  # a smaller workspace is drawn here
 
 
-def figure(run: Run) -> Figure:
-    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
+def figure(run: Run) -> Any:
+    """Draw time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
     title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
     found = [entry for entry in run.cases if points(entry)]
     if not found:
         raise ValueError("the results hold no case with both time and memory")
-    # Where flce stands beside its floor alone there is little to see.
+    # Prefer entries with other contenders than flce and its floor.
     entries = [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
     multiples = all(map(products_ms, entries))
-    panels = [panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
+    panels = [make_panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
     y = "time, of the bare products" if multiples else "median ms"
     return draw(panels, title, "workspace, MiB", y, scales, columns=1)
 
 
 def points(entry: Entry) -> list[Any]:
-    """The results that have both time and memory."""
+    """Return the results that have both time and memory."""
     return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 
-def in_curve(contender: str) -> bool:
-    """Whether it is flce in a budget with the numerics of the default: a point of the curve."""
+def is_in_curve(contender: str) -> bool:
+    """Return True for flce in a budget with the numerics of the default."""
     return contender_of_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
-def panel(entry: Entry, unit_ms: float) -> Panel:
+def make_panel(entry: Entry, unit_ms: float) -> Panel:
     place = {r.contender: (max(r.workspace_bytes / MIB, LEAST_MIB), r.median_ms / unit_ms) for r in points(entry)}
-    curve = sorted(spot for name, spot in place.items() if name == OURS or in_curve(name))
+    curve = sorted(spot for name, spot in place.items() if name == OURS or is_in_curve(name))
     found = []
     if len(curve) > 1:
         found.append(Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-"))
     for result in entry.results:
         name, _, _ = result.title.partition(" (")
-        if result.family == "repeat":  # a measure of the spread, on top of the first
+        if result.family == "repeat":  # it would cover the first
             continue
-        if result.contender in place and not in_curve(result.contender):
+        if result.contender in place and not is_in_curve(result.contender):
             x, y = place[result.contender]
             found.append(Series(name, result.family, [x], [y]))
         elif result.family == "floor" and result.median_ms is not None:
@@ -273,6 +245,7 @@ def panel(entry: Entry, unit_ms: float) -> Panel:
     return Panel(entry.case.title, found)
 
 
+shape_tables = tables.overview("Median ms, workspace MiB", tables.SHAPE, lambda _, result: figures(result), table)
 OPERATOR = Benchmark(
     kind="operator",
     about="Time, workspace and exactness of forward and backward.",
@@ -285,6 +258,6 @@ OPERATOR = Benchmark(
     table=table,
     tables=run_tables,
     figure=figure,
-    targets=lambda runs, brief: target_and_plan_tables(runs) or target_tables(runs)[:1],
+    targets=lambda runs, brief: target_and_plan_tables(runs) or targets.target_tables(runs)[:1],
     choices={"mode": CALLS, "feature": FEATURES},
 )

@@ -1,9 +1,9 @@
-"""Tables in README.md and docs/, made from result files, so that pages and results cannot disagree.
+"""Tables in README.md and docs/, written from result files, so that pages and results cannot disagree.
 
     python -m benchmarks pages README.md docs/performance.md docs/devices.md
 
-writes each block of a page anew. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, where KIND is
-one of `KINDS`, or with `<!-- KIND -->` for one of `PLANNED`, which need no results. It ends before the next empty line.
+rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, with a KIND of
+`KINDS`, or with `<!-- KIND -->`, with a KIND of `PLANNED`, which needs no results. It ends before the next empty line.
 """
 
 from __future__ import annotations
@@ -12,23 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import device_plans
+from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
-from benchmarks.models import MODEL, speed
+from benchmarks.models import MODEL, tokens_per_second
 from benchmarks.operator import OPERATOR, error_columns, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import (
-    Columns,
-    Table,
-    absences,
-    format_or_dash,
-    measured_on,
-    mebibytes,
-    milliseconds,
-    ratio,
-    tabulate,
-)
+from benchmarks.tables import Table, format_or_dash
 from benchmarks.targets import CURVE_SHAPES
 from flce.core.sizes import GIB
 from flce.planning.search import MEMORY_SHARE
@@ -36,32 +26,30 @@ from flce.planning.search import MEMORY_SHARE
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
-
-
-# Budgets of the table of all sizes; the picture has the others.
+# Budgets of the table of all sizes; the picture also has the others.
 BUDGETS = {budget_name(mib) for mib in (4, 16, 64, 256)}
 
 
 def shown(entries: Sequence[Entry]) -> dict[str, str]:
-    """Titles of the contenders that have figures, or a reason for having none that is worth a line, by name."""
+    """Return titles by name of the contenders that have figures, or a reason of `WHY_NOT`."""
     results = [result for entry in entries for result in entry.results if result.family != "repeat"]
-    return {r.contender: short(r) for r in results if r.samples_ms or r.status in WHY_NOT}
+    return {r.contender: short_title(r) for r in results if r.samples_ms or r.status in WHY_NOT}
 
 
-def short(result: BenchResult) -> str:
+def short_title(result: BenchResult) -> str:
     title, _, _ = result.title.partition(" (")
-    return "bare products" if result.family == "floor" else title  # older files have another title
+    return "bare products" if result.family == "floor" else title  # older files have other titles of floors
 
 
 def head_entries(run: Run) -> list[Entry]:
-    """Those of the picture, in its order: with stock beside ours."""
+    """Return the entries of the picture, in its order: all entries with stock."""
     timed = [entry for entry in run.cases if entry.by_name("stock").samples_ms and not entry.case.calls]
     found = {entry.case.shape: entry for entry in timed}
     return [found[shape] for shape in CURVE_SHAPES if shape in found]
 
 
 def heads(run: Run) -> Table:
-    """Milliseconds and workspace, a column of each for each size."""
+    """Return the table of milliseconds and workspace, two columns for each size."""
     entries = head_entries(run)
     names = [name for entry in entries for name in (f"{' x '.join(map(str, entry.case.shape))}, ms", "workspace, MiB")]
     rows = [
@@ -73,24 +61,26 @@ def heads(run: Run) -> Table:
 
 
 def head_cells(result: BenchResult) -> tuple[str, str]:
-    return WHY_NOT.get(result.status, milliseconds(result.median_ms)), mebibytes(result.workspace_bytes)
+    time = WHY_NOT.get(result.status, tables.milliseconds(result.median_ms))
+    return time, tables.mebibytes(result.workspace_bytes)
 
 
 def head(run: Run) -> Table:
-    """Time, workspace and errors of gradients at the first size, without budgets."""
+    """Return the table of time, workspace and errors of gradients at the first size, without budgets."""
     entry = head_entries(run)[0]
     timed = [result for result in entry.results if result.samples_ms and result.family not in ("repeat", "floor")]
-    columns: Columns = {
-        "": short,
-        "time / the three bare products": lambda r: ratio(r.median_ms, products_ms(entry)),
-        "workspace, MiB": lambda r: mebibytes(r.workspace_bytes),
+    columns: tables.Columns = {
+        "": short_title,
+        "time / the three bare products": lambda r: tables.ratio(r.median_ms, products_ms(entry)),
+        "workspace, MiB": lambda r: tables.mebibytes(r.workspace_bytes),
         **{f"error of {name}": show for name, show in error_columns().items() if name != "loss"},
     }
-    return tabulate("", [result for result in timed if contender_of_budget(result.contender) is None], columns, [])
+    listed = [result for result in timed if contender_of_budget(result.contender) is None]
+    return tables.tabulate("", listed, columns, [])
 
 
 def models(run: Run, settings: int | None = None) -> Table:
-    """Tokens a second and peak memory, two columns for each model; of so many of the first settings, or of all."""
+    """Return the table of tokens a second and peak memory of all or of the first `settings` settings."""
     cases = {(entry.case.setting, entry.case.model): entry for entry in run.cases}
     names = dict.fromkeys(model for _, model in cases)
     rows = []
@@ -103,13 +93,13 @@ def models(run: Run, settings: int | None = None) -> Table:
 
 
 def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
-    tokens = format_or_dash(lambda rate: f"{rate:,.0f}")(speed(result, entry.case))
+    tokens = format_or_dash(lambda rate: f"{rate:,.0f}")(tokens_per_second(result, entry.case))
     peak = format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes if result.samples_ms else None)
     return WHY_NOT.get(result.status, tokens), peak
 
 
 def measured(run: Run) -> str:
-    return "\n".join([f"Measured {run.head['date'][:10]} on {measured_on(run)}", *absences(run)])
+    return "\n".join([f"Measured {run.head['date'][:10]} on {tables.measured_on(run)}", *tables.absences(run)])
 
 
 KINDS: dict[str, tuple[Benchmark, Callable[[Run], str]]] = {
@@ -129,13 +119,13 @@ PLANNED: dict[str, Callable[[], str]] = {
 }
 
 
-def filled(page: str) -> str:
-    """The page with its blocks made from their files."""
+def fill_page(page: str) -> str:
+    """Return the page with its blocks rewritten from their files."""
 
-    def made(block: re.Match[str]) -> str:
+    def rewrite(block: re.Match[str]) -> str:
         if block["file"] is None:
             return f"{block['first']}{PLANNED[block['kind']]()}\n"
         benchmark, write = KINDS[block["kind"]]
         return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
 
-    return BLOCK.sub(made, page)
+    return BLOCK.sub(rewrite, page)

@@ -1,23 +1,20 @@
-"""Pictures: panels in a grid with one legend, in which what has one name looks the same in all of them."""
+"""Pictures: a grid of panels with one legend. A series has the same colour and marker in all panels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from typing import Any
 
 COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
-# Of peers, one for each.
-PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")
+PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")  # one for each peer
 MARKERS = "osDv^<>PX*hp"
+WIDE = 5.4  # inches of a panel
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, joined by a line of this style if there is one. Without `x` it is a level, without `y` a place."""
+    """Points, joined by a line of style `line`. Without `x` it is a horizontal line, without `y` a vertical line."""
 
     label: str
     family: str
@@ -32,18 +29,8 @@ class Panel:
     series: list[Series]
 
 
-WIDE = 5.4  # inches of a panel
-
-
-def draw(
-    panels: Sequence[Panel],
-    title: str,
-    x: str,
-    y: str,
-    scales: dict[str, Any],
-    columns: int = 3,
-) -> Figure:
-    """With these labels of the axes; `scales` are what matplotlib takes for an axis: xscale, yscale, ylim ..."""
+def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, Any], columns: int = 3) -> Any:
+    """Return the figure. `x` and `y` label the axes; `scales` are arguments of `Axes.set`: xscale, yscale, ylim ..."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,16 +46,16 @@ def draw(
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
-        for one in panel.series:
-            colour = COLOURS.get(one.family) or peers.setdefault(one.label, PEERS[len(peers) % len(PEERS)])
-            look: dict[str, Any] = {"color": colour, "label": one.label, "linestyle": one.line or "none"}
-            if not one.x:
-                axis.axhline(one.y[0], linewidth=1.2, **look)
-            elif not one.y:
-                axis.axvline(one.x[0], linewidth=0.8, **look)
+        for series in panel.series:
+            colour = COLOURS.get(series.family) or peers.setdefault(series.label, PEERS[len(peers) % len(PEERS)])
+            look: dict[str, Any] = {"color": colour, "label": series.label, "linestyle": series.line or "none"}
+            if not series.x:
+                axis.axhline(series.y[0], linewidth=1.2, **look)
+            elif not series.y:
+                axis.axvline(series.x[0], linewidth=0.8, **look)
             else:
-                marker = markers.setdefault(one.label, MARKERS[len(markers) % len(MARKERS)])
-                axis.plot(one.x, one.y, marker=marker, markersize=7, linewidth=1.5, **look)
+                marker = markers.setdefault(series.label, MARKERS[len(markers) % len(MARKERS)])
+                axis.plot(series.x, series.y, marker=marker, markersize=7, linewidth=1.5, **look)
         axis.set(xlabel=x, ylabel=y, **scales)
         axis.set_title(panel.title, fontsize=9)
         axis.grid(True, alpha=0.2)

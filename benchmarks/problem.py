@@ -1,4 +1,4 @@
-"""A case of the fused linear cross entropy, its operands, the same for every contender, and its right answer."""
+"""A case of the fused linear cross entropy, its operands (the same for every contender), and its result in float64."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from flce.tools.machine import DTYPES
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
 
 
+def parse_shapes(text: str) -> list[Shape]:
+    """Return the shapes of a text such as "8192x4096x128256 64x4096x128256"."""
+    sizes = (tuple(map(int, shape.split("x"))) for shape in text.split())
+    return [(tokens, hidden, vocab) for tokens, hidden, vocab in sizes]
+
+
 @dataclass(frozen=True)
 class BenchCall:
-    """How the operator is called, and the products of 2NHV flops that such a call cannot do without: its floor."""
+    """A way to call the operator, and its floor: the products of 2NHV flops that every such call needs."""
 
     input_grad: bool
     weight_grad: bool
@@ -29,20 +35,18 @@ class BenchCall:
     products: tuple[str, ...]
 
 
-# Which part of a training step a call stands for.
 Mode = Literal["forward+backward", "forward", "frozen-head", "reduction-none"]
 LOGITS, INPUT_GRAD, WEIGHT_GRAD = "x W^T", "dlogits W", "dlogits^T x"
 CALLS: dict[Mode, BenchCall] = {
     "forward+backward": BenchCall(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
     "forward": BenchCall(False, False, "mean", (LOGITS,)),  # under no_grad
     "frozen-head": BenchCall(True, False, "mean", (LOGITS, INPUT_GRAD)),
-    # Per-token losses with a per-token upstream gradient. A weight gradient that is already summed cannot be scaled
-    # per token: the logits are made again in backward.
+    # Losses and upstream gradients for each token. A weight gradient that is already summed cannot be scaled for each
+    # token, so backward computes the logits again.
     "reduction-none": BenchCall(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
 }
 
-
-# What a call has beside hidden states, head and labels: arguments of `make_problem`, by their name in a case.
+# Options of a call in addition to hidden states, head and labels: arguments of `make_problem`, by their name in a case.
 FEATURES: dict[str, dict[str, Any]] = {
     "": {},
     "bias": {"bias": True},
@@ -53,7 +57,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class OperatorCase(BenchCase):
-    """`time` and `errors` say what is asked of it."""
+    """One call of the operator. `time` and `errors` select what is measured."""
 
     tokens: int
     hidden: int
@@ -62,15 +66,15 @@ class OperatorCase(BenchCase):
     mode: Mode = "forward+backward"
     ignored: float = 0.0  # share of the labels that are ignore_index
     logits_std: float = LOGITS_STD  # standard deviation of the logits
-    upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
-    budget_mib: int = 256  # workspace budget of our memory-saving contender
+    upstream: float = 1.0  # gradient that arrives at the loss, as with a GradScaler
+    budget_mib: int = 256  # workspace budget of the contender "ours-vocab"
     time: bool = True
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
-    calls: bool = False  # times it also as it is called from an idle device
+    calls: bool = False  # the call is also timed from an idle device
     feature: str = ""  # one of `FEATURES`
-    own_products: bool = True  # whether flce has its own products, where the device is one for them
-    label: str = ""  # tells apart cases of the same problem with other contenders
+    own_products: bool = True  # flce uses its fused products if the device has them
+    label: str = ""  # distinguishes cases of the same problem with other contenders
 
     @property
     def is_measured(self) -> bool:
@@ -82,7 +86,7 @@ class OperatorCase(BenchCase):
 
     @property
     def problem(self) -> OperatorCase:
-        """The same, whoever takes part, and whatever is compared."""
+        """The case without its contenders and without `errors`."""
         return replace(self, contenders=None, errors=False)
 
     @property
@@ -105,10 +109,9 @@ class OperatorCase(BenchCase):
         parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
-    def aligned(self, multiple: int = 64) -> OperatorCase:
-        """The next shape whose tokens and vocabulary are multiples of `multiple`."""
-        up = lambda n: -(-n // multiple) * multiple  # noqa: E731
-        return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
+    def aligned(self) -> OperatorCase:
+        """Return the case of the next larger shape whose tokens and vocabulary are multiples of 64."""
+        return replace(self, tokens=-(-self.tokens // 64) * 64, vocab=-(-self.vocab // 64) * 64)
 
 
 class OperatorProblem:
@@ -117,21 +120,21 @@ class OperatorProblem:
     Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
     """
 
-    def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
-        sizes = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
-        more: dict[str, Any] = {**sizes, **FEATURES[case.feature]}
-        made = make_problem((case.tokens,), case.hidden, case.vocab, **more, generator=generator)
+    def __init__(self, case: OperatorCase, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        options: dict[str, Any] = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
+        options |= FEATURES[case.feature]
+        problem = make_problem((case.tokens,), case.hidden, case.vocab, **options, generator=generator)
         self.case = case
-        # Of adapters and of a bias, too, gradients are wanted.
-        made = made.map(
+        # Adapters and a bias need gradients, too.
+        problem = problem.map(
             lambda t, which: t.requires_grad_(case.call.weight_grad if which == "w" else case.call.input_grad)
         )
-        self.input, self.weight, self.adapters = made.input, made.linear_weight, made.adapters
-        # Arguments of `fused_linear_cross_entropy` beside the first three.
-        self.more: dict[str, Any] = {**made.kwargs, "linear_bias": made.linear_bias, "adapters": made.adapters}
-        self.full_target = made.target
-        self.target = made.target.clone()
+        self.input, self.weight, self.adapters = problem.input, problem.linear_weight, problem.adapters
+        # Arguments of `fused_linear_cross_entropy` after the first three.
+        self.more: dict[str, Any] = {**problem.kwargs, "linear_bias": problem.linear_bias, "adapters": problem.adapters}
+        self.full_target = problem.target
+        self.target = problem.target.clone()
         if case.ignored:
             order = torch.rand(case.tokens, device=device, generator=generator).argsort()
             self.target[order[: round(case.tokens * case.ignored)]] = IGNORED
@@ -140,7 +143,7 @@ class OperatorProblem:
             self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
 
     def changed(self, **attributes: Any) -> OperatorProblem:
-        """The same tensors, but for these."""
+        """Return the problem with these attributes. It shares all other tensors."""
         other = copy.copy(self)
         vars(other).update(attributes)
         return other
@@ -150,32 +153,30 @@ class OperatorProblem:
         """softmax - onehot of x W^T, in the dtype of the problem: an operand of the bare products."""
         x, w, y = self.input.detach(), self.weight.detach(), self.target
         gradient = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        # A few tokens at a time: this is work outside the timing, which is not to take much memory.
+        # This work is not timed. Chunks of tokens limit its memory.
         rows = max(1, (1024 if x.is_cuda else 128) * MIB // (4 * len(w)))
-        for some, labels, out in zip(x.split(rows), y.split(rows), gradient.split(rows), strict=True):
-            probabilities = torch.softmax((some @ w.T).float(), dim=-1)
+        for chunk, labels, out in zip(x.split(rows), y.split(rows), gradient.split(rows), strict=True):
+            probabilities = torch.softmax((chunk @ w.T).float(), dim=-1)
             probabilities[torch.arange(len(labels), device=x.device), labels.clamp(min=0)] -= 1
             out.copy_(probabilities.masked_fill_((labels == IGNORED)[:, None], 0))
         return gradient
 
 
 def make_oracle(problem: OperatorProblem) -> StepOutcome:
-    """The right answer, in float64, for an upstream gradient as the problem has it."""
-    call = problem.case.call
-    how: dict[str, Any] = {"reduction": call.reduction, "grad_output": problem.upstream, **problem.more}
-    right = oracle(problem.input, problem.weight, problem.target, **how)
-    return StepOutcome(
-        right.loss, right.grad_input if call.input_grad else None, right.grad_weight if call.weight_grad else None
-    )
+    """Compute the result in float64, for the upstream gradient of the problem."""
+    call, options = problem.case.call, {"grad_output": problem.upstream, **problem.more}
+    exact = oracle(problem.input, problem.weight, problem.target, reduction=call.reduction, **options)
+    gradients = exact.grad_input if call.input_grad else None, exact.grad_weight if call.weight_grad else None
+    return StepOutcome(exact.loss, *gradients)
 
 
-def exactness(outcome: object, right: StepOutcome) -> dict[str, float] | None:
-    """Relative errors of what the call returned; infinity rather than NaN where a value is not finite."""
+def exactness(outcome: object, exact: StepOutcome) -> dict[str, float] | None:
+    """Return the relative errors of the results of a call. The error of a value that is not finite is infinity."""
     if not isinstance(outcome, StepOutcome):
         return None
     errors = {}
     for name in ("loss", "input_grad", "weight_grad"):
-        value, truth = getattr(outcome, name), getattr(right, name)
+        value, truth = getattr(outcome, name), getattr(exact, name)
         if value is not None and truth is not None:
             error = relative_error(value, truth)
             errors[name] = error if math.isfinite(error) else math.inf

@@ -1,4 +1,4 @@
-"""Several processes that measure together: all take every step, by the clock of the first.
+"""Several processes that measure together: all execute the same steps, by the clock of the first process.
 
 python -m torch.distributed.run --nproc-per-node 2 -m benchmarks split-head --preset h200
 """
@@ -12,7 +12,7 @@ from benchmarks.cases import Effort
 
 
 def begin() -> torch.device:
-    """Joins the others; returns this process's device."""
+    """Initialize the process group. Return the device of this process."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
@@ -21,20 +21,17 @@ def begin() -> torch.device:
     return device
 
 
-def count() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 class Agreed(Effort):
+    """An effort whose answers are the answers of the first process."""
+
     def expired(self) -> bool:
-        return agreed(super().expired())
+        return broadcast(super().expired())
 
     def enough(self, spent: float) -> bool:
-        return agreed(super().enough(spent))
+        return broadcast(super().enough(spent))
 
 
-def agreed(answer: bool) -> bool:
-    """That of the first process."""
+def broadcast(answer: bool) -> bool:
     answers = [answer]
     dist.broadcast_object_list(answers)
     return answers[0]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks quick`: one call of the loss on this machine, beside every contender that is installed."""
+"""`python -m benchmarks quick`: one call of the loss on this machine, by flce and by every installed contender."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def quick(
         str | None, option(metavar="N,H,V", help="Tokens, hidden size, vocabulary.", show_default="by device")
     ] = None,
     dtype: Annotated[str | None, option(show_default="bfloat16; on a CPU float32")] = None,
-    device: Annotated[str | None, option(help="cpu or cuda:0, say.", show_default="cuda where there is one")] = None,
+    device: Annotated[str | None, option(help="cpu or cuda:0, say.", show_default="cuda if available")] = None,
     budget: Annotated[
         list[str] | None, option(metavar="SIZE", help="Also flce with at most this workspace: 256MiB, say.")
     ] = None,
     out: Annotated[Path, option(help="Result file. The picture is beside it.")] = Path("results/quick.json"),
 ) -> None:
-    """One shape in less than a minute: time, workspace and exactness, as a table and as a picture.
+    """Measure one shape in less than a minute: time, workspace and exactness, as a table and as a picture.
 
     Exit status 1: a call of flce failed, or is not as exact as stock.
     """
@@ -55,22 +55,23 @@ def quick(
     tokens, hidden, vocab = parse_option("--shape", parse_sizes, shape) if shape else default_shape(where)
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if dtype not in DTYPES:
-        raise usage_error("--dtype", f"one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise usage_error("--dtype", f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
     budgets = [budget_name(parse_option("--budget", parse_mebibytes, text)) for text in budget or ()]
     case = OperatorCase(tokens, hidden, vocab, dtype, contenders=(*FLOORS, OURS, *budgets, *OTHERS))
-    needed, there = operand_bytes(case), memory_of(where)
-    if needed > there:
-        figures = f"{size_text(needed)}, and {where} has {size_text(there)}"
+    # Hidden states and head, and their gradients.
+    needed, available = 2 * (tokens + vocab) * hidden * case.torch_dtype.itemsize, memory_of(where)
+    if needed > available:
+        figures = f"{size_text(needed)}, and {where} has {size_text(available)}"
         raise usage_error("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
     case = replace(case, errors=float64_is_cheap(case, where))
 
-    def say(what: str) -> None:
-        typer.echo(f"[{time.monotonic() - started:.0f} s] {what}", err=True)
+    def report(text: str) -> None:
+        typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
 
     run = Run(OPERATOR.kind, describe_run(where, "python -m benchmarks", sys.argv[1:]))
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
-    with contextlib.redirect_stdout(sys.stderr), current:  # libraries print
-        run.cases.append(OPERATOR.measure(case, where, EFFORT, say=say))
+    with contextlib.redirect_stdout(sys.stderr), current:  # libraries print to stdout
+        run.cases.append(OPERATOR.measure(case, where, EFFORT, report=report))
     save(run, out)
     typer.echo(f"{tables.measured_on(run)}\n\n{table(run.cases[0], COLUMNS).markdown(aligned=True)}")
     typer.echo("\n".join(tables.absences(run)))
@@ -78,12 +79,10 @@ def quick(
     typer.echo("".join(f"WRONG: {line}\n" for line in found), nl=False)
     picture = out.with_suffix(".png")
     figure(run).savefig(picture, dpi=110)
-    say(f"wrote {out} and {picture}")
+    report(f"wrote {out} and {picture}")
     if found:
         raise typer.Exit(1)
 
-
-# --- the case ---
 
 # Flops of the float64 products: three seconds on a CPU; on a GPU half a second, or fifteen without float64 units.
 CHEAP_FLOPS = {"cpu": 2e11, "cuda": 2e13}
@@ -91,14 +90,14 @@ CHEAP_SHARE = 0.25  # of the memory
 
 
 def default_shape(device: torch.device) -> Shape:
-    """Half a minute for all contenders together: a head of Llama 3 on a GPU, a smaller one on a CPU."""
+    """Return a shape that takes half a minute: a head of Llama 3 on a GPU, a smaller one on a CPU."""
     if device.type == "cpu":
         return 512, 512, 32000
     return (4096, 4096, 128256) if memory_of(device) >= 32 * GIB else (2048, 2048, 128256)
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of the device; of a CPU those of the machine."""
+    """Return the bytes of the device; for a CPU of the machine."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -110,21 +109,13 @@ def parse_mebibytes(text: str) -> int:
     return size // MIB
 
 
-def operand_bytes(case: OperatorCase) -> int:
-    """Hidden states and head, and their gradients."""
-    return 2 * (case.tokens + case.vocab) * case.hidden * case.torch_dtype.itemsize
-
-
 def float64_is_cheap(case: OperatorCase, device: torch.device) -> bool:
     flops, entries = 6 * math.prod(case.shape), (case.tokens + case.vocab) * case.hidden
     return flops <= CHEAP_FLOPS[device.type] and 16 * entries <= CHEAP_SHARE * memory_of(device)
 
 
-# --- what is wrong ---
-
-
 def faults(entry: Entry) -> list[str]:
-    """Calls of flce that have no figures, or results that are further from float64 than stock's."""
+    """Return a line for each call of flce without figures or with results further from float64 than stock's."""
     found, case = [], entry.case
     stock = entry.by_name("stock").errors or {}
     for result in entry.results:
@@ -140,10 +131,11 @@ def faults(entry: Entry) -> list[str]:
 
 
 def largest_error(case: OperatorCase, name: str) -> Bound:
-    """One call of each is compared: where both round alike, either may be a little further off.
+    """Return the bound of the error of flce over stock's error.
 
-    The loss is one number, in which the roundings of all tokens cancel as chance has it, stock's and ours.
+    One call of each is compared, so if both round alike, either may have a slightly larger error. The loss has an extra
+    tolerance, because rounding errors of single tokens partly cancel by chance.
     """
-    few = 1e-12 if case.torch_dtype == torch.float64 else 1e-6  # what sums in another order differ by
+    few = 1e-12 if case.torch_dtype == torch.float64 else 1e-6  # difference between sums in another order
     chance = torch.finfo(case.torch_dtype).eps / (4 * math.sqrt(case.tokens)) if name == "loss" else 0.0
     return Bound(1.25, few + chance)

@@ -1,29 +1,31 @@
-"""How calls on rows are timed: the same procedure for every contender, ours and the copy included.
+"""Timing of calls on rows, the same procedure for every contender: flce, the copy and peers.
 
-A row of 128 columns takes a microsecond of a GPU and fifty of the host. What is timed is the device:
+A row of 128 columns takes a microsecond of a GPU and fifty microseconds of the host. The time of the device is
+measured:
 
-* K calls are timed as one. Each has an input of its own, visited in turn, and their inputs together are more than four
-  times the L2 cache, so that a call finds nothing there that an earlier one read. The results of all K are held until
-  the last is made, so each call writes memory of its own as well. On a GPU K is also so large that the timed region
-  takes a tenth of a millisecond or more; for inputs of a gigabyte that is 1. `RowCase.calls_for` says how many.
-* The K calls are captured in a CUDA graph, and its replay is timed: the host takes no part ("captured").
-* A contender whose call waits for the device (a number is read back, say) cannot be captured. Its K calls are launched
-  one by one, while the device is busy with something else for as long as launching takes ("launched"). Where it waits,
-  the device waits for the host too, which is in its time as it is in training. PyTorch's synchronization debug mode
-  tells who waits; the reason is in the result.
-* A backward pass by itself: K forward passes are made before, new ones for each timed region, and K backward passes are
-  timed. Captured, they are two graphs in one memory pool, the first replayed before the second is timed.
-* Who writes over its logits gets them anew before each timed region; that copy is not timed.
+* K calls are timed together. Each call has a separate input. All inputs together are more than four times the L2 cache,
+  so no call finds its input in the cache. The results of all K calls are kept until the last call, so each call also
+  writes separate memory. On a GPU K is large enough that the timed region takes at least a tenth of a millisecond; for
+  inputs of a gigabyte K is 1. `RowCase.calls_for` computes K.
+* The K calls are captured in a CUDA graph. The replay of the graph is timed, without work of the host ("captured").
+* A call that waits for the device (because it reads a number back, for example) cannot be captured. Then the K calls
+  are launched one by one, while the device is busy with other work for as long as launching takes ("launched"). The
+  waiting is part of their time, as in training. PyTorch's synchronization debug mode finds these calls; the result has
+  the reason.
+* Of a backward pass alone, K forward passes run before each timed region, and K backward passes are timed. Captured,
+  they are two graphs in one memory pool: the first is replayed before the second is timed.
+* A contender that overwrites its logits gets new logits before each timed region. That copy is not timed.
 * On a CPU calls are launched.
 
-`CallMeter` measures three times of one call, of every contender in the same way.
+`CallMeter` measures three times of one call:
 
-* Called: from before its first Python statement to when the GPU has finished; the GPU is idle before.
-* Host: of the same call, until it returns. Nothing is waited for: a launch queue holds some thousand kernels.
-* Alone: what the GPU needs by itself. One call is captured as above. Who waits for the device has no such figure; the
-  reason is in the result.
+* Called: from before the first Python statement of the call until the idle GPU has finished.
+* Host: of the same call, until it returns. The host does not wait: a launch queue holds some thousand kernels.
+* Alone: the GPU by itself. The call is captured as above. A call that waits for the device has no such figure; the
+  result has the reason.
 
-An untimed call comes before, since any capture empties the cache of the allocator. On a CPU there is only the first.
+An untimed call precedes, because any capture empties the cache of the allocator. On a CPU only the first time is
+measured.
 """
 
 from __future__ import annotations
@@ -38,19 +40,19 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Step
-from benchmarks.measure import BenchMeter, Sample, first_line, nothing
+from benchmarks.measure import BenchMeter, Sample, do_nothing, first_line
 
 LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of one timed region. `timed(i, ready)` gets what `ahead(i)` returned, which is made before."""
+    """The calls of one timed region. `timed(i, ready)` gets the value that `ahead(i)` returned before."""
 
     count: int
     timed: Callable[[int, Any], object]
-    ahead: Callable[[int], Any] = nothing
-    restore: Callable[[], object] = nothing  # before every timed region
+    ahead: Callable[[int], Any] = do_nothing
+    restore: Callable[[], object] = do_nothing  # before every timed region
 
     def prepare(self) -> list[Any]:
         return [self.ahead(index) for index in range(self.count)]
@@ -64,11 +66,11 @@ class Calls:
 
 @dataclass(frozen=True)
 class Region:
-    """What is timed, and what has to be done before."""
+    """A timed step, and the untimed work before it."""
 
     step: Step
     method: str  # "captured" or "launched"
-    before: Callable[[], object] = nothing
+    before: Callable[[], object] = do_nothing
     note: str | None = None  # why it is not captured
     head_start: float = LEAST_HEAD_START
 
@@ -80,7 +82,7 @@ class Region:
 
 
 def make_region(calls: Calls, device: torch.device) -> Region:
-    """Also warms up: kernels are compiled here."""
+    """Return the timed region. Its first call compiles kernels."""
     calls.once()
     if device.type != "cuda":
         return launched_region(calls)
@@ -92,10 +94,10 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     try:
         region = captured_region(calls, device)
     except Exception as error:
-        torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
+        torch.cuda.set_stream(current)  # a capture that cannot be ended leaves another stream as the current one
         torch.cuda.synchronize(device)
         region = launched_region(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
-    # The device is given work for twice the time that the host takes.
+    # The head start is twice the time of the host.
     region.before()
     torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -106,7 +108,7 @@ def make_region(calls: Calls, device: torch.device) -> Region:
 
 
 def find_synchronization(calls: Calls) -> str | None:
-    """What PyTorch says of a call that waits for the device; None of one that does not."""
+    """Return PyTorch's message about a call that waits for the device; None if it does not wait."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -132,7 +134,7 @@ def launched_region(calls: Calls, note: str | None = None) -> Region:
 
 
 def captured_region(calls: Calls, device: torch.device) -> Region:
-    # Backward passes run on the stream of their forward passes: all is done on the one that captures.
+    # Backward passes run on the stream of their forward passes, so everything runs on the stream of the capture.
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -140,15 +142,14 @@ def captured_region(calls: Calls, device: torch.device) -> Region:
     torch.cuda.synchronize(device)
     ready: list[Any] = [None] * calls.count
     first: torch.cuda.CUDAGraph | None = None
-    if calls.ahead is not nothing:
+    if calls.ahead is not do_nothing:
         first = torch.cuda.CUDAGraph()
         with torch.cuda.graph(first, pool=pool, stream=stream):
             ready = calls.prepare()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         results = calls.run(ready)
-    # The pool keeps their memory for as long as the graphs are there.
-    del ready, results
+    del ready, results  # the pool holds their memory as long as the graphs exist
 
     def before() -> None:
         calls.restore()
@@ -158,24 +159,22 @@ def captured_region(calls: Calls, device: torch.device) -> Region:
     return Region(graph.replay, "captured", before)
 
 
-# --- three times of a call ---
-
-# Replays are timed as one that take so long, between these many. The head start hides that they are launched.
+# Replays are timed together until they take this long, within these limits. The head start hides their launches.
 REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20
 
 
 @dataclass
 class CallMeter(BenchMeter):
-    # The replay of each step that was captured, and how many are timed as one.
+    # The replay of each captured step, and the number of replays that are timed together.
     replays: dict[Step, tuple[Step, int]] = field(default_factory=dict)
 
     def capture(self, step: Step) -> str | None:
-        """Says why not, where it could not be done."""
+        """Capture the step. Return the reason if this fails."""
         if self.device.type != "cuda":
             return None
         try:
             region = make_region(Calls(1, lambda index, ready: step()), self.device)
-        except Exception as error:  # of being captured: it has worked before
+        except Exception as error:  # caused by the capture: the step has worked before
             return f"{type(error).__name__}: {first_line(error)[:200]}"
         if region.method == "captured":
             count = math.ceil(REPLAYED_MS / self.on_cuda(region.step)[1].milliseconds)
@@ -193,7 +192,7 @@ class CallMeter(BenchMeter):
         returned = time.perf_counter()
         torch.cuda.synchronize(self.device)
         finished = time.perf_counter()
-        del outcome  # until here: to free it takes the host time
+        del outcome  # not earlier, because freeing it takes time of the host
         alone = None
         if step in self.replays:
             replay, count = self.replays[step]

@@ -1,6 +1,7 @@
-"""What was measured: one JSON document for one run of one benchmark.
+"""Results of one run of one benchmark, stored as one JSON document.
 
-It says what was measured on and with: enough to judge it later, nothing that names a person's machine.
+The document has the device and the versions, so that figures can be judged later, and nothing that names a person's
+machine.
 """
 
 from __future__ import annotations
@@ -26,43 +27,41 @@ from flce.tools.machine import cpu_name, device_facts, versions
 SCHEMA = 1
 
 
-def median(samples: list[float]) -> float | None:
+def median_of(samples: list[float]) -> float | None:
     return statistics.median(samples) if samples else None
 
 
 @dataclass
 class BenchResult:
-    """One contender on one case. Each benchmark has figures of its own; what is None is not in the file."""
+    """One contender on one case. Each benchmark sets other figures. The file omits fields that are None."""
 
     contender: str
     title: str
     family: str
-    # Or "unavailable" here, "unplanned" in its budget, "failed" when tried, "oom" (out of memory), "skipped" for the
-    # deadline.
-    status: str = "ok"
-    reason: str | None = None  # unless it is "ok"
-    samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
-    workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
-    note: str | None = None  # why it could not be captured in a CUDA graph
-    # Calls from an idle device, beside the time until it has finished.
+    status: str = "ok"  # or "unavailable", "unplanned" (in its budget), "failed", "oom", "skipped" (for the deadline)
+    reason: str | None = None  # unless the status is "ok"
+    samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` calls, in order
+    workspace_bytes: int | None = None  # peak above the memory before a call and above its results
+    note: str | None = None  # why the call could not be captured in a CUDA graph
+    # Calls from an idle device, in addition to the time until the device has finished.
     host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
     alone_samples_ms: list[float] = field(default_factory=list)  # of replays
-    # The operator's.
-    planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
+    # The operator.
+    planned_bytes: int | None = None  # workspace of flce, from `flce.plan`
     errors: dict[str, float] | None = None  # relative, against float64
-    # A model's: all that was allocated, and what the allocator took from the device.
+    # Models: allocated memory, and memory that the allocator reserved on the device.
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
     forwards: int | None = None  # of a patched model in training
-    fused: int | None = None  # losses of these that flce has computed: of the others stock code has
-    # The longest sequence that trains, and the one that is predicted.
+    fused: int | None = None  # losses among these that flce has computed; stock code has computed the others
+    # The longest sequence that trains, and the predicted one.
     tokens: int | None = None
     predicted_tokens: int | None = None
-    # Those of passes over memory.
-    moved_bytes: int | None = None  # what a call has to read and write
-    calls: int = 1  # made one after the other, whose time is one sample
-    method: str | None = None  # how they were timed, see `row_calls`
+    # Passes over memory.
+    moved_bytes: int | None = None  # bytes that a call has to read and write
+    calls: int = 1  # consecutive calls whose time is one sample
+    method: str | None = None  # "captured" or "launched", see `row_calls`
 
     @classmethod
     def of(cls, contender: Contender, **figures: Any) -> BenchResult:
@@ -70,15 +69,15 @@ class BenchResult:
 
     @property
     def median_ms(self) -> float | None:
-        return median(self.samples_ms)
+        return median_of(self.samples_ms)
 
     @property
     def host_ms(self) -> float | None:
-        return median(self.host_samples_ms)
+        return median_of(self.host_samples_ms)
 
     @property
     def alone_ms(self) -> float | None:
-        return median(self.alone_samples_ms)
+        return median_of(self.alone_samples_ms)
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -87,9 +86,9 @@ class BenchResult:
         return self.moved_bytes * self.calls / self.median_ms / 1e6
 
     def share_of(self, other: BenchResult) -> float | None:
-        """Its bandwidth, of that of another."""
-        speed, whole = self.gigabytes_per_second, other.gigabytes_per_second
-        return None if speed is None or whole is None else speed / whole
+        """Return this bandwidth over the bandwidth of another result."""
+        speed, base = self.gigabytes_per_second, other.gigabytes_per_second
+        return None if speed is None or base is None else speed / base
 
     def to_dict(self) -> dict[str, Any]:
         document = asdict(self)
@@ -102,14 +101,13 @@ class BenchResult:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> BenchResult:
-        known = {field.name for field in fields(cls)}
-        result = cls(**{name: value for name, value in document.items() if name in known})
+        result = cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
         if result.errors is not None:
             result.errors = {name: float(error) for name, error in result.errors.items()}
         return result
 
 
-NO_RESULT = BenchResult("", "", "")  # without any figure: in the place of one that was not measured
+NO_RESULT = BenchResult("", "", "")  # without figures; used if a contender was not measured
 
 
 @dataclass
@@ -123,7 +121,7 @@ class Entry:
         return next((result for result in self.results if result.contender == contender), NO_RESULT)
 
     def repeats(self) -> Iterator[tuple[BenchResult, BenchResult]]:
-        """What was measured under two names, where both have figures."""
+        """Yield the two results of each contender that was measured under two names."""
         for result in self.results:
             if result.family == "repeat" and result.samples_ms:
                 first = self.by_name(result.contender.removesuffix(AGAIN))
@@ -133,22 +131,19 @@ class Entry:
 
 @dataclass
 class Run:
-    """All cases, and what they were measured on."""
+    """All cases, with the device and the versions."""
 
     kind: str  # the benchmark
     head: dict[str, Any]  # date, command, versions, device: see `describe_run`
     cases: list[Entry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        cases = [
-            {"case": entry.case.to_dict(), "results": [result.to_dict() for result in entry.results]}
-            for entry in self.cases
-        ]
+        cases = [{"case": e.case.to_dict(), "results": [r.to_dict() for r in e.results]} for e in self.cases]
         return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
 
 
 def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
-    """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
+    """Return the head of a result file. Absolute paths in the command are shortened to their last part."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
     load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     facts = device_facts(device)
@@ -165,7 +160,7 @@ def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -
 
 
 def source_version() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
+    """Return the commit of the checkout, with "-dirty" if files differ from it; None of an installed package."""
     folder = Path(flce.__file__).parents[1]
     if not (folder / ".git").exists():  # git would look further up, and find another repository
         return None

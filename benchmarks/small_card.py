@@ -1,8 +1,8 @@
 """The longest sequence that trains on a card of 24 GB, simulated on a larger GPU: stock, Liger's loss and flce.
 
-PyTorch may take `MEMORY` of the GPU. A profile (docs/devices.md) gives it the record of a `KIND`: plans and launches
-are those of such a card, without products of our own. Beside what trained stands what `flce plan` predicts for it.
-On a CPU it is a tiny model, whose peak of a step is bounded.
+PyTorch may allocate `MEMORY` of the GPU. A profile (docs/devices.md) sets the device record of `KIND`, so plans and
+launches are those of such a card, without fused products. The table also has the prediction of `flce plan`. On a CPU
+the peak of a step of a tiny model is limited.
 """
 
 from __future__ import annotations
@@ -20,21 +20,10 @@ from typing import Any
 import torch
 
 import flce
-from benchmarks.benchmark import Plan, planned
+from benchmarks import models
+from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.measure import BenchMeter, Entrant, Prepared, release
-from benchmarks.models import (
-    ARCHITECTURES,
-    MODEL,
-    OPTIMIZERS,
-    ModelCase,
-    ModelContender,
-    TrainingStep,
-    add_lora,
-    build,
-    entrants,
-    held_bytes,
-    make_batch,
-)
+from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
 from flce.core.device_record import KNOWN_KINDS
@@ -46,18 +35,15 @@ from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB
 TINY_MEMORY = 4 * MIB  # of a tiny model's step on a CPU
-# The length is known when one longer by this share does not train. The next after the first is longer or shorter by it.
-CLOSE = 0.02
-# Tokens that lengths are multiples of.
-MULTIPLE = 8
-# A second step follows a first that took no more seconds: memory has gaps then.
-QUICK = 3.0
+CLOSE = 0.02  # the search ends if a length that is longer by this share does not train; also its first step
+MULTIPLE = 8  # lengths are multiples of so many tokens
+QUICK = 3.0  # if the first step takes at most so many seconds, a second step follows, in which memory has gaps
 
 
 @dataclass(frozen=True)
 class CardCase(ModelCase):
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         return False
 
     @property
@@ -66,37 +52,37 @@ class CardCase(ModelCase):
 
 
 def longest(trains: Callable[[int], bool], guess: int) -> int:
-    """The longest that trains, of lengths tried from a guess on."""
-    trained, failed, factor, tokens = 0, None, 1 + CLOSE, multiple(guess)
+    """Return the longest sequence that trains. The search begins at the guess."""
+    trained, failed, factor, tokens = 0, None, 1 + CLOSE, round_down(guess)
     while failed is None or failed - trained > max(MULTIPLE, CLOSE * trained):
         if trains(tokens):
             trained = tokens
         else:
             failed = tokens
-        if failed is None or not trained:  # further and further in one direction
-            tokens = multiple(tokens * factor if failed is None else tokens / factor)
+        if failed is None or not trained:  # larger and larger steps in one direction
+            tokens = round_down(tokens * factor if failed is None else tokens / factor)
             factor *= factor
         else:
-            tokens = multiple((trained + failed) / 2)
+            tokens = round_down((trained + failed) / 2)
         if tokens in (trained, failed):
             tokens = trained + MULTIPLE
     return trained
 
 
-def multiple(tokens: float) -> int:
+def round_down(tokens: float) -> int:
     return max(1, int(tokens) // MULTIPLE) * MULTIPLE
 
 
 @functools.cache
 def predicted(case: ModelCase, patched: bool) -> int:
-    """As ``flce plan --device-kind RTX-4090 --gpu-memory 23GiB``, which has no adapters, says it."""
+    """Return the prediction of ``flce plan --device-kind RTX-4090 --gpu-memory 23GiB``, with adapters."""
     from transformers import AutoConfig
 
     gpu = resolve_device(torch.device("cuda"), KIND, MEMORY)
     training = Training(case.batch, DTYPES[case.dtype], optimizer=case.optimizer)
-    planned = TrainingMemory(AutoConfig.for_model(**ARCHITECTURES[case.model]), training, gpu)
-    add_lora(planned.model, case.lora_rank)
-    return planned.find_longest(Variant(patched, case.checkpointing), MEMORY).tokens
+    estimate = TrainingMemory(AutoConfig.for_model(**models.ARCHITECTURES[case.model]), training, gpu)
+    models.add_lora(estimate.model, case.lora_rank)
+    return estimate.find_longest(Variant(patched, case.checkpointing), MEMORY).tokens
 
 
 def prepare(case: CardCase, device: torch.device) -> Prepared:
@@ -106,12 +92,13 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
         guess = predicted(case, contender.family != "stock") if cuda else 64
         result.predicted_tokens = guess if cuda and contender.family != "peer" else None
         release()
-        model = build(case, device)
-        kind: Any = OPTIMIZERS[case.optimizer]
+        model = models.build(case, device)
+        kind: Any = models.OPTIMIZERS[case.optimizer]
         optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.0)
 
         def steps(tokens: int) -> None:
-            step = TrainingStep(model, optimizer, make_batch(replace(case, sequence=tokens), device), contender.call)
+            batch = models.make_batch(replace(case, sequence=tokens), device)
+            step = TrainingStep(model, optimizer, batch, contender.call)
             begin = time.monotonic()
             step()
             if cuda:
@@ -121,17 +108,18 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
 
         def trains(tokens: int) -> bool:
             if not cuda:
-                return held_bytes(model, optimizer) + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
+                held = models.held_bytes(model, optimizer)
+                return held + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
             enough = True
             try:
                 steps(tokens)
             except torch.OutOfMemoryError:
                 enough = False
-            release()  # where no exception holds the step any more
+            release()  # not in `except`, because the exception refers to the step
             return enough
 
         with contender.applied(model):
-            steps(MULTIPLE)  # makes the optimizer's states
+            steps(MULTIPLE)  # allocates the optimizer's states
             result.tokens = longest(trains, guess)
         return Entrant(lambda: None)
 
@@ -139,7 +127,7 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
 
 
 def simulate(device: torch.device) -> None:
-    """Make this process believe that a GPU is a card of `KIND`, and have no more memory."""
+    """Give a GPU the device record and the memory of a `KIND`, for this process."""
     if device.type != "cuda":
         return
     record = KNOWN_KINDS[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)
@@ -147,7 +135,7 @@ def simulate(device: torch.device) -> None:
     profile = Path(tempfile.mkdtemp(), "small-card.json")
     profile.write_text(json.dumps(fields))
     os.environ["FLCE_PROFILE"] = str(profile)
-    assert device_record(device).profile == str(profile), "the profile has to be there before the first plan"
+    assert device_record(device).profile == str(profile), "the profile must be set before the first plan"
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(MEMORY / total, device)
 
@@ -165,21 +153,23 @@ def table(entry: Entry) -> Table:
     return tabulate(entry.case.title, [r for r in entry.results if r.tokens], columns, failure_notes(entry))
 
 
-# What a deadline cuts off comes last.
 NAMES = ("ours", "stock", "liger-loss")
 FULL = CardCase("Llama-3.2-1B", 1, 0, optimizer="sgd-momentum", contenders=NAMES, checkpointing=False)
 CASES = (FULL, replace(FULL, checkpointing=True, lora_rank=16), replace(FULL, checkpointing=True))
 TINY = tuple(replace(case, model="tiny-llama", dtype="float32") for case in CASES[:2])
-PRESETS: dict[str, Callable[[], Plan]] = {"tiny": lambda: planned(TINY, 1, 0.0), "h200": lambda: planned(CASES, 1, 0.0)}
+PRESETS: dict[str, Callable[[], Plan]] = {
+    "tiny": lambda: plan_cases(TINY, 1, 0.0),
+    "h200": lambda: plan_cases(CASES, 1, 0.0),
+}
 
 SMALL_CARD = replace(
-    MODEL,
+    models.MODEL,
     kind="small-card",
     about="The longest sequences that train on a card of 24 GB, simulated on a larger GPU.",
     noun="small cards",
     case_type=CardCase,
     presets=PRESETS,
-    contenders=lambda case: sorted(entrants(case), key=lambda each: each.family == "peer"),
+    contenders=lambda case: sorted(models.entrants(case), key=lambda c: c.family == "peer"),
     prepare=prepare,
     begin=simulate,
     table=table,

@@ -1,4 +1,4 @@
-"""Tables: how figures are written, and what stands beside them."""
+"""Markdown tables of results: the text of figures, and the notes of a table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from benchmarks.runs import BenchResult, Entry, Run
 from flce.core.sizes import GIB, MIB
 
 NONE = "-"
+SHAPE = "tokens x hidden x vocabulary"  # the title of a column
 Columns = dict[str, Callable[[BenchResult], str]]
 
 
@@ -20,16 +21,16 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    failure: bool = False  # whether the command that shows it fails
+    failure: bool = False  # the command that prints it fails
 
     def lines(self) -> list[list[str]]:
-        """The head and the rows. A column that has no figure at all is left out."""
+        """Return the head and the rows, without the columns that have no figure."""
         figures = [any(row[i] != NONE for row in self.rows) for i in range(len(self.columns))]
         kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
         return [[line[i] for i in kept] for line in (self.columns, *self.rows)]
 
     def grid(self, aligned: bool = False) -> str:
-        """Markdown without title and notes; columns as wide as their longest cell, if they are to be aligned."""
+        """Return Markdown without title and notes; if aligned, columns are as wide as their longest cell."""
         lines = [[cell.replace("|", "\\|") for cell in line] for line in self.lines()]
         widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
         head, *body = [
@@ -45,20 +46,14 @@ class Table:
 
 
 def tabulate(title: str, results: Iterable[BenchResult], columns: Columns, notes: list[str]) -> Table:
-    """A line for each result."""
     return Table(title, list(columns), [[show(result) for show in columns.values()] for result in results], notes)
 
 
 def table_of(entry: Entry, results: Iterable[BenchResult], columns: Columns) -> Table:
-    """The lines of one case."""
     return tabulate(entry.case.title, results, columns, [*failure_notes(entry), spread_note([entry])])
 
 
-# --- figures ---
-
-
 def format_or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
-    """That way, where there is a figure."""
     return lambda value: NONE if value is None else write(value)
 
 
@@ -74,14 +69,7 @@ def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str
     return NONE if value is None or not base else f"{value / base:.{digits}f}"
 
 
-# --- what stands beside the figures ---
-
-FAILURES = {
-    "failed": "failed",
-    "oom": "ran out of memory",
-    "skipped": "was not measured",
-    "unplanned": "has no plan",
-}
+FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured", "unplanned": "has no plan"}
 
 
 def failure_notes(entry: Entry) -> list[str]:
@@ -92,10 +80,10 @@ def failure_notes(entry: Entry) -> list[str]:
 
 
 def spread_note(entries: Sequence[Entry]) -> str:
-    """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
+    """Return the error bar: the difference between the two figures of a call of flce that was measured twice."""
     pairs = [pair for entry in entries for pair in entry.repeats()]
     if not pairs:
-        return "spread: not known, nothing of ours was measured twice"
+        return "spread: not known, no call of flce was measured twice"
     medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
     apart = [max(both) / min(both) - 1 for both in medians]
     if len(pairs) == 1:
@@ -108,7 +96,7 @@ def spread_note(entries: Sequence[Entry]) -> str:
 
 
 def measured_on(run: Run) -> str:
-    """The device, and the versions of what ran on it."""
+    """Return the device and the versions as text."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
@@ -116,41 +104,33 @@ def measured_on(run: Run) -> str:
 
 
 def absences(run: Run) -> list[str]:
-    """Contenders that could not run at all, a line for each reason: none is dropped in silence."""
+    """Return a line for each reason why contenders could not run, with these contenders."""
     missing: dict[str | None, dict[str, None]] = {}
     for result in (result for entry in run.cases for result in entry.results if result.status == "unavailable"):
         missing.setdefault(result.reason, {})[f"{result.title} ({result.contender})"] = None
     return [f"Not measured: {'; '.join(names)}: {reason}" for reason, names in missing.items()]
 
 
-# --- whole runs ---
-
-
 def tried(run: Run) -> list[Entry]:
-    """The cases that could be measured here."""
+    """Return the entries with at least one contender that could run."""
     return [entry for entry in run.cases if any(result.status != "unavailable" for result in entry.results)]
 
 
 def shortfalls(run: Run) -> list[BenchResult]:
-    """Results without figures of contenders that can run anywhere; peers may be missing or fail.
+    """Return results without figures of contenders that can run anywhere; peers may be missing or fail.
 
-    That stock runs out of memory is a finding, of flce it would be a shortfall; that a budget has no plan is a finding.
+    If stock runs out of memory, or a budget has no plan, this is a finding. If flce runs out of memory, it is a
+    shortfall.
     """
-    return [
-        result
-        for entry in tried(run)
-        for result in entry.results
-        if result.status != "ok"
-        and result.status != "unplanned"
-        and result.family != "peer"
-        and (result.status, result.family) != ("oom", "stock")
-    ]
+    results = [result for entry in tried(run) for result in entry.results if result.family != "peer"]
+    missing = [result for result in results if result.status not in ("ok", "unplanned")]
+    return [result for result in missing if (result.status, result.family) != ("oom", "stock")]
 
 
 def summary(
     title: str, first: str, entries: Sequence[Entry], cell: Callable[[Entry, BenchResult], str], line: str = "title"
 ) -> Table:
-    """One line for each case, named by this attribute, with a column for every contender that was tried on any."""
+    """Return a table with a row for each case, named by the attribute `line`, and a column for each tried contender."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
     titles = {result.contender: result.title for result in tried}
     rows = []
@@ -164,17 +144,17 @@ def summary(
 def overview(
     title: str, first: str, cell: Callable[[Entry, BenchResult], str], table: Callable[[Entry], Table]
 ) -> Callable[[Run, bool], list[Table]]:
-    """The summary of a whole run, and unless that is all the table of each case."""
+    """Return a function from a run to its tables: the summary and, unless brief, the table of each case."""
 
-    def tables(run: Run, brief: bool) -> list[Table]:
+    def run_tables(run: Run, brief: bool) -> list[Table]:
         found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []
         return found if brief else found + [table(entry) for entry in tried(run)]
 
-    return tables
+    return run_tables
 
 
 def markdown(run: Run, tables: Sequence[Table]) -> str:
-    """The tables, after what they were measured on."""
+    """Return the tables after a head with the device, the versions and the command."""
     head = [measured_on(run), "", f"Measured {run.head['date']} by `{run.head['command']}`."]
     lines = [*head, "", *(f"- {line}" for line in absences(run)), "", *(table.markdown() for table in tables)]
     return "\n".join(lines)

@@ -1,11 +1,10 @@
-"""Training steps of a model that is divided over processes: stock, patched and Liger's loss, in one run.
+"""Training steps of a model that is divided over processes: stock, patched, and with Liger's loss.
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200
     ... --preset tp
 
-It is divided in every way of `WAYS` that these processes can take, one after the other. Each contender has a model of
-its own. Memory is the most that one process had allocated in a step, above the weights, gradients and states that lie
-between steps.
+The model is divided in every way of `WAYS` that the number of processes allows. Each contender has a separate model.
+Memory is the peak of one process in a step, above the weights, gradients and states that exist between steps.
 """
 
 from __future__ import annotations
@@ -21,22 +20,19 @@ import torch
 import torch.distributed as dist
 
 import flce
-from benchmarks import processes
-from benchmarks.benchmark import Plan, planned
+from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
 from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
 from benchmarks.runs import BenchResult
 
-# --- ways to divide a model; on GPUs its products are of bfloat16 ---
-
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)  # with DTensors among others
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)  # foreach fails if only some are DTensors
 
 
 def by_accelerate(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
-    """Decoder layers, embedding, and final norm with head are FSDP2's units."""
+    """Divide the model by FSDP2. Units are decoder layers, the embedding, and the final norm with the head."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
 
@@ -51,7 +47,7 @@ def by_accelerate(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
 
 
 def by_pytorch(model: Any, batch: torch.Tensor) -> TrainingStep:
-    """FSDP2 within each half of the processes. Decoder layers are units, and the rest of the model."""
+    """Divide the model by FSDP2 within each half of the processes. Units are decoder layers and the other modules."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -63,7 +59,7 @@ def by_pytorch(model: Any, batch: torch.Tensor) -> TrainingStep:
 
 
 def by_transformers(model: torch.nn.Module, batch: torch.Tensor, together: int = 0) -> TrainingStep:
-    """As `from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))`."""
+    """Divide the model as `from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))` does."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     world = dist.get_world_size()
@@ -75,17 +71,14 @@ def by_transformers(model: torch.nn.Module, batch: torch.Tensor, together: int =
     return TrainingStep(divided, adamw(divided), batch)
 
 
-by_both = functools.partial(by_transformers, together=2)
-
-
 def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     import deepspeed
 
-    # On a CPU it would compile a collective in C++ for a minute, and run without it as well.
+    # On a CPU DeepSpeed would compile a collective in C++ for a minute. It also runs without that.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": len(batch),
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000},  # each model keeps such a buffer
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000},  # each model allocates such a buffer
         "bf16": {"enabled": batch.is_cuda},
         "zero_allow_untested_optimizer": True,
     }
@@ -96,8 +89,8 @@ def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
 def both_dimensions(device: torch.device) -> str | None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    known_to = hasattr(DistributedConfig, "dp_replicate_size")  # came with it
-    return None if known_to else "this version of Transformers does not divide a model by FSDP2 and TP at once"
+    supported = hasattr(DistributedConfig, "dp_replicate_size")  # added in the same version
+    return None if supported else "this version of Transformers does not divide a model by FSDP2 and TP at once"
 
 
 @dataclass(frozen=True)
@@ -106,15 +99,15 @@ class Way:
     title: str
     divided: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
     unavailable: Callable[[torch.device], str | None]
-    processes: int = 1  # a multiple of these
-    together: int = 1  # processes that have the same tokens; 0: all
+    processes: int = 1  # the number of processes is a multiple of this
+    together: int = 1  # number of processes with the same tokens; 0: all
     dtype: str = "float32"  # of the weights on GPUs
 
     def missing(self, device: torch.device) -> str | None:
-        """Why a model cannot be divided in this way here."""
+        """Return why a model cannot be divided in this way here."""
         world = dist.get_world_size()
-        few = f"takes {self.processes} processes or a multiple of it, not {world}" if world % self.processes else None
-        reason = few or self.unavailable(device)
+        number = f"needs a multiple of {self.processes} processes, got {world}" if world % self.processes else None
+        reason = number or self.unavailable(device)
         return None if reason is None else f"{self.title}: {reason}"
 
 
@@ -128,24 +121,28 @@ WAYS = {
     for way in (
         Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
         Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
-        Way("fsdp2-tp", "FSDP2 x TP by Transformers", by_both, both_dimensions, 4, 2),
+        Way(
+            "fsdp2-tp",
+            "FSDP2 x TP by Transformers",
+            functools.partial(by_transformers, together=2),
+            both_dimensions,
+            4,
+            2,
+        ),
         Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
         Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
     )
 }
 
 
-# --- measuring ---
-
-
 @dataclass(frozen=True)
 class WrappedCase(ModelCase):
-    way: str = "fsdp2"  # to divide the model, one of `WAYS`
+    way: str = "fsdp2"  # one of `WAYS`
 
 
 def divided(case: ModelCase, name: str) -> WrappedCase:
-    """For the processes that there are."""
-    way, world = WAYS[name], processes.count()
+    """Return the case of this way for the processes of the process group."""
+    way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
     together = way.together or world
     which = f"{world} processes together" if together == world else f"each of {world} processes"
     which = f"every {together} of {world} processes together" if 1 < together < world else which
@@ -154,8 +151,8 @@ def divided(case: ModelCase, name: str) -> WrappedCase:
     return WrappedCase(**values, way=name)
 
 
-def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
-    """The loss of the last step, the most memory of all, and what a patched model has counted."""
+def record(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
+    """Record the loss of the last step, the peak of all steps, and the counters of a patched model."""
     result.loss = None if step.loss is None else float(step.loss)
     if sample.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
@@ -166,37 +163,37 @@ def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
 
 def contenders(case: WrappedCase) -> list[ModelContender]:
     if not dist.is_initialized():
-        raise ValueError("several processes take part: python -m torch.distributed.run -m benchmarks starts them")
+        raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
     way, found = WAYS[case.way], entrants(case)
     return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 
 
 def prepare(case: WrappedCase, device: torch.device) -> Prepared:
     release()
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that FSDP2 and DeepSpeed call
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # FSDP2 and DeepSpeed call deprecated names
     way = WAYS[case.way]
     tokens = make_batch(case, device, seed=dist.get_rank() // (way.together or dist.get_world_size()))
-    changes = contextlib.ExitStack()  # undone with the models, when nothing refers to them any more
+    changes = contextlib.ExitStack()  # undone when the models are freed
 
     def enter(contender: ModelContender, result: BenchResult) -> Entrant:
         model = build(case, device)
         changes.enter_context(contender.applied(model))
         step = way.divided(model, tokens)
-        for _ in range(2):  # the first makes the states of the optimizer
+        for _ in range(2):  # the first allocates the states of the optimizer
             step()
-        return Entrant(step, on_sample=functools.partial(keep, step, result))
+        return Entrant(step, on_sample=functools.partial(record, step, result))
 
     return BenchMeter(device, dist.barrier), enter
 
 
 NAMES = ("ours", "liger-loss", "stock")
-# Four models lie side by side. A step of stock takes some 15 GiB more, predicted.
+# Four models are allocated at once. A step of stock needs about 15 GiB more (predicted).
 WIDE = ModelCase("Llama-3-8B, 2 layers", 2, 4096, contenders=NAMES)
 SMALL = ModelCase("tiny-llama, untied", 2, 64, contenders=NAMES)
 
 
 def plan(case: ModelCase, *names: str) -> Plan:
-    return planned([divided(case, name) for name in names or WAYS], rounds=6, seconds=8.0)
+    return plan_cases([divided(case, name) for name in names or WAYS], rounds=6, seconds=8.0)
 
 
 WRAPPED = replace(

@@ -1,4 +1,4 @@
-"""Python statements without docstrings, of each folder or file: `python scripts/count_statements.py flce tests`."""
+"""Count of statements without docstrings in folders or files: `python scripts/count_statements.py flce tests`."""
 
 import ast
 import sys

@@ -1,51 +1,41 @@
 #!/usr/bin/env bash
-# What needs a GPU, in calls of less than nine minutes.
+# Tests and benchmarks that need a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh                    what needs a GPU of the tests, and the quoted benchmarks; results in
-#                                             ./results, or in $OUT
-#   scripts/gpu_session.sh PART...            only these, of
-#     gpu-tests     the tests that need a GPU; a minute or two
-#     tests         all tests, on the GPU; four minutes
-#     older         the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
-#     operator      the operator: what it promises, its exactness, and the peers; about five minutes
-#     targets       only the first of these three, without peers; fails where a workspace is not as planned
-#     peers         only the last
-#     calls         small calls and a large one, as called from an idle GPU, alone in a CUDA graph, and the time of the
-#                   host; two minutes
-#     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
-#                   three minutes
-#     curve         time over budget from 1 MiB on, beside the peers, for three sizes; two minutes and a half
-#     pages         what README.md and docs/performance.md quote, in one run: curve, training steps of two models in three
-#                   settings, the picture of memory over a step; seven minutes, for a call of its own
-#     model-short   training steps of a whole model, 4 x 8192 tokens
-#     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
-#     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
-#     rows          losses and softmaxes of rows in memory, over their length; about four minutes
-#     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
-#     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
-#                   logits; less than two minutes
-#     distributed   any number of GPUs: the tests of several processes, under NCCL where there is more than one, FSDP1 and
-#                   nn.DataParallel; a head that is divided over GPUs, alone and with links; and a model that is divided
-#                   over them by FSDP2, TP, both, HSDP and ZeRO-3, stock, patched and with Liger's loss; eight minutes
-#     split-head    only the second of these
-#     wrapped       only the third
-#     several       a head that is divided over GPUs, with links; the third; and the recipes for FSDP2 and ZeRO-3, a
-#                   process for each GPU; six minutes
-#     model         training steps of whole models: for a call of its own
-#     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
-#                   minutes, for a call of its own
+#   scripts/gpu_session.sh             gpu-tests operator rows logits model-short; results in ./results, or in $OUT
+#   scripts/gpu_session.sh PART...     only these parts:
+#     gpu-tests    the tests that need a GPU; a minute or two
+#     tests        all tests, on the GPU; four minutes
+#     older        the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
+#     operator     targets of the operator, its exactness, and the peers; about five minutes
+#     targets      only the targets; fails if a workspace differs from its plan
+#     peers        only the exactness and the peers
+#     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
+#     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
+#     curve        time over budget from 1 MiB on, and the peers, for three sizes; two minutes and a half
+#     pages        for README.md and docs/performance.md, in one run: curve, training steps of two models in three
+#                  settings, the picture of memory over a step; seven minutes, in a separate call
+#     model-short  training steps of a whole model, 4 x 8192 tokens
+#     model        training steps of whole models; in a separate call
+#     logits       losses of rows as long as vocabularies; half a minute
+#     rows         losses and softmaxes of rows in memory, over their length; about four minutes
+#     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
+#     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
+#     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck; in a separate call
+#     distributed  any number of GPUs: the tests of several processes, split-head, wrapped; eight minutes
+#     split-head   a head that is divided over GPUs, alone and with links
+#     wrapped      a model that is divided by FSDP2, TP, both, HSDP and ZeRO-3: stock, patched and with Liger's loss
+#     several      split-head with links, wrapped, the recipes for FSDP2 and ZeRO-3; six minutes
+#     small-card   the longest sequences that train on a simulated card of 24 GB; five minutes, in a separate call
 #
-# A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
-# order: what is not left is missing at the end. In the environment:
-#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models
-#             transformers as well
-#   WORKERS   processes that the tests run in (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
-#   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
+# If a part fails, the next part still runs; the exit status is then 1. If time is short, the last parts are left out. In the environment:
+#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models also transformers
+#   WORKERS   processes of the tests (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
+#   PRESET    preset of the benchmarks: h200, or "tiny", which also runs without a GPU
 #   ARGS      more arguments for the benchmark of models, such as "--set budgets_mib=512 --set optimizer=sgd"
-#   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
-#   SECONDS_ALL  seconds after which all parts are to be done (525)
-#   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
-#   SANITIZE_ONLY  of their groups those whose "tool, tests" this regular expression matches
+#   WHEELS    folder with wheels of peers (.whl), installed for this run only
+#   SECONDS_ALL       limit of all parts together (525)
+#   SANITIZE_SECONDS  limit of the tests under compute-sanitizer (500)
+#   SANITIZE_ONLY     regular expression on "tool, tests" that selects some of their groups
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -64,35 +54,35 @@ lines=()
 logs=$(mktemp -d) || exit
 trap 'rm -rf "$logs"' EXIT
 
-# part NAME SECONDS COMMAND...: runs it with its output in $out/NAME.log; interrupts it when the time is up,
-# so that it can still say what it has.
+fail() {
+    lines+=("FAILED  $*")
+    failed=1
+}
+
+# part NAME SECONDS COMMAND...: runs the command with its output in $out/NAME.log. After the seconds it is interrupted,
+# so that it can still report.
 part() {
     local name=$1 limit=$2 start=$SECONDS status
     shift 2
-    if [ "$limit" -lt 30 ]; then
-        lines+=("FAILED  $name: no time was left")
-        failed=1
-        return
-    fi
+    [ "$limit" -ge 30 ] || { fail "$name: no time was left" && return; }
     echo "== $name: $*"
     timeout --signal=INT --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.log"
     status=${PIPESTATUS[0]}
     case $status in
         0) lines+=("ok      $name, $((SECONDS - start)) s") ;;
-        124 | 137) lines+=("FAILED  $name: stopped after its $limit s") ;;
-        *) lines+=("FAILED  $name: exit status $status, $((SECONDS - start)) s") ;;
+        124 | 137) fail "$name: stopped after its $limit s" ;;
+        *) fail "$name: exit status $status, $((SECONDS - start)) s" ;;
     esac
-    [ "$status" -eq 0 ] || failed=1
 }
 
-# within SECONDS: as many, or those that are left of all.
+# within SECONDS: the seconds, or the rest of $all if that is less.
 within() {
     local left=$((all - SECONDS))
     echo $((left < $1 ? left : $1))
 }
 
-# benchmark NAME COMMAND PRESET SECONDS ARGUMENTS...: with a deadline; the result is NAME.json. What has begun then is
-# finished, and libraries take their time to start: hence the distance between the two limits, of $LATE seconds.
+# benchmark NAME COMMAND PRESET SECONDS ARGUMENTS...: writes NAME.json. The deadline is $LATE seconds before the limit,
+# because a call that has begun is finished, and libraries take time to start.
 starter=()
 benchmark() {
     local result=$1 command=$2 name=$3 limit
@@ -103,8 +93,8 @@ benchmark() {
         --deadline $((limit - ${LATE:-20})) --out "$out/$result.json" "$@"
 }
 
-# report NAME OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In the
-# background: most of their time is that of libraries to start.
+# report NAME OPTIONS...: writes tables and picture of a result, and with the options its summary. In the background,
+# because most of the time is the start of libraries.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
@@ -119,14 +109,14 @@ report() {
     reports+=($!)
 }
 
-# linked NAME SECONDS: a benchmark of a process for each GPU, where there are several.
+# linked NAME SECONDS: runs a benchmark with a process for each GPU, if there are several.
 linked() {
     local starter=("${launch[@]:1}")
     [ "$processes" -gt 1 ] || return 0
     LATE=40 benchmark "$1-$processes" "$1" h200 "$2"
 }
 
-# A process for each GPU, where there are several.
+# Runs recipes with a process for each GPU, if there are several.
 sharded_recipes() {
     local recipe
     [ "$processes" -gt 1 ] || return 0
@@ -139,26 +129,22 @@ sharded_recipes() {
     done
 }
 
-# sanitize SECONDS: the tests of kernels in groups, each under each tool, AT_A_TIME at the same time (more take longer:
-# processes share a GPU by turns). An error of a tool is exit status 9; of tests that had no time left, 124.
+# sanitize SECONDS: runs the tests of kernels in groups, each under each tool, AT_A_TIME at once (more take longer,
+# because processes share a GPU by turns). Exit status 9 is an error of a tool, 124 a group without time.
 AT_A_TIME=4
 sanitize() {
     local limit=$1 begin=$SECONDS tool group job status count names=() outputs=()
     local groups=(
         "tests/backends/test_kernels.py -k 'not anywhere and not head and not many and not cuda'"
         "tests/backends/test_kernels.py -k '(anywhere or head or many) and not cuda'"
-        "tests/backends/test_product.py -k 'not promise and not beside'" # those for a minute by themselves
+        "tests/backends/test_product.py -k 'not promise and not beside'" # these tests take a minute
         "tests/backends/test_exponentials.py -k 'oracle'"
         "tests/backends/test_exponentials.py -k '(range or cancel or where_the or tiles or once_more) and not promise'"
         "tests/ops/test_extremes.py -k 'registers or exponentials'"
         "tests/ops/test_softmax.py -k 'launches or finite or slices or offsets'"
         "tests/ops/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
-    if [ "$limit" -lt 30 ]; then
-        lines+=("FAILED  sanitize: no time was left")
-        failed=1
-        return
-    fi
+    [ "$limit" -ge 30 ] || { fail "sanitize: no time was left" && return; }
     for group in "${!groups[@]}"; do
         for tool in memcheck racecheck; do
             [[ "$tool, ${groups[group]}" =~ ${SANITIZE_ONLY:-} ]] || continue
@@ -175,10 +161,10 @@ sanitize() {
         case $status in
             0) lines+=("ok      ${names[job]}: ${count:-nothing}") ;;
             vendor) lines+=("ok      ${names[job]}: ${count:-nothing}, races in the vendor's kernels only") && continue ;;
-            124) lines+=("FAILED  ${names[job]}: ${count:-none} in time, then no time was left") && failed=1 ;;
-            *) lines+=("FAILED  ${names[job]}: exit status $status") && failed=1 ;;
+            124) fail "${names[job]}: ${count:-none} in time, then no time was left" ;;
+            *) fail "${names[job]}: exit status $status" ;;
         esac
-        grep -q 'SUMMARY: 0 ' "${outputs[job]}" || { lines+=("FAILED  ${names[job]}: no summary of no errors") && failed=1; }
+        grep -q 'SUMMARY: 0 ' "${outputs[job]}" || fail "${names[job]}: no summary of no errors"
     done
     for job in "${!names[@]}"; do
         echo "== ${names[job]}"
@@ -186,8 +172,8 @@ sanitize() {
     done >"$out/sanitize.log"
 }
 
-# only_the_vendor_races OUTPUT: of racecheck, which reports no other error, and all tests passed.
-only_the_vendor_races() {
+# has_only_vendor_races OUTPUT: true if racecheck reports no other error, and all tests passed.
+has_only_vendor_races() {
     grep -q 'Race reported' "$1" && grep -qE '^[0-9]+ passed' "$1" &&
         ! grep -E '=+ .*Error|=  +and .*access at' "$1" | grep -qvE '(Race reported .*|and .*)access at nvjet'
 }
@@ -195,14 +181,14 @@ only_the_vendor_races() {
 # sanitize_group TOOL SECONDS TESTS OUTPUT
 sanitize_group() {
     [ "$2" -ge 10 ] || { : >"$4" && echo 124 >"$4.status" && return; }
-    # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
+    # Without the caching allocator, because a read past a tensor would stay inside the allocator's block.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
         timeout --kill-after=20 $(($2 + 60)) \
         compute-sanitizer --tool "$1" --target-processes all --error-exitcode 9 \
         bash -c "exec timeout --signal=INT $2 '$python' -m pytest -q --tb=short -p no:cacheprovider $3" >"$4" 2>&1
     local status=$?
-    # Of the vendor's products (nvjet) racecheck reports races; to exclude these kernels makes it abort.
-    if [ "$status" -eq 9 ] && only_the_vendor_races "$4"; then status=vendor; fi
+    # Racecheck reports races of the vendor's products (nvjet). It aborts if these kernels are excluded.
+    if [ "$status" -eq 9 ] && has_only_vendor_races "$4"; then status=vendor; fi
     grep -q KeyboardInterrupt "$4" && [ "$status" != 9 ] && status=124
     echo "$status" >"$4.status"
 }
@@ -213,8 +199,7 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
         --target "$site" "$wheels"/*.whl; then
         PYTHONPATH="$PYTHONPATH:$site"
     else
-        lines+=("FAILED  the wheels in $wheels could not be installed: no peers from there")
-        failed=1
+        fail "the wheels in $wheels could not be installed: no peers from there"
     fi
 fi
 
@@ -241,7 +226,7 @@ for name in $parts; do
             select=() files=(tests)
             if [ "$name" = gpu-tests ]; then
                 select=(-m gpu)
-                # Only these: to import the others takes every process its time.
+                # Only these files, because each process takes time to import the others.
                 mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -vE 'test_(first_call|older)')
             fi
             checks=tests/tools/test_check.py::test_on_a_gpu
@@ -250,8 +235,8 @@ for name in $parts; do
                 --dist worksteal \
                 "${select[@]}" --ignore tests/package/test_first_call.py --ignore tests/backends/test_older.py \
                 --deselect "$checks" "${files[@]}"
-            # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
-            # machine Python compiles the libraries first, which takes half a minute.
+            # These tests read the clock and the free memory, so they run alone. They run last, because on a new machine
+            # Python first compiles the libraries, which takes half a minute.
             part tests-alone "$(within 200)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/package/test_first_call.py "$checks"
             ;;
@@ -283,10 +268,7 @@ for name in $parts; do
             linked split-head 120
             linked wrapped 170
             ;;
-        split-head)
-            benchmark split-head split-head h200 120
-            linked split-head 120
-            ;;
+        split-head) benchmark split-head split-head h200 120; linked split-head 120 ;;
         wrapped) linked wrapped 170 ;;
         several)
             linked split-head 120
@@ -299,10 +281,7 @@ for name in $parts; do
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
         grpo) benchmark grpo grpo h200 150 ;;
-        *)
-            lines+=("FAILED  no part is called '$name': see the top of this script")
-            failed=1
-            ;;
+        *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
@@ -317,7 +296,7 @@ report curve --brief
 report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
-# Last what a reader wants first.
+# The summary is last, so that it is visible at the end of the output.
 {
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every kernel, compiled for GPUs that are not here, with every launch that is chosen there: whether it fits. No GPU is
-# needed. `make test` takes a sample of it.
+# Compiles every kernel for other GPUs, with every launch that flce chooses there, and checks that it fits. No GPU is
+# needed. `make test` runs a sample.
 #
-#   scripts/gpu_targets.sh              all of them: T4, A100-80GB, RTX-3090, RTX-4090, H200, B200, RTX-5090, MI300X
+#   scripts/gpu_targets.sh              all GPUs: T4, A100-80GB, RTX-3090, RTX-4090, H200, B200, RTX-5090, MI300X
 #   scripts/gpu_targets.sh H200 MI300X  only these
 #
 # In the environment:

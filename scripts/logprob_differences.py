@@ -1,4 +1,4 @@
-"""What `flce.linear_logprobs` promises on Hopper only, on a CPU: the tables of docs/rl.md and docs/numerics.md.
+"""Differences and errors of `flce.linear_logprobs` on a CPU: the tables of docs/rl.md and docs/numerics.md.
 
 python scripts/logprob_differences.py
 """
@@ -18,9 +18,9 @@ SMALL_BUDGET = flce.ChunkOptions(max_workspace_bytes=4 << 20)
 
 
 def differences(x: Tensor, w: Tensor, y: Tensor) -> dict[str, float]:
-    """The largest difference of a `logprob` from that of the whole batch."""
+    """Return the largest difference of a `logprob` from its value in the whole batch, for each change."""
 
-    def of(rows: Tensor, candidates: Tensor | None = None, **more: object) -> Tensor:
+    def logprob(rows: Tensor, candidates: Tensor | None = None, **more: object) -> Tensor:
         named: Any = {"outputs": ("logprob",), **more}
         out = flce.linear_logprobs(x[rows], w, y[rows], candidates=candidates, **named)
         result = out.logprob if out.candidate_logprob is None else out.candidate_logprob[:, 0]
@@ -28,21 +28,21 @@ def differences(x: Tensor, w: Tensor, y: Tensor) -> dict[str, float]:
         return result
 
     everything = torch.arange(len(x))
-    whole, order = of(everything), torch.randperm(len(x))
+    batch, order = logprob(everything), torch.randperm(len(x))
     found = {
-        "another order": of(order) - whole[order],
-        "other outputs and top_k": of(everything, outputs=("logprob", "entropy", "correct"), top_k=4) - whole,
-        "the first 32 alone": of(everything[:32]) - whole[:32],
-        "the first 7 alone": of(everything[:7]) - whole[:7],
-        "each of the first 32 alone": torch.cat([of(row[None]) for row in everything[:32]]) - whole[:32],
-        "4 MiB": of(everything, options=SMALL_BUDGET) - whole,
-        "the target as a candidate": of(everything, y[:, None]) - whole,
+        "another order": logprob(order) - batch[order],
+        "other outputs and top_k": logprob(everything, outputs=("logprob", "entropy", "correct"), top_k=4) - batch,
+        "the first 32 alone": logprob(everything[:32]) - batch[:32],
+        "the first 7 alone": logprob(everything[:7]) - batch[:7],
+        "each of the first 32 alone": torch.cat([logprob(row[None]) for row in everything[:32]]) - batch[:32],
+        "4 MiB": logprob(everything, options=SMALL_BUDGET) - batch,
+        "the target as a candidate": logprob(everything, y[:, None]) - batch,
     }
-    return {what: difference.abs().max().item() for what, difference in found.items()}
+    return {name: difference.abs().max().item() for name, difference in found.items()}
 
 
 def errors(x: Tensor, w: Tensor, y: Tensor) -> dict[str, float]:
-    """Relative errors of the norm over tokens, against float64."""
+    """Return the relative errors of the norm over tokens, against float64."""
     out = flce.linear_logprobs(x, w, y)
     logp = (x.double() @ w.double().t()).log_softmax(-1)
     exact = {"logprob": logp.gather(-1, y[:, None])[:, 0], "entropy": -(logp.exp() * logp).sum(-1)}

@@ -1,8 +1,8 @@
-"""What `mkdocs.yml` does beside its settings: the site has the files that the documents link to, at their places.
+"""Hooks of `mkdocs.yml`: the site has the files that the documents link to, with their paths in the repository.
 
-MkDocs knows one folder of documents. README.md and its like are above it, and documents link to files of the repository
-(`../benchmarks/results/h200.json`). Here each file gets the name that it has in the repository. So a link that leads
-somewhere in the repository leads there on the site as well, and nothing is copied or written anew.
+MkDocs supports one folder of documents. README.md and other pages are above this folder, and documents link to files of
+the repository (`../benchmarks/results/h200.json`). The hook gives each file its path in the repository. So a link that
+works in the repository works on the site, too, without copies.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]+)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """All documents by their names in the repository; those of docs/ keep their addresses on the site."""
+    """Rename all documents to their paths in the repository. Documents of docs/ keep their addresses on the site."""
     root = Path(config.config_file_path).parent
     folder = Path(config.docs_dir).relative_to(root)
     for file in list(files):
-        if file.src_dir == config.docs_dir:  # others are of the theme
+        if file.src_dir == config.docs_dir:  # other files belong to the theme
             files.remove(file)
             files.append(_file(root, folder / file.src_uri, config, dest_uri=file.dest_uri))
     for name in PAGES:
@@ -35,7 +35,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def _linked(root: Path, document: Path) -> list[Path]:
-    """The files of the repository that a document links to; MkDocs complains of the other links."""
+    """Return the files of the repository that a document links to. MkDocs reports the other links."""
     targets = [(root / document.parent / link).resolve() for link in _LINK.findall((root / document).read_text())]
     return [target.relative_to(root) for target in targets if target.is_file() and target.is_relative_to(root)]
 

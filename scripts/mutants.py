@@ -1,4 +1,4 @@
-"""Mutation tests, `make mutants`: cosmic-ray's mutants of the modules of mutants.toml, a sample with a fixed seed.
+"""Mutation tests of a fixed sample of cosmic-ray's mutants of the modules of mutants.toml: `make mutants`.
 
 Each worker mutates a copy of the repository. A mutant that survives its tests gets a test, or an entry in mutants.txt:
 a line with the reason, then the lines of the change as this program prints them.
@@ -28,23 +28,23 @@ from cosmic_ray.work_item import TestOutcome
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "mutants"
 EXPLAINED = ROOT / "scripts" / "mutants.txt"
-# A mutant may take so many times the time of its tests, and so many seconds more: then it counts as found.
+# A mutant counts as found after this multiple of the time of its tests, plus these seconds.
 SLOWER, GRACE = 4, 60
 
 
 def mutants(files: list[Path], left_out: list[str]) -> list[Any]:
-    """All mutations of these files, in the order of cosmic-ray."""
+    """Return all mutations of these files, in a fixed order."""
     session = CACHE / "session.sqlite"
     session.unlink(missing_ok=True)
     with use_db(str(session), WorkDB.Mode.create) as database:
         init(files, database, {})
         found = [mutation for item in database.work_items for mutation in item.mutations]
-    found = [each for each in found if not each.operator_name.partition("/")[2].startswith(tuple(left_out))]
-    return sorted(found, key=lambda each: (str(each.module_path), each.operator_name, each.occurrence))
+    found = [m for m in found if not m.operator_name.partition("/")[2].startswith(tuple(left_out))]
+    return sorted(found, key=lambda m: (str(m.module_path), m.operator_name, m.occurrence))
 
 
 def copy_repository() -> None:
-    """Make a copy for this worker, in which the tests run."""
+    """Create a copy for this worker, in which the tests run."""
     folder = CACHE / f"copy-{os.getpid()}"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
@@ -53,7 +53,7 @@ def copy_repository() -> None:
 
 
 def seconds(command: str) -> float:
-    """The time of the tests without a mutation, which all pass."""
+    """Return the time of the tests without a mutation. Exit if they fail."""
     started = time.monotonic()
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -62,7 +62,7 @@ def seconds(command: str) -> float:
 
 
 def outcome_of(mutation: Any, command: str, limit: float) -> tuple[str, str]:
-    """What became of a mutant, and its change."""
+    """Return "survived" or "found", and the change of the mutant."""
     result = mutate_and_test([mutation], command, limit)
     lines = [line for line in (result.diff or "").splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     outcome = "survived" if result.test_outcome == TestOutcome.SURVIVED else "found"
@@ -74,27 +74,29 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="mutants of all modules together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="", help="modules whose path has this")
+    parser.add_argument("--only", default="", help="only modules whose path contains this text")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs the tests")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
     config = tomllib.loads((ROOT / "scripts" / "mutants.toml").read_text())
     tests = {
-        each["file"]: f"{asked.python} -m pytest -x -q -p no:cacheprovider {each['tests']}" for each in config["module"]
+        module["file"]: f"{options.python} -m pytest -x -q -p no:cacheprovider {module['tests']}"
+        for module in config["module"]
     }
     every = mutants([Path(file) for file in tests], config["leave-out"])
-    sample = random.Random(asked.seed).sample(every, min(asked.count, len(every)))
-    sample = [each for each in sample if asked.only in str(each.module_path)]
+    sample = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    sample = [mutation for mutation in sample if options.only in str(mutation.module_path)]
     print(f"{len(sample)} of {len(every)} mutants", flush=True)
     explained, survivors = EXPLAINED.read_text() if EXPLAINED.exists() else "", []
-    with ProcessPoolExecutor(asked.workers, initializer=copy_repository) as pool:
-        files = dict.fromkeys(str(each.module_path) for each in sample)
-        took = dict(zip(files, pool.map(seconds, [tests[file] for file in files]), strict=True))
-        for file, time_of in took.items():
+    with ProcessPoolExecutor(options.workers, initializer=copy_repository) as pool:
+        paths = [str(mutation.module_path) for mutation in sample]
+        files = dict.fromkeys(paths)
+        times = dict(zip(files, pool.map(seconds, [tests[file] for file in files]), strict=True))
+        for file, time_of in times.items():
             print(f"{file}: its tests take {time_of:.0f} s", flush=True)
-        limits = [SLOWER * took[str(each.module_path)] + GRACE for each in sample]
-        commands = [tests[str(each.module_path)] for each in sample]
+        limits = [SLOWER * times[path] + GRACE for path in paths]
+        commands = [tests[path] for path in paths]
         for number, (outcome, change) in enumerate(pool.map(outcome_of, sample, commands, limits), 1):
             print(f"{number}: {outcome}: {change}", flush=True)
             if outcome == "survived" and change not in explained:

@@ -1,4 +1,4 @@
-"""Writes what the quick start of README.md needs into a folder: its two blocks as files, a small model, a text."""
+"""Files for the quick start of README.md: its two blocks, a small model and a text; `quick_start.sh` calls this."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flce.testing.models import tiny_model  # noqa: E402
 
 
 def block(language: str) -> str:
-    """The first of the section."""
+    """Return the first block of this language in the section."""
     section = (ROOT / "README.md").read_text().partition("## Quick start\n")[2].partition("\n## ")[0]
     found = re.search(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise SystemExit(f"README.md has no block of {language} in its quick start")
+        raise SystemExit(f"README.md: expected a block of {language} in the quick start")
     return found[1]
 
 
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     (folder / "finetune.py").write_text(block("python"))
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(Path(re.__file__).read_text()).input_ids
-    # Its last chunk has one token, which predicts nothing.
+    # The last chunk has one token, which has no next token to predict.
     (folder / "my-text.txt").write_text(str(tokenizer.decode(tokens[: len(tokens) // 1024 * 1024 + 1])))
     tiny_model().save_pretrained(folder / "my-model")
     tokenizer.save_pretrained(folder / "my-model")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Tests with other versions of PyTorch, Triton and Transformers than those of constraints.txt.
+# Runs tests with other versions of PyTorch, Triton and Transformers than the versions of constraints.txt.
 #
-#   scripts/versions.sh newest           those of constraints-newest.txt
-#   scripts/versions.sh oldest           those of constraints-oldest.txt, the oldest that pyproject.toml allows
-#   scripts/versions.sh write newest     ask the package index for the newest, and write that file
+#   scripts/versions.sh newest           the versions of constraints-newest.txt
+#   scripts/versions.sh oldest           the versions of constraints-oldest.txt, the oldest that pyproject.toml allows
+#   scripts/versions.sh write newest     ask the package index for the newest versions, and write constraints-newest.txt
 #   scripts/versions.sh write oldest
 #
 #   PYTHON=python3.12              the Python to build the environments with
@@ -18,11 +18,11 @@ python=${PYTHON:-python3}
 tests=${TESTS:-tests/package/test_import.py tests/core/test_private_names.py tests/package/test_versions.py tests/ops/test_operator_grid.py tests/huggingface}
 with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest pytest-timeout pytest-xdist matplotlib rich typer)
 
-packages_of() { # what an environment is to have, with the versions that decide the others
+packages_of() { # the packages of an environment, and the versions on which the other versions depend
     case $1 in
         newest) echo "${with[@]}" trl ;;
         oldest) echo "${with[@]}" torch==2.11.0 triton==3.6.0 transformers==4.56.2 'numpy<2.4' ;;
-        *) echo "versions.sh: '$1' is neither newest nor oldest" >&2 && exit 2 ;;
+        *) echo "versions.sh: expected newest or oldest, got '$1'" >&2 && exit 2 ;;
     esac
 }
 
@@ -34,7 +34,7 @@ write() {
     "$scratch/bin/python" -m pip install --quiet --upgrade "${packages[@]}"
     {
         echo "# Written by scripts/versions.sh write $1, for the tests of make test-$1."
-        # A local build has a suffix, such as +cpu, that the package index does not know.
+        # A local build has a suffix, such as +cpu, that the package index does not have.
         "$scratch/bin/python" -m pip freeze | sed 's/+[a-z0-9.]*$//' | grep -v ' @ '
     } >"constraints-$1.txt"
     rm -r "$scratch"

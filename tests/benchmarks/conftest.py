@@ -1,4 +1,4 @@
-"""Small problems, measured the way users would run them on this machine."""
+"""Fixtures for measurements of small problems as users run them on this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _steady_heap_again():
-    """A measurement begins by giving back to the collector all that was kept from it."""
+    """Freeze all objects, because a measurement begins with `gc.unfreeze`."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """More cost such small problems time, much of it on a machine with other work."""
+    """Use one thread: more threads slow down small problems, especially on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,7 +25,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="module")
 def _torch_backend():
-    """On a CPU measure what users get there, not the interpreter."""
+    """Use the torch backend on a CPU, as users do, instead of Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setenv("FLCE_BACKEND", "torch")

@@ -1,4 +1,4 @@
-"""Runs that nobody measured."""
+"""Head of runs with made-up figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small run of every subcommand, and the measuring itself on known quantities."""
+"""Tests of a small run of every command, and of the meter on known quantities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVERYWHERE = ("ours", "repeat", "stock")
 
 @pytest.fixture(scope="module", params=SHOWN)
 def small_run(request, tmp_path_factory):
-    """The benchmark, and the file of its tiny preset, on the CPU."""
+    """Return the benchmark, and the result file of its tiny preset on the CPU."""
     if request.param == "model":
         pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("benchmarks") / "run.json"
@@ -63,7 +63,7 @@ def small_run(request, tmp_path_factory):
 
 
 def test_every_case_of_the_preset_is_measured(small_run):
-    """What cannot run here is named, with the reason; no other benchmark reads the file."""
+    """Contenders that cannot run are named with the reason; no other benchmark reads the file."""
     benchmark, path = small_run
     document, run = json.loads(path.read_text()), benchmark.load(path)
     assert (document["schema"], document["kind"], document["date"][-1]) == (1, benchmark.kind, "Z")
@@ -91,8 +91,8 @@ def test_what_a_run_has_is_shown(small_run, tmp_path):
     benchmark, path = small_run
     whole = CliRunner().invoke(app, ["table", str(path)])
     assert whole.exit_code == 0, whole.output
-    for said in SHOWN[benchmark.kind]:
-        assert said in whole.output
+    for text in SHOWN[benchmark.kind]:
+        assert text in whole.output
     assert "(liger" in whole.output.partition("Not measured: ")[2]
     out = tmp_path / "sub" / "brief.md"
     assert CliRunner().invoke(app, ["table", str(path), "--brief", "--out", str(out)]).exit_code == 0
@@ -102,7 +102,7 @@ def test_what_a_run_has_is_shown(small_run, tmp_path):
 
 
 def test_figures_of_a_small_run(small_run):
-    """The operator is as exact as stock, a model's loss is stock's in less memory, and rows say how they were timed."""
+    """The operator is as exact as stock, a model has stock's loss in less memory, and rows have their method."""
     benchmark, path = small_run
     for entry in benchmark.load(path).cases:
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
@@ -141,7 +141,11 @@ def test_a_package_that_is_not_there_is_named():
         ("model", ["--set", "model=GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
         ("model", ["--preset", "tiny", "--set", "contenders=nobody"], "there are"),
         ("model", ["--preset", "tiny", "--set", "optimizer=sideways"], "adamw"),
-        ("rows", ["--preset", "tiny", "--set", "errors=true"], "rows: no such thing as 'errors', but rows, columns"),
+        (
+            "rows",
+            ["--preset", "tiny", "--set", "errors=true"],
+            "rows: no field 'errors'; expected one of rows, columns",
+        ),
         ("wrapped", ["--preset", "tp"], "several processes take part"),
     ],
 )
@@ -210,7 +214,7 @@ def test_a_budget_without_a_plan_is_no_failure():
 
 
 def test_a_call_of_another_problem_is_timed_and_not_judged():
-    """Its gradients are no workspace either."""
+    """Its gradients do not count as workspace."""
     case = OperatorCase(64, 32, 500, dtype="float32", ignored=0.5, errors=True)
     entry = OPERATOR.measure(case, CPU, Effort(1, 0.0), select(["ours", "ours-full"]))
     ours, full, _ = entry.results
@@ -221,7 +225,7 @@ def test_a_call_of_another_problem_is_timed_and_not_judged():
 
 @pytest.mark.parametrize("mode, feature", [*((mode, "") for mode in CALLS), ("frozen-head", "adapter of rank 16")])
 def test_the_floor_is_the_products_of_the_call(mode, feature, monkeypatch):
-    """Counted, with their results, which must be the logits and the gradients, also of adapters."""
+    """The number of products is right, and their results are the logits and the gradients, also of adapters."""
     problem = OperatorProblem(OperatorCase(24, 8, 40, dtype="float32", mode=mode, feature=feature), CPU)
     results = []
     multiply = torch.mm
@@ -245,7 +249,7 @@ def test_the_floor_is_the_products_of_the_call(mode, feature, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_meter_counts_a_known_pattern(kind):
-    """Peak of a, then a and b, then b and c, above what is there before and what is returned."""
+    """The peak of a, then a and b, then b and c, excludes earlier allocations and returned gradients."""
 
     def zeros(mib):
         return torch.zeros(mib * MIB, dtype=torch.uint8, device=kind)
@@ -269,7 +273,7 @@ def test_a_meter_counts_a_known_pattern(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", CALLS)
 def test_every_contender_runs_on_cuda(mode, tmp_path):
-    """Also the bare products and the compiled stock path; of the peers, those that are installed may fail."""
+    """The bare products and compiled stock code run, too. Installed peers may fail."""
     contenders = [c for c in CONTENDERS if c.name != "torch-compile" or mode == "forward+backward"]
     case = OperatorCase(500, 256, 4001, mode=mode, errors=True)
     entry = OPERATOR.measure(case, torch.device("cuda"), Effort(2, 5.0), contenders)
@@ -285,7 +289,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_own_products_can_be_off(own, monkeypatch):
-    """In the first call, in the plan and in every timed call, and not afterwards."""
+    """They are off in the first call, in the plan and in every timed call, and not afterwards."""
     seen: list[bool] = []
 
     def look(*_):
@@ -322,7 +326,7 @@ def test_gpu_script_parses():
 
 
 def entry_of(*milliseconds: float) -> Entry:
-    """Steps that take as long, by a clock of their own."""
+    """Return an entry whose steps take these times."""
     figures = iter(milliseconds)
     entry = OPERATOR.measure(OperatorCase(8, 4, 16, dtype="float32"), CPU, Effort(1, 9.0), select(["ours", "stock"]))
     for result in entry.results:
@@ -349,11 +353,11 @@ def test_committed_results_make_tables_and_pictures(name, draws, tmp_path):
     file = ROOT / "benchmarks" / "results" / f"{name}.json"
     done = CliRunner().invoke(app, ["table", str(file)])
     assert done.exit_code == 0, done.output
-    # Most are older than the second measurement of the first of ours.
-    spread = "% in the median and " if name == "h200" else "not known, nothing of ours was measured twice"
+    # Most files are older than the second measurement of flce.
+    spread = "% in the median and " if name == "h200" else "not known, no call of flce was measured twice"
     assert spread in done.output
     out = tmp_path / "picture.png"
-    if draws or name == "model-h200":  # of which there is no picture
+    if draws or name == "model-h200":  # it has no picture
         assert CliRunner().invoke(app, ["plot", str(file), "--out", str(out)]).exit_code == (0 if draws else 2)
         assert out.exists() == draws
 
@@ -362,7 +366,7 @@ def test_a_result_of_a_benchmark_that_is_gone_is_refused():
     done = CliRunner(env={"COLUMNS": "200"}).invoke(
         app, ["table", str(ROOT / "benchmarks" / "results" / "kernels-h200.json")]
     )
-    assert "holds results of 'kernels': not one of operator, model, rows" in str(done.exception)
+    assert "holds results of 'kernels': expected one of operator, model, rows" in str(done.exception)
 
 
 @pytest.mark.parametrize("measured", BENCHMARKS.values(), ids=lambda measured: measured.kind)

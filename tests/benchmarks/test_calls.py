@@ -1,4 +1,4 @@
-"""Three times of a call: of a made-up device with a clock of its own, in the tables and targets, and on a GPU."""
+"""Tests of the three times of a call: of a made-up device with a clock, in tables and targets, and on a GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_who_cannot_be_captured_says_why_and_is_timed_as_called(raises, monkeypa
 
 @pytest.mark.parametrize("which", ["input", "weight"])
 def test_a_step_that_fails_leaves_no_gradient(which):
-    """Which the next contender's, or a captured one, would be added to."""
+    """Otherwise the next gradient would be added to it."""
     problem = OperatorProblem(OperatorCase(8, 4, 16, dtype="float32"), CPU)
 
     def fail(gradient):
@@ -144,7 +144,7 @@ def measured(contender: str, called: float, alone: float, host: float, family: s
 
 @pytest.mark.gpu
 def test_the_times_of_a_call_on_cuda():
-    """The host is done before the device; who waits for it is timed as called alone."""
+    """The host finishes before the device; a step that waits for the device has only the time as called."""
 
     def waiting(x, w, y, reduction):
         loss = stock_loss(x, w, y, reduction)
@@ -176,7 +176,7 @@ def test_the_times_of_a_call_on_cuda():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ours", "torch-compile", "stock"])
 def test_a_replay_makes_the_gradients(name):
-    """They are of what the operands hold then, not of what they held when the step was captured."""
+    """The gradients belong to the values of the operands at the replay, not at the capture."""
     problem = OperatorProblem(OperatorCase(256, 64, 1000), CUDA)
     (contender,) = select([name])
     solve = contender.prepare(problem)

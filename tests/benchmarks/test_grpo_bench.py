@@ -1,4 +1,4 @@
-"""The benchmark of a step of GRPO: all contenders make the same losses and gradients, and leave the model as it was."""
+"""Tests of the GRPO benchmark: all contenders compute the same losses and gradients, and restore the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_of(name: str, problem: tuple[Any, Completions], part: str) -> GrpoStep:
 
 
 def exact(model: Any, batch: Completions) -> tuple[Tensor, Tensor]:
-    """Mean log-probability and loss, from all logits in float64."""
+    """Return the mean log-probability and the loss, from all logits in float64."""
     logits = model(input_ids=batch.ids, use_cache=False).logits.double()[:, CASE.prompt - 1 : -1]
     logprob = torch.log_softmax(logits / grpo.TEMPERATURE, -1).gather(2, batch.ids[:, CASE.prompt :, None])[..., 0]
     gains = []
@@ -59,12 +59,12 @@ def exact(model: Any, batch: Completions) -> tuple[Tensor, Tensor]:
 def test_passes_are_exact(
     name: str, part: str, problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their values, and the gradients of the training step."""
+    """The values, and the gradients of the training step, are exact."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # Liger compiles
     model, batch = problem
     logprob, loss = exact(model, batch)
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    monkeypatch.setattr(type(model), "zero_grad", lambda self, **how: None)  # which ends a step
+    monkeypatch.setattr(type(model), "zero_grad", lambda self, **how: None)  # it would end the step
     step = step_of(name, problem, part)
     with step.contender.applied(model):
         step()
@@ -74,8 +74,8 @@ def test_passes_are_exact(
     assert step.loss is not None
     assert float(step.loss) == pytest.approx(float(logprob if part == OLD else loss.detach()), abs=1e-6)
     assert len(gradients) == (len(expected) if part == TRAINING else 0)
-    for found, wanted in zip(gradients, expected, strict=part == TRAINING):
-        assert relative_error(found, wanted) < 1e-5
+    for found, exact_gradient in zip(gradients, expected, strict=part == TRAINING):
+        assert relative_error(found, exact_gradient) < 1e-5
 
 
 def test_what_is_changed_is_put_back(problem: tuple[Any, Completions]) -> None:
@@ -94,7 +94,7 @@ def test_what_is_changed_is_put_back(problem: tuple[Any, Completions]) -> None:
 
 
 def test_ours_is_not_trls_kernel(problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where a model cannot be patched there are no figures."""
+    """If a model cannot be patched, there are no figures."""
     from trl.trainer import utils
 
     import flce.huggingface.trl as integration
@@ -114,7 +114,7 @@ def test_ours_is_not_trls_kernel(problem: tuple[Any, Completions], monkeypatch: 
 
 
 def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are there are left alone; of those that are not, nothing stays."""
+    """Installed packages stay unchanged; stand-ins of missing packages are removed."""
     find, names = importlib.util.find_spec, ("pandas", "pyarrow")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find(name))
     there = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
@@ -131,7 +131,7 @@ def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.
 
 
 def test_a_run(tmp_path: Any) -> None:
-    """Its tables; and what is measured on a GPU."""
+    """Tables have the figures; cases of the GPU preset are valid."""
     entries = [GRPO.measure(case, CPU, Effort(2, 1.0), select_contenders(CONTENDERS, ["ours", "trl", "stock"])) for
     case, _ in
                PRESETS["tiny"]()]  # fmt: skip
@@ -151,7 +151,7 @@ def test_a_run(tmp_path: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_contenders_agree_on_cuda(part: str) -> None:
-    """Peers that are installed may fail."""
+    """Installed peers may fail."""
     case = replace(CASE, part=part, dtype="bfloat16", sequence=128, prompt=64)
     entry = GRPO.measure(case, torch.device("cuda"), Effort(2, 5.0))
     stock = entry.by_name("stock")

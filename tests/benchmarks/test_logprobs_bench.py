@@ -1,4 +1,4 @@
-"""The benchmark of log-probabilities: what its preset measures, its targets need."""
+"""Tests of the benchmark of log-probabilities: its preset measures all figures of its targets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVER_THE_FLOOR = {"floor-forward": 0.25, "ours-forward": 0.25, "ours-skipping": 
 
 
 def made_up(slower: float, mib: float) -> Run:
-    """Ours as fast as its products, times `slower`; verl's kernel is as fast as the products."""
+    """Return a run in which flce takes `slower` times its products, and verl's kernel takes as long as its products."""
 
     def result(name: str, family: str) -> BenchResult:
         times = 10 * OVER_THE_FLOOR.get(name, 1.0) * (slower if family == "ours" else 1.0)
@@ -40,7 +40,7 @@ def made_up(slower: float, mib: float) -> Run:
 
 @pytest.mark.parametrize("slower, mib, expected", [(1.0, 512, MET), (1.3, 512, MISSED), (1.0, 600, MISSED)])
 def test_every_target_has_a_verdict(slower, mib, expected):
-    """By time, and by workspace; what needs no time, or keeps its budget, is met all the same."""
+    """Time and workspace decide. A target without a time limit, within its budget, is always met."""
     findings = check_targets([made_up(slower, mib)], TARGETS)
     assert {finding.verdict for finding in findings} <= {MET, MISSED}
     by_call = {finding.cells[""]: finding.verdict for finding in findings}
@@ -49,7 +49,7 @@ def test_every_target_has_a_verdict(slower, mib, expected):
 
 
 def test_every_peer_is_compared():
-    """With settings that make the entropy too."""
+    """Only settings with entropy are compared."""
     found = [finding.verdict for finding in duels([made_up(1.05, 300)], RULES, TINY.mode)]
     assert sorted(found) == sorted([MET, MET, MISSED] * len(LOGPROBS.presets["h200"]()))
 
@@ -71,7 +71,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_our_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients of the input and the weight, unless it says otherwise."""
+    """Calls have gradients of the input and the weight, unless `CALLS` excludes them."""
     seen, compute = [], flce.linear_logprobs
 
     def looking(x: Tensor, w: Tensor, y: Tensor, **arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def test_our_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plans_are_noted() -> None:
-    """The larger of those of forward and of backward, of flce alone."""
+    """The larger plan of forward and backward is recorded, for flce only."""
     names = ("floor", "ours", "ours-all", "ours-forward")
     entry = LOGPROBS.measure(TINY, CPU, Effort(1, 1.0), select_contenders(CONTENDERS, names))
     sizes = {result.contender: result.planned_bytes or 0 for result in entry.results}
@@ -101,7 +101,7 @@ def test_the_plans_are_noted() -> None:
 
 
 def test_trls_gradients_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its utilities cannot be imported, which a stand-in has to do."""
+    """They also agree if a stand-in replaces TRL's utilities."""
     pytest.importorskip("trl.kernels.chunked_logprob")
     monkeypatch.setattr(contenders, "needs_cuda", lambda device: None)
     monkeypatch.setattr(cases, "needs_cuda", lambda device: None)

@@ -1,4 +1,4 @@
-"""A small run of `model`, its table and its picture, and what becomes of contenders that fail."""
+"""Tests of small runs of `model`, its table, the picture of memory, and contenders that fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def named(name):
 
 
 def exhausting(name, family, from_step):
-    """A contender whose forward runs out of memory from that call on."""
+    """Return a contender whose forward runs out of memory from this call on."""
     calls = 0
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ def exhausting(name, family, from_step):
 
 @pytest.mark.parametrize("from_step", [1, 2])
 def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
-    """In the warm-up, and in the first timed step."""
+    """Memory runs out in the warm-up, or in the first timed step."""
     contenders = [exhausting("stock", "stock", from_step), named("ours")]
     entry = MODEL.measure(CASE, CPU, Effort(2, 1.0), contenders)
     stock, ours, _ = entry.results
@@ -86,7 +86,7 @@ def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", "adamw"])
 def test_contenders_find_the_same_weights(optimizer):
-    """Also after the steps of others with an optimizer, whose states belong to what is held."""
+    """This also holds after steps of an optimizer. Its states count as held bytes."""
     case = dataclasses.replace(CASE, optimizer=optimizer)
     entry = MODEL.measure(case, CPU, Effort(2, 1.0), [named("ours"), named("stock")])
     ours, stock, _ = entry.results
@@ -101,7 +101,7 @@ def test_contenders_find_the_same_weights(optimizer):
 
 
 def test_settings_of_a_step():
-    """With LoRA nothing but adapters of the layers is trained, and their head has none."""
+    """With LoRA only adapters of the layers are trained, and the head has no adapter."""
     pytest.importorskip("peft")
     case = dataclasses.replace(CASE, lora_rank=4, checkpointing=False)
     model = build(case, CPU)
@@ -122,7 +122,7 @@ def test_without_peft_its_cases_are_not_measured(monkeypatch):
 
 
 def test_the_picture_of_memory(tmp_path):
-    """On a CPU of a tiny model; stock holds logits that flce does not."""
+    """The picture of a tiny model on a CPU. Stock allocates logits, flce does not."""
     memory.main(tmp_path / "memory.png")
     document = json.loads((tmp_path / "memory.json").read_text())
     assert document["case"]["model"] == "tiny-llama"
@@ -145,7 +145,7 @@ def test_architectures_have_the_sizes_of_their_names(architecture):
 
 
 def test_what_liger_changes_is_put_back(monkeypatch):
-    """Stands in for Liger: it binds methods to modules and replaces names in the file of the model."""
+    """A stand-in for Liger binds methods to modules and replaces names in the file of the model."""
     from transformers.models.llama import modeling_llama
 
     class Patch:
@@ -155,7 +155,7 @@ def test_what_liger_changes_is_put_back(monkeypatch):
             model.model.norm.offset = 1.0
             modeling_llama.apply_rotary_pos_emb = None
 
-    # Not instead of `importlib.import_module`: Transformers loads its own modules with that, when they are asked for.
+    # `importlib.import_module` itself is not replaced, because Transformers imports its modules with it.
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", Patch)
     model, rotate = build(CASE, CPU), modeling_llama.apply_rotary_pos_emb
     with liger(model):
@@ -168,7 +168,7 @@ def test_what_liger_changes_is_put_back(monkeypatch):
 
 @pytest.mark.gpu
 def test_every_contender_runs_on_cuda():
-    """Peers that are installed may fail."""
+    """Installed peers may fail."""
     case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,))
     entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0))
     stock = entry.by_name("stock")

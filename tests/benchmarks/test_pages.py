@@ -1,4 +1,4 @@
-"""Tables of pages are those of the result files that the pages name."""
+"""Tests that the tables of pages agree with the result files that the pages name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks import pages
 from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.models import QUOTED, SETTINGS
-from benchmarks.pages import BLOCK, KINDS, PLANNED, ROOT, filled
+from benchmarks.pages import BLOCK, KINDS, PLANNED, ROOT, fill_page
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
@@ -29,7 +29,7 @@ ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
 @pytest.mark.parametrize("page, blocks", [("README.md", 2), ("docs/performance.md", 2), ("docs/devices.md", 5)])
 def test_the_pages_say_what_the_results_say(page: str, blocks: int) -> None:
     text = (ROOT / page).read_text()
-    assert filled(text) == text, "python -m benchmarks pages README.md docs/performance.md docs/devices.md"
+    assert fill_page(text) == text, "python -m benchmarks pages README.md docs/performance.md docs/devices.md"
     found = [match["kind"] for match in BLOCK.finditer(text)]
     assert len(found) >= blocks
     assert set(found) <= {*KINDS, *PLANNED}
@@ -48,7 +48,7 @@ def run_of(kind: str, *entries: Entry) -> Run:
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a block of every kind, and the results that it names."""
+    """Return a page with a block of every kind, and write the results that it names."""
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     entries = []
     for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks quick`: what it prints, its file and its picture, and what is found to be wrong."""
+"""Tests of `python -m benchmarks quick`: its output, its file, its picture, and the errors that it finds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command, with each contender timed once on a CPU, and as if no peer were installed."""
+    """Return the command, with one timed call of each contender on a CPU, and without peers."""
     monkeypatch.setattr(quick, "EFFORT", Effort(1, 0.0))
     for library in ("liger_kernel", "cut_cross_entropy"):
         monkeypatch.setitem(sys.modules, library, None)
@@ -59,7 +59,7 @@ def test_a_table_a_file_and_a_picture(run: Any, tmp_path: Path, monkeypatch: pyt
     assert missing.endswith("not installed (pip install liger-kernel)")
     assert (tmp_path / "quick.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((tmp_path / "quick.json").read_text())
-    assert document["command"] == "python -m benchmarks quick --out quick.json"  # no folder of anybody's machine
+    assert document["command"] == "python -m benchmarks quick --out quick.json"  # without folders of a machine
     assert document["versions"]["torch"] == torch.__version__
     (entry,) = OPERATOR.load(tmp_path / "quick.json").cases
     for name in ("floor", OURS, "ours-1MiB", "ours-2MiB", "stock", "ours-again"):
@@ -74,7 +74,7 @@ def test_a_table_a_file_and_a_picture(run: Any, tmp_path: Path, monkeypatch: pyt
 def test_the_defaults_suit_a_cpu() -> None:
     assert float64_is_cheap(OperatorCase(*default_shape(CPU), dtype="float32"), CPU)
     assert not float64_is_cheap(OperatorCase(8192, 4096, 128256), CPU)
-    # Every name stands for a contender.
+    # Every name is the name of a contender.
     assert len(select([*FLOORS, OURS, *OTHERS])) == len(FLOORS) + 1 + len(OTHERS)
 
 
@@ -102,7 +102,7 @@ def test_a_loss_that_is_off_is_found(run: Any, off: float, message: str, monkeyp
     done = run("--shape", "64,32,300")
     assert done.exit_code == 1, done.output
     found = [line for line in done.stdout.splitlines() if line.startswith("WRONG: 64 x 32 x 300, float32")]
-    assert len(found) == 6  # loss, dX and dW, of the default and of the same again
+    assert len(found) == 6  # loss, dX and dW, of the default and of its repeat
     assert any(message in line for line in found), found
 
 
@@ -142,7 +142,7 @@ def test_further_than_stock_is_wrong(errors: dict[str, float], wrong: int) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(), ("--shape", "1000,768,50257")])
 def test_on_cuda(run: Any, shape: tuple[str, ...], tmp_path: Path) -> None:
-    """Every contender but peers has figures, and ours takes what is planned."""
+    """All contenders except peers have figures, and the workspace of flce is the planned one."""
     done = run(*shape, "--budget", "64MiB", "--device", "cuda:0")
     assert done.exit_code == 0, done.output
     (entry,) = OPERATOR.load(tmp_path / "quick.json").cases

@@ -1,4 +1,4 @@
-"""A small run of `rows`, its tables, verdicts and picture; and the procedure by itself."""
+"""Tests of `rows`: its calls, their timing, and its tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_inputs_are_more_than_the_cache_holds():
 @every_task
 @pytest.mark.parametrize("name", ["ours", "eager"])
 def test_a_call_does_the_task(task, name):
-    """On each input, also after a call wrote over it."""
+    """The result is right on each input, also after a call has overwritten the input."""
     (contender,) = [contender for contender in CONTENDERS if contender.name == name]
     problem = RowProblem(RowCase(6, 50, "float64", *task), CPU, calls=2)
     for index, row in enumerate(problem.spare):  # inputs that differ
@@ -145,7 +145,7 @@ def test_where_a_contender_did_not_run_is_said():
 @every_task
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_run_on_cuda(dtype, task):
-    """All but those that wait for the device are captured; of the peers, those that are installed may fail."""
+    """Contenders that do not wait for the device are captured. Installed peers may fail."""
     case = RowCase(256, 3001, dtype, task[0], task[1], compiled=dtype == "float32", calls=5)
     entry = ROWS.measure(case, torch.device("cuda"), Effort(3, 5.0))
     for result in entry.results:
@@ -159,7 +159,7 @@ def test_rows_run_on_cuda(dtype, task):
 @pytest.mark.gpu
 @every_task
 def test_captured_calls_write_what_they_should(task):
-    """In a replay, on numbers that were not there when it was captured; as often as one likes."""
+    """Each replay computes the results of the new numbers in its inputs."""
     device = torch.device("cuda")
     problem = RowProblem(RowCase(64, 1000, "float32", *task), device, calls=3)
     for contender in CONTENDERS:

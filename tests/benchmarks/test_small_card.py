@@ -1,4 +1,4 @@
-"""The longest sequence that trains, without a GPU: the search for it, a tiny model, and what is predicted."""
+"""Tests of the longest sequence that trains, without a GPU: the search, a tiny model, and the prediction."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_longest_is_found(limit: int, guess: int) -> None:
 
 
 def test_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, where the peak of a step is bounded in the place of the memory of a device."""
+    """On a CPU the peak of a step is limited instead of the memory of a device."""
     monkeypatch.setattr(small_card, "longest", lambda trains, guess: max(n for n in (guess, 192) if trains(n)))
     monkeypatch.setattr(small_card, "QUICK", 0.0)
     entry = SMALL_CARD.measure(
@@ -52,9 +52,9 @@ def test_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and launches are those of a 4090, and PyTorch has as much memory."""
+    """The device record is the record of a 4090, and PyTorch has the memory of the card."""
     device = torch.device("cuda", 0)
-    monkeypatch.setenv("FLCE_PROFILE", "")  # whose value comes back after the test, whatever happens
+    monkeypatch.setenv("FLCE_PROFILE", "")  # restored after the test
     monkeypatch.setattr(tempfile, "mkdtemp", lambda: str(tmp_path))
     fake_h100(monkeypatch, 80 << 30)
     shares: list[float] = []
@@ -69,7 +69,7 @@ def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_predicted_is_of_the_simulated_card() -> None:
-    """As the results that docs/memory.md quotes have it."""
+    """The prediction agrees with the results that docs/memory.md quotes."""
     document = json.loads((Path(small_card.__file__).parent / "results" / "small-card-h100.json").read_text())
     (quoted,) = (r["predicted"] for r in document["cases"][0]["results"] if r["contender"] == "ours")
     assert predicted(CASES[0], patched=True) == pytest.approx(quoted, rel=0.05)

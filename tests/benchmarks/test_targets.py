@@ -1,4 +1,4 @@
-"""What runs say of the targets and of the peers, on made-up figures and on measured ones."""
+"""Tests of verdicts on targets and peers, with made-up and with measured figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.benchmarks.made_up import HEAD
 
 
 def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> BenchResult:
-    """Called, alone and of the host it takes the same time."""
+    """Return a result with the same time as called, alone and of the host."""
     size, times = None if mib is None else round(mib * MIB), [milliseconds]
     every: dict[str, Any] = {"samples_ms": times, "alone_samples_ms": times, "host_samples_ms": times}
     return BenchResult(contender, contender, family, workspace_bytes=size, **every)
@@ -101,7 +101,7 @@ def test_a_target(target, reference, milliseconds, mib, expected):
 
 @pytest.mark.parametrize("other", [{"mode": "frozen-head"}, {"ignored": 0.5}, {"dtype": "float16"}, {"calls": True}])
 def test_a_target_is_of_one_problem(other):
-    """And both its figures of one case: a floor of another, which may be of a cooler device, says nothing."""
+    """Both figures belong to one case: the floor of another case may come from a cooler device."""
     entry = Entry(OperatorCase(*MAIN, **other), [measured("floor", 10.0), measured("ours", 10.0)])
     assert verdict(TIME, run_of(entry)) == UNMEASURED
     alone = Entry(OperatorCase(*MAIN, label="alone"), [measured("ours", 10.0)])
@@ -114,7 +114,7 @@ def test_a_target_is_of_one_problem(other):
     "preset, targets", [("targets", TARGETS), ("h200-small", CALL_TARGETS), ("h200-exact", EXACT_TARGETS)]
 )
 def test_the_preset_measures_all_targets(preset, targets):
-    """Every figure that a target needs is in one case, and all names are known."""
+    """All figures of a target are in one case, and all names are known."""
     cases = [case for case, _ in PRESETS[preset]()]
     for case in cases:
         select(case.contenders)
@@ -125,7 +125,7 @@ def test_the_preset_measures_all_targets(preset, targets):
 
 
 def test_a_target_is_measured():
-    """From the list of cases to the verdict, on a small problem."""
+    """A small problem gets a verdict, from the list of cases on."""
     case = OperatorCase(64, 16, 300)
     targets = [
         Target("default", case, 1e6, reference="stock"),
@@ -175,7 +175,7 @@ def test_bfloat16_sums_meet_bfloat16_sums_alone():
 
 
 def test_the_curve_is_drawn_with_every_name_in_the_legend():
-    """And a budget without a plan is named so: no figure of it is missing."""
+    """A budget without a plan has a note and is not a shortfall."""
     case, *_ = (case for case, _ in PRESETS["h200-curve"]())
     figures = [measured("floor", 10.0, family="floor"), measured("ours", 10.3, 566)]
     figures += [measured(budget_name(mib), 19 - mib / 64, mib) for mib in CURVE_MIB[1:]]
@@ -192,8 +192,8 @@ def test_the_curve_is_drawn_with_every_name_in_the_legend():
     assert sorted(names) == sorted(["flce, in budgets", "ours", "floor", *CURVE_PEERS])
 
 
-def test_times_of_a_call_are_told_from_those_of_the_device():
-    """Two cases of one problem: targets of either look at their own, and the peers at the device."""
+def test_targets_of_calls_and_of_the_device_are_separate():
+    """Of two cases of one problem, each target reads its own case, and rules read the case of the device."""
     results = [measured("floor", 10.0), measured("ours", 10.4, 1), measured("cce", 20.0, 1, "peer")]
     called, device = run_of(Entry(call_case(MAIN), results)), run_of(Entry(OperatorCase(*MAIN), results))
     titles = [f"Targets met: 1 of {len(TARGETS)}", f"Targets of calls met: 1 of {len(CALL_TARGETS)}"]
@@ -210,7 +210,7 @@ def test_times_of_a_call_are_told_from_those_of_the_device():
 
 
 def test_the_median_of_three_runs_counts(tmp_path: Path):
-    """Two runs of three miss the limit by more than 2%, or one does; the workspace has no tolerance."""
+    """One or two of three runs miss the limit by more than 2%."""
 
     def run(milliseconds: float) -> Run:
         floor = measured("floor", 10.0, family="floor")
@@ -243,7 +243,7 @@ def test_the_median_of_three_runs_counts(tmp_path: Path):
     ],
 )
 def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):
-    """Within 1% and 1 MiB; each that is not is a line, and the command fails."""
+    """The tolerance is 1% and 1 MiB; each other result is a row, and the command fails."""
     result = measured(name, 10.0, mib)
     result.planned_bytes = planned * MIB
     run = run_of(Entry(OperatorCase(*MAIN, ignored=0.5), [result, measured("stock", 20.0, 9999, "stock")]))
@@ -259,7 +259,7 @@ def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):
 
 
 def test_the_plan_is_recorded():
-    """It is that of the call that is measured: its budget, its mode and its options."""
+    """The plan has the budget, the mode and the options of the measured call."""
     import flce
 
     case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head")

@@ -47,7 +47,7 @@ def test_ways_that_need_more_processes_are_unavailable(pair: World) -> None:
     for way, title in (("fsdp2-tp", "FSDP2 x TP by Transformers"), ("hsdp", "HSDP by PyTorch")):
         for result in (result for results in pair.run(measure, way, 500.0) for result in results):
             assert result["status"] == "unavailable"
-            assert result["reason"] == f"{title}: takes 4 processes or a multiple of it, not 2"
+            assert result["reason"] == f"{title}: needs a multiple of 4 processes, got 2"
 
 
 def test_the_first_process_decides_when_time_is_over(pair: World) -> None:
