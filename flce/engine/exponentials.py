@@ -20,6 +20,9 @@ from flce.backends.contract import (
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.pass_context import PassContext
 
+# A target never has this value.
+NO_TARGET = -(2**31)
+
 
 class Exponentials:
     """Exponentials of the logits of a pass. The gradient of the logits is ``factors[0] * exponentials``, and in the
@@ -78,13 +81,19 @@ class Exponentials:
         ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, part), ctx.statistics_call(part))
 
     def scale_rows(self, x: Tensor, part: slice, out: Tensor) -> Tensor:
-        """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for ignored rows. Return `out`."""
-        self._combine_rows(x, part, out, None, None)
+        """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for dropped rows. Return `out`."""
+        # The factor of an ignored row is 0. If the row is not dropped it is read, so that a NaN in it reaches dW, as in
+        # every other schedule. Dropped rows have no factor.
+        are_dropped = self._context.selection.count is not None
+        ignore_index = self._context.problem.spec.ignore_index if are_dropped else NO_TARGET
+        self._combine_rows(x, part, out, None, None, ignore_index)
         return out
 
-    def _combine_rows(self, x: Tensor, part: slice, out: Tensor, weight: Tensor | None, index: Tensor | None) -> None:
+    def _combine_rows(
+        self, x: Tensor, part: slice, out: Tensor, weight: Tensor | None, index: Tensor | None, ignore_index: int
+    ) -> None:
         ctx = self._context
-        target, ignore_index = slice_columns(ctx.selection.target, part), ctx.problem.spec.ignore_index
+        target = slice_columns(ctx.selection.target, part)
         ctx.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, part), ignore_index, index)
 
     def finish_input_gradient(self, term: int, product: Tensor, part: slice) -> None:
@@ -93,7 +102,7 @@ class Exponentials:
         ctx = self._context
         index = None if ctx.selection.index is None else ctx.selection.index[part]
         out = slice_rows(ctx.dx_memory(term), part) if index is None else ctx.dx_memory(term)
-        self._combine_rows(product, part, out, ctx.terms[term].weight, index)
+        self._combine_rows(product, part, out, ctx.terms[term].weight, index, ctx.problem.spec.ignore_index)
         if index is None:
             ctx.vocab.start_dx_sum(term, out)
 

@@ -279,3 +279,15 @@ def test_gradient_of_token_weights(dtype: torch.dtype, monkeypatch: pytest.Monke
         assert mine.grad is not None
         assert exact.grad is not None
         assert relative_error(mine.grad, exact.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])
+
+
+@pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
+def test_nan_of_an_ignored_token(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
+    """Its column of the gradient of the weight is NaN with every schedule."""
+    p = make_problem(**SHAPE, dtype=F16 if kind is NormalizedChunks else BF16, adapter_ranks=(3,))
+    p.target[0, 2], p.input[0, 2, 7] = -100, torch.nan
+    forced(monkeypatch, kind)
+    grad = run_fused(p, options=KEEP_IGNORED).grad_weight
+    assert grad is not None
+    assert torch.equal(grad.isnan().all(0), grad.isnan().any(0))
+    assert grad.isnan().any(0).nonzero().tolist() == [[7]]

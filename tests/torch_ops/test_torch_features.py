@@ -575,7 +575,7 @@ def test_opcheck_of_half_precision(
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     # Cached plans of other tests have CPU dtypes, and plans of this test must not stay cached.
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_known", plan.ChunkPlan)
+        patch.setattr(plan, "_cached_plan", plan.ChunkPlan)
         search.plan_for_case.cache_clear()
         check_operators(row, dtype, device, monkeypatch)
     search.plan_for_case.cache_clear()
