@@ -464,9 +464,9 @@ def tangent(x: Tensor) -> float:
 
 def close(few: Tensor, x: Tensor) -> bool:
     """Whether values that were read first are those of the real logits, but for the last bits."""
-    return torch.allclose(
-        few, x.sort(-1).values.gather(-1, x.argsort(-1).argsort(-1).gather(-1, chosen(x))), 1e-3, 1e-3
-    )
+    tolerance = max(1e-3, torch.finfo(x.dtype).eps)
+    values = x.sort(-1).values.gather(-1, x.argsort(-1).argsort(-1).gather(-1, chosen(x)))
+    return torch.allclose(few, values, tolerance, tolerance)
 
 
 def picked(x: Tensor) -> Tensor:

@@ -263,6 +263,11 @@ PROGRAMS = {
     "a function that returns a view": "loss1 = loss_of(Tripled.apply(lg, lambda x: x.view(2, 4, 13)))",
     "a custom operator": "loss1 = custom_tanh(lg.tanh()[:, 1:] * 2).square()",
     # Hooks.
+    "a hook on a view that another view was cut from": """
+        t1 = lg[:, 1:]
+        t2 = t1.reshape(-1, 13)
+        hook(t1, lambda gradient: gradient * 2)
+        loss1 = t2.square().sum()""",
     "a hook on logits": """
         lg.register_hook(F.normalize)
         loss1 = loss_of(lg)""",

@@ -28,19 +28,15 @@ class View(NamedTuple):
 
     Attributes:
         root: the lazy logits that have the memory.
-        steps: cut the view from the root's real logits.
+        parent: the root or the view that this view was cut from.
+        steps: cut the view from the root's real logits. The last step cuts it from the parent.
         is_full: the view has all entries of the root, in their order, and autograd lets it be written to.
     """
 
     root: LazyBase
+    parent: LazyBase
     steps: Steps
     is_full: bool
-
-    def real(self) -> Tensor:
-        """The real logits of the view. Those of the root have to exist."""
-        assert self.root._real is not None
-        with outside_checkpoint(self.root._state):
-            return repeated(self.steps, self.root._real)
 
 
 def repeated(steps: Steps, real: Tensor) -> Tensor:
@@ -88,12 +84,21 @@ class Family:
             source, real = sources.pop()
             copies, source.copies = source.copies, []
             for ref, family in copies:
-                copy = repeated(family.origin or (), real)
+                copy = source._copy_from_nearest_view(family.origin or (), real)
                 sources.append((family, copy))
                 family.hooks.update(source.hooks)
                 for lazy in live_objects([ref]):
                     lazy._set_real(copy)
                     lazy._update_nodes(always=True)
+
+    def _copy_from_nearest_view(self, steps: Steps, real: Tensor) -> Tensor:
+        """Repeat steps, from the last view on that they lead to: its hooks see the gradient of the copy."""
+        count = 0
+        for lazy in live_objects(self.views):
+            cut = lazy._view.steps
+            if len(cut) > count and cut == steps[: len(cut)] and lazy._get_real() is not None:
+                count, real = len(cut), lazy._real
+        return repeated(steps[count:], real)
 
 
 def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
@@ -166,7 +171,15 @@ class LazyBase:
     def _get_real(self) -> Tensor | None:
         """The real logits, if they exist."""
         if self._real is None and self._view is not None and self._view.root._get_real() is not None:
-            self._real = self._view.real()
+            views: list[LazyBase] = [self]
+            while (view := views[-1]._view) is not None and view.parent._real is None:
+                views.append(view.parent)
+            # A view is cut from its parent, whose hooks see the gradient of the view.
+            with outside_checkpoint(self._view.root._state):
+                for lazy in reversed(views):
+                    assert lazy._view is not None
+                    assert lazy._view.parent._real is not None
+                    lazy._real = repeated(lazy._view.steps[-1:], lazy._view.parent._real)
         return self._real
 
     def _materialize(self) -> Tensor:

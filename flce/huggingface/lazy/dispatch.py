@@ -277,10 +277,10 @@ def _make_view(
     lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
 ) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
-    (root, steps, is_full), before = lazy._view or View(lazy, (), True), lazy._meta_tensor
+    (root, _, steps, is_full), before = lazy._view or View(lazy, lazy, (), True), lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
-        return make_lazy(state, View(root, (*steps, (cut, None)), False))
+        return make_lazy(state, View(root, lazy, (*steps, (cut, None)), False))
     with private.disable_torch_function():
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
@@ -289,7 +289,7 @@ def _make_view(
         is_full and not has_sibling_results and meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     )
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return make_lazy(state, View(root, (*steps, (cut, mode)), is_full), meta_tensor)
+    return make_lazy(state, View(root, lazy, (*steps, (cut, mode)), is_full), meta_tensor)
 
 
 def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
