@@ -490,9 +490,9 @@ UNFIT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a name": (lambda model: "gpt2", r"torch\.nn\.Module, got str"),
     "no linear layer of as many classes": (
         lambda model: nn.Sequential(nn.Linear(32, 7), nn.GELU()),
-        r"is a .*Sequential, with no plain torch\.nn\.Linear",
+        r"is a .*Sequential, without a plain torch\.nn\.Linear",
     ),
-    "a layer of its own": (lambda model: Own(32, V), r"is a .*Own, with no plain torch\.nn\.Linear"),
+    "a layer of its own": (lambda model: Own(32, V), r"is a .*Own, without a plain torch\.nn\.Linear"),
     "integers": (lambda model: integers(), "int8 weights: a quantised head"),
     "a type of its own": (lambda model: typed("Packed", dequantize=lambda x: x), "Packed weights: a quantised head"),
     "bitsandbytes, on a CPU": (lambda model: typed("Params4bit", quant_state=None), "Params4bit weights: a quantised"),
