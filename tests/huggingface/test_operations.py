@@ -1,4 +1,4 @@
-"""Each line of `operations.py`: equal results on lazy and real logits, and no logits except for lines of kind "real"."""
+"""Each line of `operations.py`: equal results on lazy and real logits; only lines of kind "real" compute all logits."""
 
 from __future__ import annotations
 
