@@ -211,8 +211,31 @@ def test_checkpoints(name: str, reentrant: bool, compare: Compare) -> None:
 READ: dict[str, Callable[[Tensor], Tensor]] = {
     "log-probabilities": lambda x: x[:, :-1].float().log_softmax(-1).gather(-1, IDS[:, 1:, None]).square().sum(),
     "a view": lambda x: x.view(-1, x.shape[-1]).exp().sum() + x[:, -1].square().sum(),
+    "logsumexp": lambda x: x.logsumexp(-1).square().mean(),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).square().sum(),
+    "z-loss": lambda x: F.cross_entropy(x.flatten(0, 1), IDS.flatten()) + x.logsumexp(-1).square().mean(),
+    "rows": lambda x: torch.stack([F.cross_entropy(row, ids) for row, ids in zip(x, IDS, strict=True)]).sum(),
+    "in place": lambda x: x.clone().div_(0.7).logsumexp(-1).square().mean(),
+    "a write": lambda x: F.cross_entropy(x[0].clone().fill_(0.5) + x[0], IDS[0]),
     "and a loss": lambda x: x.softmax(-1).square().sum() + F.cross_entropy(x.flatten(0, 1), IDS.flatten()),
 }
+
+
+FUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "cross entropy": lambda x: F.cross_entropy(x.view(-1, x.shape[-1]), IDS.flatten()),
+    "log-probabilities": READ["log-probabilities"],
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_losses_of_logits_from_outside_are_fused(name: str, compare: Compare) -> None:
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="raise")
+        logits = model(input_ids=IDS).logits
+        backward(checkpoint(loss_of, logits, use_reentrant=False))
+        fused(2)
+        lazy(logits)"""
+    compare(script, loss_of=FUSED[name])
 
 
 def some_are_kept() -> Any:

@@ -16,7 +16,11 @@ from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import EXPLICIT_MATERIALIZE, forbid_materialized, report_materialized
-from flce.huggingface.wrappers import suspend_checkpoint
+from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
+
+# Functions that cut real logits, in order. With each whether gradients were recorded, and inference mode; None within a
+# graph.
+Steps = tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
 
 
 class View(NamedTuple):
@@ -24,24 +28,26 @@ class View(NamedTuple):
 
     Attributes:
         root: the lazy logits that have the memory.
-        steps: functions that cut the view from the root's real logits, in order. With each whether gradients were
-            recorded, and inference mode; None within a graph.
+        steps: cut the view from the root's real logits.
         is_full: the view has all entries of the root, in their order, and autograd lets it be written to.
     """
 
     root: LazyBase
-    steps: tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
+    steps: Steps
     is_full: bool
 
     def real(self) -> Tensor:
         """The real logits of the view. Those of the root have to exist."""
-        real = self.root._real
-        assert real is not None
+        assert self.root._real is not None
         with outside_checkpoint(self.root._state):
-            for cut, mode in self.steps:
-                with contextlib.nullcontext() if mode is None else grad_mode(*mode):
-                    real = cut(real)
-        return real
+            return repeated(self.steps, self.root._real)
+
+
+def repeated(steps: Steps, real: Tensor) -> Tensor:
+    for cut, mode in steps:
+        with contextlib.nullcontext() if mode is None else grad_mode(*mode):
+            real = cut(real)
+    return real
 
 
 @dataclass(eq=False)
@@ -51,16 +57,43 @@ class Family:
     Attributes:
         views: all but the root.
         hooks: hooks of users that wait for the gradient. Nodes of the autograd graph refer to this set.
-        has_copies: a copy was made that needs a gradient, which does not pass through these logits.
+        copies: each copy that needs a gradient, and its family. Such a gradient does not pass through these logits.
+        origin: computes the root, a copy, from the real logits that it is a copy of. None: it is no copy, is real, was
+            changed since, or its arguments may have changed.
         has_views: within a graph of ``torch.compile``, where they are not listed.
         seen: the version of the real logits when they were last looked at.
+        is_written: the real logits were written to, or an autograd.Function has returned these.
     """
 
     views: list[weakref.ref[Any]] = field(default_factory=list)
     hooks: set[str] = field(default_factory=set)
-    has_copies: bool = False
+    copies: list[tuple[weakref.ref[Any], Family]] = field(default_factory=list)
+    origin: Steps | None = None
     has_views: bool = False
     seen: Any = None
+    is_written: bool = False
+
+    def is_bypassed(self) -> bool:
+        """Whether a gradient of a copy cannot pass through these logits."""
+        families = [self]
+        for family in families:  # the list grows
+            families += [copied for _, copied in family.copies]
+        # Real logits may have been written to where no version shows it.
+        return any(family.origin is None or self.seen is not None for family in families[1:])
+
+    def make_copies_real(self, real: Tensor) -> None:
+        """Compute the copies from the real logits of the root, which their gradients pass through then."""
+        sources = [(self, real)]
+        while sources:
+            source, real = sources.pop()
+            copies, source.copies = source.copies, []
+            for ref, family in copies:
+                copy = repeated(family.origin or (), real)
+                sources.append((family, copy))
+                family.hooks.update(source.hooks)
+                for lazy in live_objects([ref]):
+                    lazy._set_real(copy)
+                    lazy._update_nodes(always=True)
 
 
 def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
@@ -69,8 +102,11 @@ def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
 
 def outside_checkpoint(state: LazyState) -> contextlib.AbstractContextManager[None]:
     """Where real logits are made: outside of a checkpoint that was given lazy ones, whose recomputation finds them."""
-    is_in_checkpoint = not torch.compiler.is_compiling() and any(call.is_outside_checkpoint for call in state.calls)
-    return suspend_checkpoint() if is_in_checkpoint else contextlib.nullcontext()
+    return suspend_checkpoint() if state.is_outside_checkpoint else contextlib.nullcontext()
+
+
+_LAZY_IN: weakref.WeakKeyDictionary[Any, set[Family]] = weakref.WeakKeyDictionary()
+"""The logits from outside of a checkpoint that were lazy when its first pass began to use them."""
 
 
 class LazyBase:
@@ -144,7 +180,7 @@ class LazyBase:
     def _set_real(self, real: Tensor) -> None:
         self._real = real
         if self._view is None:
-            self._family.seen = versions_of(real)
+            self._family.seen, self._family.origin = versions_of(real), None
 
     def _make_views_real(self) -> None:
         """Make the views real, if the memory exists: it may be written to."""
@@ -159,7 +195,8 @@ class LazyBase:
         version = None if root._real is None else versions_of(root._real)
         written, family.seen = version != family.seen, version
         if written:
-            family.has_copies = False  # those that there are come from what was there before
+            # The copies that there are come from what was there before.
+            family.copies, family.is_written = [], True
         if written or always:
             family.views = [ref for ref in family.views if ref() is not None]
             for lazy in (root, *live_objects(family.views)):
@@ -170,6 +207,23 @@ class LazyBase:
 
     def _update_before_operation(self, real: Tensor) -> None:
         """Before an operation: take the place that the real logits have in the graph by now."""
+
+    def _known(self) -> Tensor | None:
+        """The real logits, if operations are done to them.
+
+        Both passes of a checkpoint save the same tensors: logits from outside of it that were lazy at first stay lazy
+        for its operations. The second pass of a checkpoint within another is given real ones.
+        """
+        real, family = self._get_real(), self._family
+        if self._state.is_outside_checkpoint and (here := current_checkpoint()) is not None:
+            lazy_families = _LAZY_IN.setdefault(here, set())
+            if real is None and family not in lazy_families:
+                if any(family in others and not around.forward_completed for around, others in _LAZY_IN.items()):
+                    return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
+                lazy_families.add(family)
+            if family in lazy_families and not (family.is_written or family.hooks):
+                return None
+        return real
 
     def _compute(self) -> Tensor:
         state = self._state

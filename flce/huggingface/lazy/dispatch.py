@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,10 +61,9 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     real = lazy._get_real()
     if real is not None:
         lazy._update_before_operation(real)
-    calls = lazy._state.calls  # empty in a graph
-    # A checkpoint saves the same tensors in both passes only if logits from outside of it are real in both.
-    outside = calls and private.saved_tensors_hooks(True) and any(call.is_outside_checkpoint for call in calls)
-    if operation is None or lazy._state.is_single_class or outside:
+    if lazy._state.calls and private.saved_tensors_hooks(True):  # perhaps of a checkpoint
+        real = lazy._known()
+    if operation is None or lazy._state.is_single_class:
         return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:
         return NotImplemented
@@ -97,9 +97,9 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
             return lazy  # as stock: nothing to do
         if operation.kind == "in place":
-            of_view = func is torch.Tensor.detach_ and lazy._make_view is not None  # an error, PyTorch's
-            return NotImplemented if of_view else _change_in_place(lazy, result)
-        is_view = operation.kind == "view"
+            of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
+            return NotImplemented if of_view or state.is_outside_checkpoint else _change_in_place(lazy, result)
+        is_view, cut = operation.kind == "view", lambda x: func(x, *states, **named)
         if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
             items = args[0] if isinstance(args[0], tuple) else (args[0],)
             # Such an index copies.
@@ -107,8 +107,10 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
             if is_view and not torch.compiler.is_compiling():  # tensors may be written to later
                 states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
         if is_view:
-            return _make_view(lazy, result, lambda x: func(x, *states, **named))
-        return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result)
+            return _make_view(lazy, result, cut)
+        return _make_copy(
+            lazy, result.as_copy() if result.ops == state.ops else result, cut if has_plain_arguments else None
+        )
     if type(result) is tuple:
         pieces: Any = lambda x: func(x, *states, **named)  # noqa: E731
         if not torch.compiler.is_compiling():  # all are cut at once
@@ -145,7 +147,8 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    if lazy._family.has_copies or any(call.has_bypassing_gradient for call in lazy._state.calls):
+    bypassed = lazy._family.is_bypassed() or any(call.has_bypassing_gradient for call in lazy._state.calls)
+    if bypassed:
         message = (
             f"logits.{name_of(func)} after the loss, or after something else was made from the logits without "
             "computing them: its gradient does not pass through them. Call logits.materialize() before that, and use "
@@ -159,6 +162,8 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     lazy._make_views_real()
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
+    if not bypassed:
+        lazy._family.make_copies_real(lazy._root()._real)
     result = func(lazy._real, *args, **kwargs)
     lazy._update_nodes(always=True)
     return result
@@ -186,7 +191,7 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
     is_hidden = state.requires_grad and not torch.is_grad_enabled()  # from gradients
     if is_hidden or result.shape != state.shape or family.has_views or (len(members) > 1 and not all(alike)):
         return NotImplemented
-    family.has_copies = False  # those that there are come from what was there before
+    family.copies, family.origin = [], None  # the copies that there are come from what was there before
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
@@ -195,7 +200,7 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
 def _broadcast(*tensors: Any) -> Any:
     """Lazy logits and tensors that are broadcast to their shape."""
     lazy = [tensor for tensor in tensors if is_lazy(tensor)]
-    if len(lazy) != 1 or lazy[0]._get_real() is not None:
+    if len(lazy) != 1 or lazy[0]._known() is not None:
         return NotImplemented
     shape = lazy[0].shape
     others = [tensor.shape for tensor in tensors if tensor is not lazy[0]]
@@ -232,7 +237,7 @@ def _states_or_real(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
 
     def state_of(lazy: Any) -> Any:
-        real = lazy._get_real()
+        real = lazy._known()
         return lazy._state if real is None else real
 
     return _map_lazy_logits(value, state_of)
@@ -258,10 +263,13 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _make_copy(lazy: LazyBase, result: LazyState) -> Any:
-    """Lazy logits with memory of their own."""
+def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
+    """Lazy logits with memory of their own. ``copy``: from the real ones; None: its arguments may change."""
     made = make_lazy(result)
-    lazy._family.has_copies |= made._node is not None
+    if made._node is not None and not torch.compiler.is_compiling():
+        steps = () if lazy._view is None else lazy._view.steps
+        made._family.origin = None if copy is None else (*steps, (copy, (True, False)))
+        lazy._family.copies.append((weakref.ref(made), made._family))
     return made
 
 
@@ -276,7 +284,7 @@ def _make_view(
     with private.disable_torch_function():
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
-        return _make_copy(lazy, state.as_copy())
+        return _make_copy(lazy, state.as_copy(), cut)
     is_full = (
         is_full and not has_sibling_results and meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     )

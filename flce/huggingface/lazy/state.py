@@ -125,6 +125,11 @@ class LazyState:
     def requires_grad(self) -> bool:
         return any([tensor.requires_grad for tensor in self.tensors])  # noqa: C419 - faster than a generator
 
+    @property
+    def is_outside_checkpoint(self) -> bool:
+        """Whether this code runs within a checkpoint that a call was not made in."""
+        return not torch.compiler.is_compiling() and any(call.is_outside_checkpoint for call in self.calls)
+
     # -- others like it
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
@@ -304,7 +309,8 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        if torch.compiler.is_compiling():  # results that are known already are no part of a graph
+        # Known results are no part of a graph. Both passes of a checkpoint save the same tensors.
+        if torch.compiler.is_compiling() or self.is_outside_checkpoint:
             made = self.token_results("lse", "entropy")
         else:
             normal_form = self.normal_form

@@ -61,7 +61,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
 
     def _handle_function_output(self, node: Any) -> None:
         """An autograd.Function, which does not ask ``__torch_function__``, has returned this tensor."""
-        real, self._node = self._real, node
+        real, self._node, self._family.is_written = self._real, node, True
         if real is None:
             memory = materialize_and_report(self._state, "an autograd.Function", self._compute).detach()
         else:
@@ -106,6 +106,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
         calls = tuple([call.for_wrapper_copy(hook) for call in self._state.calls])
         self._state, self._node, self._view = replace(state, calls=calls), node, None
+        self._family.origin = None
         return True
 
     def register_hook(self, hook: Any) -> Any:
