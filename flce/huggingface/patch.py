@@ -74,6 +74,7 @@ class _Patch:
     is_head_called: bool = field(default=False, repr=False)
     """True if a head has run in the current call of the model."""
     usage: Usage = field(default_factory=Usage, repr=False)
+    """Counts of fused losses, of computed logits, and of runs of stock code."""
     lazy_contexts: int = field(default_factory=int, init=False, repr=False)
     """Number of entered `lazy_logits` contexts in all threads, because other threads may run replicas of the model."""
     generations: int = field(default_factory=int, init=False, repr=False)
@@ -83,7 +84,6 @@ class _Patch:
     for each new value of the two counts."""
 
     def change_counts(self, *, lazy_contexts: int = 0, generations: int = 0) -> None:
-        """Add to the two counts."""
         with _counts_lock:
             self.lazy_contexts += lazy_contexts
             self.generations += generations
@@ -94,18 +94,13 @@ class _Patch:
         return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False, "head_modules": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
-        """Return a new patch for the copy of a model, and this patch for the copy of a single layer.
-
-        PEFT copies a layer to train the copy within the same model (``modules_to_save``).
-        """
+        """Return a new patch for the copy of a model. The copy of a single layer shares this patch, because PEFT
+        trains such copies within the same model (``modules_to_save``)."""
         root = next(iter(memo.values()), None)  # the object that deepcopy() was called with
         return self if isinstance(root, nn.Linear) else replace(self, usage=copy.deepcopy(self.usage, memo))
 
     def count_forward(self, backbone_module: nn.Module, args: Any) -> None:
-        """Count a forward of the model below the head, as its forward pre-hook.
-
-        A trainer with a kernel for the head calls this part of the model, but not the head.
-        """
+        """Count a forward of the model below the head, which trainers with another kernel for the head call too."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.on_forward_begin(backbone_module.training)
 
@@ -146,7 +141,6 @@ _thread_state = _ThreadState()
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a patched head."""
     forward = original.forward
 
     @functools.wraps(forward)
@@ -209,6 +203,7 @@ def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
 def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
     """Count and warn, or raise, if the outputs have a loss or logits that no head and no wide product has computed."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
+    # 0: a loss, which has no dimensions.
     sizes = {0, *vocabulary_sizes(owner, owner.get_output_embeddings())}
     real_outputs = [
         v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)
@@ -227,7 +222,6 @@ def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
 
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a patched model."""
     forward = original.forward
     labels_slice = _find_labels_slice(forward)
 

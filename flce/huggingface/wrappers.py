@@ -68,10 +68,7 @@ def _is_deepspeed_hook(hook: Any) -> bool:
 
 
 def hook_identity(hook: Hook) -> int:
-    """Return a number that is equal for hooks of which only one may run.
-
-    DeepSpeed registers one hook for each output, and each hook divides the gradient.
-    """
+    """Return an equal number for hooks of which only one may run: DeepSpeed's for each output divide the gradient."""
     if _is_deepspeed_hook(hook):
         function: Any = hook
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
@@ -171,12 +168,7 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
 
 
 def reason_wrapper_not_lazy(owner: Any, weight: Tensor) -> str | None:
-    """Return the reason why a wrapper's weight cannot be gathered for the loss, or None if it can.
-
-    Args:
-        owner: the model, or None.
-        weight: the weight of the head.
-    """
+    """Return the reason why a wrapper's weight cannot be gathered for the loss of ``owner``, or None if it can."""
     if is_partitioned(weight) and current_checkpoint() is not None:
         return (
             "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass frees "

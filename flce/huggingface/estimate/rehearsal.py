@@ -134,10 +134,7 @@ class StepMeter(TorchDispatchMode):
         return result
 
     def _is_on_simulated_device(self, inputs: list[Tensor]) -> bool:
-        """Return True if the result of an operation would be on the simulated device.
-
-        Lazy logits use meta tensors on real devices too, to compute shapes.
-        """
+        """Return True if the result would be on the simulated device, unlike meta tensors for shapes of lazy logits."""
         if inputs:
             return any(t.untyped_storage()._cdata in self._sizes for t in inputs)
         frame: FrameType | None = sys._getframe(2)
@@ -200,7 +197,6 @@ class StepMeter(TorchDispatchMode):
             raise IndexError(f"the model reads row {int(known.max()):,} of an embedding with {len(table):,} rows")
 
     def _propagate_values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Compute the values of the outputs if the values of all inputs are known."""
         if not any(tensor.is_meta for tensor in outputs):
             return
         is_determined = not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__)
@@ -345,11 +341,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` with the kernel that PyTorch chooses on a GPU.
-
-    Half precision without a mask uses flash attention. A mask or float32 uses the memory-efficient kernel. Other calls
-    use PyTorch's operators, which store the probabilities in memory.
-    """
+    """Compute `F.scaled_dot_product_attention` as on a GPU: by flash attention in half precision without a mask, by the
+    memory-efficient kernel with a mask or in float32, else by operators that store the probabilities in memory."""
     dims = query.shape[-1], key.shape[-1], value.shape[-1]
     if attn_mask is None and query.element_size() == 2 and len(set(dims)) == 1 and dims[0] <= 256:
         padded = [F.pad(t, (0, -dims[0] % 8)) if dims[0] % 8 else t for t in (query, key, value)]

@@ -101,10 +101,7 @@ def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
 
 
 def outside_checkpoint(state: LazyState) -> contextlib.AbstractContextManager[None]:
-    """Return the context for computing real logits: outside of a checkpoint that has these lazy logits as argument.
-
-    The recomputation of the checkpoint uses the same real logits.
-    """
+    """Return a context for computing real logits outside of a checkpoint, so that both of its passes use them."""
     return suspend_checkpoint() if state.is_outside_checkpoint else contextlib.nullcontext()
 
 

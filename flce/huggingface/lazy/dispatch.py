@@ -190,12 +190,8 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
     members = [lazy._root(), *live_objects(family.views)]
     are_alike = [m._is_full() and m._state.requires_grad == result.requires_grad for m in members]
     is_without_gradient = state.requires_grad and not torch.is_grad_enabled()
-    if (
-        is_without_gradient
-        or result.shape != state.shape
-        or family.has_views
-        or (len(members) > 1 and not all(are_alike))
-    ):
+    is_changed_in_part = len(members) > 1 and not all(are_alike)
+    if is_without_gradient or result.shape != state.shape or family.has_views or is_changed_in_part:
         return NotImplemented
     family.copies, family.origin = [], None  # the existing copies are of the values before
     for member in members:
@@ -224,10 +220,8 @@ def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func in tables.READS_METADATA_OF_SECOND and not is_lazy(args[0]):
         return func(args[0], *_metadata_tensors(args[1:]), **_metadata_tensors(kwargs))
     only_reads = func in tables.READ_ONLY and "out" not in kwargs
-    real, keyword_values = (
-        materialize_arguments(args, func, allow_small_views=only_reads),
-        materialize_arguments(kwargs, func, allow_small_views=only_reads),
-    )
+    real = materialize_arguments(args, func, allow_small_views=only_reads)
+    keyword_values = materialize_arguments(kwargs, func, allow_small_views=only_reads)
     written = [] if only_reads else [value for value in (*args, *kwargs.values()) if is_lazy(value)]
     for lazy in written:
         lazy._make_views_real()
@@ -270,13 +264,7 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
-    """Return a copy of lazy logits.
-
-    Args:
-        lazy: the lazy logits.
-        result: the state of the copy.
-        copy: a function that computes the copy from the real logits; None if its arguments may change.
-    """
+    """Return a copy with the state ``result``. ``copy`` computes it from real logits (None: arguments may change)."""
     copied = make_lazy(result)
     if copied._node is not None and not torch.compiler.is_compiling():
         steps = () if lazy._view is None else lazy._view.steps

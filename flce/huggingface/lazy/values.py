@@ -140,10 +140,7 @@ def _expected_logit(state: LazyState) -> Tensor:
 
 
 def _require_finite_bias(state: LazyState) -> None:
-    """Raise NoLazyFormError for an infinite bias, for which stock computes 0 * -inf = NaN.
-
-    A GPU is not checked, because the host would wait.
-    """
+    """Raise NoLazyFormError for an infinite bias on a CPU: stock computes 0 * -inf. On a GPU the host would wait."""
     if state.normal_form.is_clamped or torch.compiler.is_compiling() or state.product_device.type != "cpu":
         return
     with state.gathered_weights():
