@@ -1,4 +1,4 @@
-"""Hugging Face models with the fused loss: one module is patched, the model's own code runs unmodified."""
+"""Public functions that compute the loss of Hugging Face models without logits. The models' code runs unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The callback is a class of Transformers', which everything else here does without.
+    # Only the callback needs to import Transformers.
     if name == "FlceCallback":
         from flce.huggingface.callback import FlceCallback
 

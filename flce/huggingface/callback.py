@@ -1,4 +1,4 @@
-"""``FlceCallback``: a Transformers ``Trainer`` whose model is patched, for those who never touch the model."""
+"""``FlceCallback``: patches the model of a Transformers ``Trainer``. Public; imported on first use."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from flce.ops.arguments import check_options
 
 
 class FlceCallback(TrainerCallback):
-    """Applies `flce.patch_model` to the model of a ``Trainer``.
+    """A callback that applies `flce.patch_model` to the model of a ``Trainer``.
 
-    ``Trainer(model, args, callbacks=[FlceCallback()])`` is all that is needed. The model is patched when the
-    trainer has been made, so that ``evaluate()`` and ``predict()`` without ``train()`` have the fused loss
-    too, and again when training begins: by then ``model_init`` may have made another model. Whatever the trainer
-    does to the model in between (adapters, compilation, mixed precision, sharding) finds it as it would be had
-    ``patch_model`` been called by hand.
+    Pass it to the trainer: ``Trainer(model, args, callbacks=[FlceCallback()])``. The callback patches the model at the
+    end of the trainer's constructor, so that ``evaluate()`` and ``predict()`` without ``train()`` compute the fused
+    loss too. It patches again when training begins, because ``model_init`` may have created another model. Adapters,
+    compilation, mixed precision and sharding of the trainer work as after a call of ``patch_model``.
 
-    The model stays patched: evaluation after training is fused too, and saving and generating do not change.
+    The model stays patched. Evaluation after training is fused too. Saving and generating do not change.
 
     Args:
         options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
-        on_materialize: what happens where something reads the logits, see `flce.patch_model`.
+        on_materialize: the reaction if an operation needs the real logits, see `flce.patch_model`.
         unpatch: restore the stock model when training ends.
 
     Raises:
         TypeError: `options` or `unpatch` has the wrong type; (from ``Trainer``) the model cannot be patched, see
             `flce.patch_model`.
-        ValueError: another `on_materialize`.
+        ValueError: `on_materialize` is not one of the options of `flce.patch_model`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class FlceCallback(TrainerCallback):
     on_train_begin = on_init_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
-        """Says, after the first step, if the trainer's loss does not go through flce."""
+        """Warn if flce does not compute the trainer's loss. The first step shows this."""
         for usage in [] if model is None else usages_of(model):
             usage.warn_if_not_fused()
 

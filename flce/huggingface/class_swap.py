@@ -1,7 +1,7 @@
-"""Modules with other methods, by another ``__class__`` on the instance.
+"""Replacement of methods of single modules, by another ``__class__`` on the instance. ``patch.py`` calls this module.
 
-Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a difference, and neither do
-wrappers that call ``model.forward`` directly, which would go round a hook.
+Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` work as before. Wrappers that call
+``model.forward`` directly call the replaced method, whereas they would bypass a hook.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from typing import Any
 
 from torch import nn
 
-# What the other class has in place of the original's.
+# Maps the original class to the methods of the subclass that replaces it.
 MethodFactory = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
 def replace_class(module: nn.Module, methods: MethodFactory) -> None:
-    """Put ``methods(original)`` in the place of the module's own, where ``original`` is its class."""
+    """Replace methods of ``module`` by ``methods(original)``. ``original`` is the class of the module."""
     _set_class(module, lambda original: _subclass_with_methods(original, methods))
 
 
 def restore_class(module: nn.Module) -> None:
-    """Undo :func:`replace_class`, unless something else has changed the class since."""
+    """Undo :func:`replace_class`, unless other code has changed the class since."""
     _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
 
 
-def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
+def _set_class(module: Any, replacement: Callable[[Any], Any]) -> None:
     kind: Any = type(module)
     if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
-        # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
-        other = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
+        # PyTorch has put a class with the parametrisations on top of the original class, and removes it together with
+        # them. So the replacement has to be the base of this class.
+        new_class = type(kind.__name__, (replacement(kind.__bases__[0]),), dict(vars(kind)))
     else:
-        other = replaced(kind)
-    object.__setattr__(module, "__class__", other)  # Lightning Fabric's modules set attributes of what they wrap
-    # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
+        new_class = replacement(kind)
+    # `module.x = ...` of a Lightning Fabric module sets x of the wrapped module instead.
+    object.__setattr__(module, "__class__", new_class)
+    # Accelerate's hooks store the method that they replace on the instance, where a change of class has no effect.
     old_forward = module.__dict__.get("_old_forward")
     if getattr(old_forward, "__func__", None) is kind.forward:
         module._old_forward = types.MethodType(type(module).forward, module)
@@ -43,19 +45,19 @@ def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
 
 @functools.cache
 def _subclass_with_methods(original: Any, methods: MethodFactory) -> Any:
-    """A subclass that looks like ``original`` and has other methods."""
+    """Return a subclass with ``methods(original)`` and with the name, module and docstring of ``original``."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # The class cannot be found by its name; make it anew.
-        _, _, *state = super(other, self).__reduce_ex__(max(2, protocol))
+        # pickle cannot import the subclass by its name, so `_new_instance` creates it again.
+        _, _, *state = super(subclass, self).__reduce_ex__(max(2, protocol))
         return _new_instance, (original, methods), *state
 
-    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"__reduce_ex__": __reduce_ex__, "_flce_original_class": original, **methods(original)}
-    other: Any = type(original.__name__, (original,), {**same, **own})
-    return other
+    inherited = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    replaced = {"__reduce_ex__": __reduce_ex__, "_flce_original_class": original, **methods(original)}
+    subclass: Any = type(original.__name__, (original,), {**inherited, **replaced})
+    return subclass
 
 
 def _new_instance(original: Any, methods: MethodFactory) -> Any:
-    other = _subclass_with_methods(original, methods)
-    return other.__new__(other)
+    subclass = _subclass_with_methods(original, methods)
+    return subclass.__new__(subclass)

@@ -1,9 +1,11 @@
-"""Which modules of a model make logits of the vocabulary, or which matrix products where no module is known to.
+"""Search for the heads of a model: the linear layers that compute logits of the vocabulary. ``patch.py`` calls it.
 
-A model names its output embedding. Linear layers in it that are as wide as the vocabulary make the logits. There may be
-several: adapters (LoRA, copies to be trained) wrap the original one and add to it. Heads may be beside it, as Medusa's.
+``get_output_embeddings()`` returns the output embedding. The heads are the linear layers in it with V outputs. There
+may be several: adapters (LoRA, copies to be trained) wrap the original layer and add layers to it. Heads may also be
+next to the output embedding, as in Medusa.
 
-Some models make their logits elsewhere, or in no layer at all. The matrix products of a call show where.
+Some models compute their logits in another layer or in no layer. `VocabularyProductMode` finds the matrix products
+that compute them, in a call of the model.
 """
 
 from __future__ import annotations
@@ -25,90 +27,90 @@ from flce.torch_ops.frames import skip_frame_and_callees
 
 
 def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
-    """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
+    """Find the outermost patchable modules with an output embedding. Return them, and reasons for others by name."""
     has_embedding = hasattr(type(module), "get_output_embeddings")
     reason = _reason_not_patchable(module) if has_embedding else None
     if has_embedding and reason is None:
         return [module], {}
     owners: list[Any] = []
-    left: dict[str, str] = {}
+    unpatchable: dict[str, str] = {}
     for child_name, child in module.named_children():
-        found, others = find_owners(child, f"{name}.{child_name}".lstrip("."))
-        owners += found
-        left |= others
+        child_owners, child_unpatchable = find_owners(child, f"{name}.{child_name}".lstrip("."))
+        owners += child_owners
+        unpatchable |= child_unpatchable
     if reason is not None and (not owners or module.get_output_embeddings() is not None):
-        left = {name: reason}
-    return owners, left
+        unpatchable = {name: reason}
+    return owners, unpatchable
 
 
 def modules_except(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """``module`` and what is in it, without ``others`` and what is in them; nothing of what is no module."""
-    found: list[nn.Module] = []
-    waiting, seen = [module] if isinstance(module, nn.Module) else [], {id(other) for other in others}
-    while waiting:  # no generators: this happens in each call of a model
-        module = waiting.pop()
+    """Return ``module`` and its submodules, except ``others`` and their submodules. Empty if it is not a module."""
+    modules: list[nn.Module] = []
+    stack, seen = [module] if isinstance(module, nn.Module) else [], {id(other) for other in others}
+    while stack:  # faster than generators: each call of a patched model runs this loop
+        module = stack.pop()
         if id(module) not in seen:
             seen.add(id(module))
-            found.append(module)
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
-    return found
+            modules.append(module)
+            stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return modules
 
 
 def backbone(owner: Any) -> nn.Module:
-    """The model below the head; the model itself where it does not name one."""
+    """Return the model below the head (``base_model``), or ``owner`` if it has none."""
     below = getattr(owner, "base_model", owner)
     return below if isinstance(below, nn.Module) else owner
 
 
 def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
-    """The layers of the output embedding, and heads with the same number of classes beside it and the model below it.
+    """Return the heads in the output embedding, and further heads with V outputs outside of the backbone.
 
     Args:
         owner: a model with an output embedding.
-        others: modules outside of ``owner`` that may be heads of it.
+        others: modules outside of ``owner`` that may be heads too.
     """
     embedding = owner.get_output_embeddings()
     sizes = vocabulary_sizes(owner, embedding)
     layers, below = _vocabulary_layers(modules_except(embedding), sizes), backbone(owner)
     if not layers:
         return []
-    own: Iterable[nn.Module] = modules_except(owner, [below])
-    if below is owner:  # which does not say what is below the head: only what looks just like it
-        own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-    return layers + _vocabulary_layers([*own, *others], sizes)
+    candidates: Iterable[nn.Module] = modules_except(owner, [below])
+    if below is owner:  # the backbone is unknown: accept only children of the same shape as the head
+        candidates = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
+    return layers + _vocabulary_layers([*candidates, *others], sizes)
 
 
 def embedding_layers(owner: Any) -> list[nn.Linear]:
-    """The linear layers in the output embedding that make logits; none where it has no such."""
+    """Return the linear layers in the output embedding that compute logits, possibly none."""
     head = owner.get_output_embeddings()
     return _vocabulary_layers(modules_except(head), vocabulary_sizes(owner, head))
 
 
 def _vocabulary_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
-    """The plain linear layers among ``modules`` that have one of these numbers of outputs, the vocabulary's."""
+    """Return the plain linear layers among ``modules`` whose number of outputs is in ``sizes``."""
     return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_patchable_linear(m)]
 
 
 class HeadModules:
-    """The modules in a model's output embedding, and which of them make logits.
+    """The modules in a model's output embedding, with the heads among them, at the time of a search for heads.
 
     Args:
         embedding: the output embedding.
-        heads: what `find_heads` has found.
+        heads: the result of `find_heads`.
     """
 
     def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
-        found = {id(head) for head in heads}
+        head_ids = {id(head) for head in heads}
         modules = modules_except(embedding)
-        self._modules = [(weakref.ref(module), id(module) in found) for module in modules]
+        self._modules = [(weakref.ref(module), id(module) in head_ids) for module in modules]
         parts = {id(part) for head in heads for part in modules_except(head) if part is not head}
         others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
         self.has_adapter_parameters = any(module._parameters for module in others)
-        """Whether adapters have parameters outside of linear layers (LoHa, VBLoRA): only sometimes their products are
-        called, as adapters can be disabled or merged."""
+        """True if adapters have parameters outside of linear layers (LoHa, VBLoRA). A disabled or merged adapter does
+        not compute its product, so a call without such a product shows nothing about the next call."""
 
     def still_match(self, embedding: Any, patch: Any) -> bool:
-        """Whether the output embedding has the same modules as then, and its heads still have this patch."""
+        """Return True if the output embedding has the same modules as before, and its heads still have this patch."""
         modules = modules_except(embedding)
         return len(modules) == len(self._modules) and all(
             ref() is module and (not is_head or module.__dict__.get("_flce") is patch)
@@ -122,22 +124,22 @@ def _is_patchable_linear(layer: nn.Linear) -> bool:
 
 
 def _weight_parameter(layer: nn.Module) -> Tensor | None:
-    """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
+    """Return the weight parameter, or None for a parametrised layer, which computes its weight at each read."""
     return layer._parameters.get("weight")
 
 
 def _quantised_kind(head: Any) -> str | None:
-    """The kind of the weights of a quantised head; None: it is not one."""
+    """Return the dtype or class of the weights of a quantised head, or None if the head is not quantised."""
     tensors = [*head.parameters(recurse=False), *head.buffers(recurse=False)] if isinstance(head, nn.Module) else []
     for tensor in tensors:
-        # Of bitsandbytes' layers also before they are moved to a GPU, which quantises them.
+        # Weights of bitsandbytes have a `quant_state` even before they are moved to a GPU, which quantises them.
         if tensor.dim() > 1 and (is_quantised(tensor) or hasattr(tensor, "quant_state")):
             return f"{tensor.dtype}" if type(tensor) in (Tensor, nn.Parameter) else type(tensor).__name__
     return None
 
 
 def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
-    """The numbers of classes that logits of a model may have."""
+    """Return the numbers of classes that the logits of a model may have."""
     size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
     if isinstance(size, int):
         return frozenset({size})
@@ -147,7 +149,7 @@ def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
 
 
 def _reason_not_patchable(owner: Any) -> str | None:
-    """Why a model cannot be patched; None: it can, or is."""
+    """Return the reason why a model cannot be patched, or None if it can be or is patched."""
     if "_flce" in owner.__dict__ or embedding_layers(owner):
         return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
@@ -159,24 +161,24 @@ def _reason_not_patchable(owner: Any) -> str | None:
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )
-    own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
-    if own and name in _language_model_class_names():
-        return None  # makes its logits in its own way, which the first call will find
+    is_stock = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
+    if is_stock and name in _language_model_class_names():
+        return None  # `VocabularyProductMode` finds the product that computes the logits in the first call
     if head is None:
         return (
             f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
             "language-model head (for example the class ...ForCausalLM)"
         )
     return (
-        f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
-        "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
+        f"the output embedding of {name} is a {kind}, without a plain torch.nn.Linear in it that computes the logits; "
+        "only a plain torch.nn.Linear can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
         "get_output_embeddings() return the layer"
     )
 
 
 @functools.cache
 def _language_model_class_names() -> frozenset[str]:
-    """Classes of Transformers with a language-model head, by its own account."""
+    """Return the names of the classes with a language-model head, from the tables of Transformers."""
     from transformers.models.auto import modeling_auto
 
     names: set[str] = set()
@@ -187,22 +189,22 @@ def _language_model_class_names() -> frozenset[str]:
 
 
 class VocabularyProductMode(TorchFunctionMode):
-    """Offers every matrix product that is as wide as the vocabulary to ``replace``.
+    """A mode that calls ``replace`` for each matrix product as wide as the vocabulary.
 
     Args:
-        owner: the model that runs. Where its output embedding has linear layers, products with parameters of other
-            layers are passed over.
-        replace: ``(hidden, weight, bias)`` to what stands for their product; to None: it is computed.
+        owner: the running model. If its output embedding has linear layers, products with parameters of other layers
+            are not replaced.
+        replace: a function of ``(hidden, weight, bias)`` that returns lazy logits, or None to compute the product.
     """
 
     def __init__(self, owner: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
         self.replaced: list[Tensor] = []
-        """Inputs of replaced products. Other products of these inputs are logits too."""
+        """Inputs of replaced products. Other products of the same inputs are logits too."""
         self._sizes, self._replace = vocabulary_sizes(owner, owner.get_output_embeddings()), replace
         self._heads = [_weight_parameter(layer) for layer in embedding_layers(owner)]
 
-    @skip_frame_and_callees  # where a graph has ended within the model
+    @skip_frame_and_callees  # runs outside of a graph if the compiler has ended a graph within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         product = _match_linear(func, args, kwargs)
@@ -214,17 +216,17 @@ class VocabularyProductMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_logits_product(self, hidden: Tensor, weight: Tensor) -> bool:
-        wide = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
+        is_wide = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
         source = weight if weight._base is None else weight._base
-        foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self._heads)
-        return wide and hidden.dim() > 1 and not (self._heads and foreign)
+        is_of_other_layer = isinstance(source, nn.Parameter) and not any(source is head for head in self._heads)
+        return is_wide and hidden.dim() > 1 and not (self._heads and is_of_other_layer)
 
 
 def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
+    """Return ``(hidden, weight, bias)`` of a call that computes a linear layer, else None."""
     if func is F.linear:
-        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
+        arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+        hidden, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
     elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
         fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
         hidden, weight, bias = args[1], args[2] if fits else None, None

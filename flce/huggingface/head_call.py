@@ -1,8 +1,9 @@
-"""One call of the output embedding: what all lazy logits that come from it share.
+"""`HeadCall`: the record of one call of a head, which all lazy logits from this call share.
 
-Lazy logits are computed late, from a weight that may have changed or been taken away since, and their gradients do not
-pass by the logits. A :class:`HeadCall` knows who waits for those gradients, how to get the weight back, and whether it
-still is what the model ran with.
+Lazy logits are computed after the call. By then the weight may have changed, or a wrapper may have freed it, and the
+gradient of the loss does not pass through the logits. A :class:`HeadCall` stores the hooks of wrappers that wait for
+this gradient, gathers the weight again, and checks that the weight is unchanged. ``patch.py`` creates the records;
+``lazy/`` uses them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flce.torch_ops.frames import is_exported, is_in_forward_ad, is_transformed
 
 
 def reason_not_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
+    """Return the reason why this call cannot return lazy logits, so that stock code has to run, or None if it can."""
     kind = type(weight)
     ordinary = kind in (Tensor, nn.Parameter) or (
         kind.__torch_function__ is nn.Parameter.__torch_function__
@@ -46,23 +47,23 @@ def reason_not_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str 
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
     if is_in_forward_ad():
         return "the model is differentiated in forward mode"
-    # A transform could not replay our objects.
+    # A transform of torch.func cannot process lazy logits.
     return "the model runs in a transform of torch.func" if is_transformed() else None
 
 
 def is_exporting_or_tracing() -> bool:
-    """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
+    """Return True if torch.export or torch.jit is tracing the model. The traced program has to run without flce."""
     return is_exported() if torch.compiler.is_compiling() else private.get_tracing_state() is not None
 
 
 class HeadCall:
-    """One call of one linear layer.
+    """One call of one head.
 
     Args:
-        weight: ``(V, H)`` of the layer.
+        weight: ``(V, H)`` of the head.
         bias: ``(V,)`` or None.
-        usage: where to count what becomes of the logits.
-        layer: None where the product is made by no layer.
+        usage: the counts of the patched model.
+        layer: the head, or None if no layer computes the product.
         owner: the model whose forward is running.
     """
 
@@ -73,32 +74,33 @@ class HeadCall:
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
         self._wrapper_copy: tuple[Hook, HeadCall] | None = None
-        """For logits that a wrapper's autograd function has copied: what that does in backward, and the call before."""
+        """Set for logits that an autograd function of a wrapper has copied: the backward of this function as a hook,
+        and the call of the logits before the copy."""
         self.has_bypassing_gradient = False
-        """Whether a gradient will pass by the logits, which hooks of users would not see."""
+        """True if a gradient will not pass through the logits, so that hooks of users would miss it."""
         self.has_backward_begun = False
         self.has_returned_values = False
-        """Whether some of the logits, or values of them, were computed without the others."""
+        """True if some of the logits, or values of them, were computed without the others."""
         self._layer = None if layer is None else weakref.ref(layer)
         self._owner = None if owner is None else weakref.ref(owner)
         self._snapshots = [
             TensorSnapshot(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
         ]
         self.partitioned_parameters = [t for t in (weight, bias) if t is not None and is_partitioned(t)]
-        """The parameters that DeepSpeed ZeRO-3 has."""
+        """Parameters that DeepSpeed ZeRO-3 partitions."""
         self._step = optimizer_steps.count
         pack = checkpoint_pack_hook()
         self._checkpoint = None if pack is None else weakref.ref(pack)
         calls_with_logits.add(self)
 
     def for_wrapper_copy(self, hook: Hook) -> HeadCall:
-        """The call for a copy of its logits, which a wrapper's function made. Gradients of the copy run ``hook``."""
+        """Return a call for a copy of the logits by a wrapper's function. Gradients of the copy run ``hook``."""
         call = copy.copy(self)
         call.hooks, call._wrapper_copy = OrderedDict(), (hook, self)
         return call
 
     def all_hooks(self) -> Iterator[Hook]:
-        """In the order in which a gradient meets them."""
+        """Yield the hooks in the order in which they get a gradient."""
         yield from self.hooks.values()
         if self._wrapper_copy is not None:
             hook, call = self._wrapper_copy
@@ -106,49 +108,49 @@ class HeadCall:
             yield from call.all_hooks()
 
     def on_backward_begin(self) -> None:
-        """A gradient has come."""
+        """Note that a gradient has arrived."""
         self.has_backward_begun = True
         if self._wrapper_copy is not None:
             self._wrapper_copy[1].on_backward_begin()
 
     @property
     def is_outside_checkpoint(self) -> bool:
-        """Whether this code runs within a checkpoint that the call was not made in."""
+        """True if the running code is within a checkpoint and the call was outside of it."""
         pack = checkpoint_pack_hook()
         return pack is not None and (self._checkpoint is None or self._checkpoint() is not pack)
 
     # -- the weight
 
     def is_freed(self) -> bool:
-        """Whether FSDP has freed the weight."""
+        """Return True if FSDP has freed the weight or the bias."""
         return any(is_freed(snapshot.tensor) for snapshot in self._snapshots)
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
-        """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
-        layer, *_ = place = self.place()
+        """Return True if a step of ``optimizer`` may change the weight or the bias."""
+        layer, *_ = location = self.location()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
-        registered = all(any(_base_or_self(w.tensor) is parameter for parameter in own) for w in self._snapshots)
+        is_registered = all(any(_base_or_self(w.tensor) is parameter for parameter in own) for w in self._snapshots)
         trained = [_base_or_self(w.tensor) for w in self._snapshots if w.tensor.requires_grad]
-        # Then an optimizer that changes these parameters holds them, rather than shards of them.
-        if registered and not self.partitioned_parameters and fsdp2_unit(*place) is None:
+        # An unsharded parameter is itself in the groups of the optimizer that changes it. Shards are other tensors.
+        if is_registered and not self.partitioned_parameters and fsdp2_unit(*location) is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             trained = [parameter for parameter in trained if id(parameter) in held]
         return bool(trained)
 
     def check_unchanged(self, can_synchronize: bool) -> None:
-        """Raises RuntimeError where the weight is no longer what the model ran with.
+        """Raise `StaleLogitsError` if the weight or the bias has changed since the call.
 
         Args:
-            can_synchronize: compare values, for which a GPU is waited for, also where nothing points to a change.
+            can_synchronize: compare values even if nothing indicates a change. The host waits for the GPU.
         """
         if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.optimizers_since(self._step)):
             raise self._snapshots[0].stale_error("by an optimizer step")
-        stepped = optimizer_steps.count > self._step  # perhaps by an optimizer that no longer exists
+        stepped = optimizer_steps.count > self._step  # perhaps an optimizer that no longer exists
         for snapshot in self._snapshots:
             snapshot.check_unchanged(can_synchronize or self.has_backward_begun or stepped)
 
-    def place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
-        """The layer and the owner as far as they still exist, and the hooks; for `unsharded`."""
+    def location(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
+        """Return the layer and the owner (None if freed), and the hooks: the arguments of `unsharded`."""
         layer = None if self._layer is None else self._layer()
         owner = None if self._owner is None else self._owner()
         return layer, owner, self.all_hooks()
@@ -165,22 +167,21 @@ def _base_or_self(tensor: Tensor) -> Tensor:
 def gather_weights(
     calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Gathers the weights that FSDP or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
+    """Gather weights that FSDP or ZeRO-3 has freed, and free them at the end. Costs an all-gather for each unit.
 
     Args:
-        calls: whose weights are wanted.
-        check: called with each, once the weights are there.
-        tensors: which may stand for parameters of ZeRO-3, that are wanted too.
+        calls: calls whose weights are gathered.
+        check: called with each call after its weights are gathered.
+        tensors: tensors that may be stand-ins of ZeRO-3 parameters. These parameters are gathered too.
     """
     parameters = (*stand_in_parameters(tensors), *(p for call in calls for p in call.partitioned_parameters))
-    wanted = {id(p): p for p in parameters if not is_gathered(p)}
+    missing = {id(p): p for p in parameters if not is_gathered(p)}
     with contextlib.ExitStack() as stack:
-        if wanted:
-            # DeepSpeed gathers them in every process.
-            stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(list(wanted.values())))
+        if missing:
+            stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(list(missing.values())))
         for call in calls:
             if call.is_freed():
-                stack.enter_context(unsharded(*call.place()))
+                stack.enter_context(unsharded(*call.location()))
                 if check is not None and call.is_freed():
                     raise StaleLogitsError(
                         "these lazy logits can no longer be computed: the wrapper that shards the head has freed its "
@@ -193,7 +194,7 @@ def gather_weights(
 
 
 def add_wrapper_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
-    """Have a wrapper's hook run for every gradient that leaves logits of these calls (of a head and its adapters)."""
+    """Register a wrapper's hook for each gradient of logits of these calls (of a head and its adapters)."""
     hooks = calls[0].hooks
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -201,15 +202,15 @@ def add_wrapper_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
 
 
 def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
-    """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
+    """Run the wrappers' hooks when a gradient arrives at ``value``, which was computed from lazy logits."""
     if calls and value.requires_grad:
-        # A write to a view moves it in the graph, and leaves its hooks behind.
+        # An in-place write to a view gives the view a new node in the graph, without its hooks. Hooks of the base stay.
         _base_or_self(value).register_hook(unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls)))
     return value
 
 
 def run_wrapper_hooks(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
-    """The gradient as the wrappers' hooks leave it. Of several hooks with one `hook_identity` one runs."""
+    """Return the gradient after the wrappers' hooks. Of several hooks with the same `hook_identity`, one runs."""
     for call in calls:
         call.on_backward_begin()
     for hook in {hook_identity(hook): hook for call in calls for hook in call.all_hooks()}.values():

@@ -1,9 +1,9 @@
-"""Parameters of DeepSpeed ZeRO-3: whole while a module that owns them runs, else one piece in each process.
+"""Stand-ins for parameters that DeepSpeed ZeRO-3 partitions, for lazy logits that outlive the gathered weight.
 
-DeepSpeed gathers a parameter by giving it other memory, and takes it apart by giving it none. A view would keep the
-gathered memory for as long as logits exist. So lazy logits hold a stand-in, which has the parameter's shape and place
-in the autograd graph, and NaN for all entries. :func:`resolve_stand_in` puts the parameter in its place, while that is
-gathered.
+DeepSpeed gathers a parameter while its module runs, by assigning new memory to it, and later frees this memory. A view
+of the parameter would keep the gathered memory alive as long as the logits. So lazy logits store a stand-in: a tensor
+with the shape of the parameter, the same place in the autograd graph, and NaN in all entries.
+:func:`resolve_stand_in` replaces the stand-in by the parameter while the parameter is gathered.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _stand_in_memory = WeakTensorKeyDictionary()
-"""The memory of each parameter's stand-ins, so that equal heads are known as equal."""
+"""The memory of each parameter's stand-ins. Stand-ins of one parameter share it, so that they compare as equal."""
 _parameter_of_stand_in: dict[int, weakref.ref[Tensor]] = {}
-"""The parameter of a stand-in, by the storage of that."""
+"""The parameter of a stand-in, by the address of the stand-in's storage."""
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has this parameter, gathered or not."""
+    """Return True if ZeRO-3 partitions this parameter, gathered or not."""
     return hasattr(tensor, "ds_id")
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Whether a parameter of ZeRO-3 can be read now."""
+    """Return True if a parameter of ZeRO-3 can be read now."""
     return bool(parameter.ds_status.name == "AVAILABLE")
 
 
 def make_stand_in(alias: Tensor, parameter: Tensor) -> Tensor:
-    """Takes the memory away from ``alias``, a view of a gathered parameter, or what was detached from it."""
+    """Turn ``alias``, a view of a gathered parameter or a detached view, into a stand-in. It frees the memory."""
     memory = _stand_in_memory.get(parameter)
     if memory is None or (memory.shape, memory.dtype, memory.device) != (alias.shape, alias.dtype, alias.device):
         memory = torch.empty_strided(alias.shape, [0] * alias.dim(), dtype=alias.dtype, device=alias.device)
@@ -46,32 +46,36 @@ def make_stand_in(alias: Tensor, parameter: Tensor) -> Tensor:
 
 
 def stand_in_parameters(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The parameters that some of the tensors stand for."""
+    """Return the parameters of those tensors that are stand-ins."""
     if not _parameter_of_stand_in or torch.compiler.is_compiling():
         return []
-    found = [_parameter_of_stand_in.get(tensor.untyped_storage()._cdata, lambda: None)() for tensor in tensors]
-    return [parameter for parameter in found if parameter is not None]
+    parameters = [_parameter_of_stand_in.get(tensor.untyped_storage()._cdata, lambda: None)() for tensor in tensors]
+    return [parameter for parameter in parameters if parameter is not None]
 
 
 def resolve_stand_in(tensor: Tensor) -> Tensor:
-    """The values that a stand-in stands for; any other tensor as it is. To be called while they are gathered."""
-    found = stand_in_parameters([tensor])
-    if not found:
+    """Return a tensor with the values of the parameter if ``tensor`` is a stand-in, else ``tensor``.
+
+    Raises:
+        RuntimeError: the parameter is not gathered.
+    """
+    parameters = stand_in_parameters([tensor])
+    if not parameters:
         return tensor
-    (parameter,) = found
+    (parameter,) = parameters
     if not is_gathered(parameter):
         raise RuntimeError(
             "lazy logits were read while DeepSpeed ZeRO-3 was about to gather their head's weight for a module. Read "
             "them after the model's forward and before the next one"
         )
     if tensor.requires_grad == parameter.requires_grad and not (tensor.requires_grad and tensor.is_leaf):
-        return parameter  # autograd saves a leaf itself, and no memory of it
+        return parameter  # autograd saves a leaf by reference, and does not keep its gathered memory alive
     resolved: Tensor = _WithValues.apply(tensor, parameter.detach())
     return resolved
 
 
 class _WithValues(torch.autograd.Function):
-    """The first argument, with the values of the second."""
+    """An autograd function that returns ``values``, with the place of ``tensor`` in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:

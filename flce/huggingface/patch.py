@@ -1,11 +1,11 @@
-"""``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
+"""``patch_model``, ``unpatch_model``, ``lazy_logits`` and ``report``: the public functions for models of Transformers.
 
-The linear layers that make logits (``find_heads.py``) return lazy ones. The model notes whether it is called with
-``labels``.
-
-The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model that
-is evaluated with labels computes the fused loss, and a training loop that computes its own cross-entropy gets it too.
-``generate()`` and inference run stock code. Within ``lazy_logits(model)`` all is lazy but ``generate()``.
+``patch_model`` replaces the classes of some modules: of each head (a linear layer that computes logits, see
+``find_heads.py``), and of the model, whose new ``forward`` notes whether the call has ``labels``. The head of a patched
+model returns lazy logits if the call has labels, or if the head is in training mode and gradients are enabled. Then
+a loss that the model or the training loop computes from these logits is the fused loss. In all other calls the head
+runs stock code: ``nn.Linear.forward``, which returns ordinary logits. Within ``lazy_logits(model)`` all calls except
+``generate()`` return lazy logits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 import functools
 import inspect
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -52,55 +53,59 @@ from flce.torch_ops.frames import can_break_graph, mark_frames, skip_frame, skip
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _counts_lock = threading.Lock()
+_lazy_patches_of_checkpoint: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+"""For each running checkpoint (see `current_checkpoint`): ids of the patches with lazy logits in its first pass."""
 
 
 @dataclass
 class _Patch:
-    """What a patched model and its layers share."""
+    """State of one patched model: the attribute ``_flce`` of the model and of each of its heads."""
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """Whether the call that is being compiled has labels. In Python `_thread_state` tells; the compiler knows no
-    threads."""
+    """True if the call that ``torch.compile`` traces has labels. Outside of a trace, `_thread_state` stores this; a
+    trace cannot read a thread-local variable."""
     converts_outputs: bool = False
-    """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
+    """True if a running `_Call` will convert the outputs of a compiled graph to tensors."""
     head_modules: HeadModules | None = field(default=None, init=False, repr=False)
-    """The heads that were found last."""
+    """The modules of the output embedding at the last search for heads."""
     has_other_products: bool | None = None
-    """Whether logits may be made by other products than the heads'; None: the next call will show."""
+    """True if matrix products outside of the heads may compute logits. None: unknown until the next call."""
     is_head_called: bool = field(default=False, repr=False)
+    """True if a head has run in the current call of the model."""
     usage: Usage = field(default_factory=Usage, repr=False)
+    """Counts of fused losses, of computed logits, and of runs of stock code."""
     lazy_contexts: int = field(default_factory=int, init=False, repr=False)
-    """How many `lazy_logits` are entered; of any thread, as other threads may run replicas of the model."""
+    """Number of entered `lazy_logits` contexts in all threads, because other threads may run replicas of the model."""
     generations: int = field(default_factory=int, init=False, repr=False)
-    """How many calls of ``generate()`` are running."""
+    """Number of running calls of ``generate()``."""
     always_lazy: bool = field(default_factory=bool, init=False, repr=False)
-    """Whether these two make logits lazy. A bool of its own: the compiler makes code for each value that it sees."""
+    """True if `lazy_contexts` > 0 and `generations` == 0. Stored, because the compiler would compile the model again
+    for each new value of the two counts."""
 
     def change_counts(self, *, lazy_contexts: int = 0, generations: int = 0) -> None:
-        """Change the two counts."""
         with _counts_lock:
             self.lazy_contexts += lazy_contexts
             self.generations += generations
             self.always_lazy = self.lazy_contexts > 0 and self.generations == 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved within a context is in none when it is loaded, and looks for its heads again."""
+        """Return the state for pickle. A loaded model is in no `lazy_logits` context, and searches its heads again."""
         return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False, "head_modules": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
-        """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
-        in the place of the original (``modules_to_save``)."""
-        root = next(iter(memo.values()), None)  # what the copy began with
+        """Return a new patch for the copy of a model. The copy of a single layer shares this patch, because PEFT
+        trains such copies within the same model (``modules_to_save``)."""
+        root = next(iter(memo.values()), None)  # the object that deepcopy() was called with
         return self if isinstance(root, nn.Linear) else replace(self, usage=copy.deepcopy(self.usage, memo))
 
-    def count_forward(self, below: nn.Module, args: Any) -> None:
-        """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
+    def count_forward(self, backbone_module: nn.Module, args: Any) -> None:
+        """Count a forward of the model below the head, which trainers with another kernel for the head call too."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
-            self.usage.on_forward_begin(below.training)
+            self.usage.on_forward_begin(backbone_module.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
-        """Whether logits that ``module`` makes are to be lazy: it is being trained, or there are labels."""
+        """Return True if ``module`` (a head or the model) has to return lazy logits in the current call."""
         if module.training and torch.is_grad_enabled():
             return True
         if torch.compiler.is_compiling():
@@ -110,35 +115,37 @@ class _Patch:
         expected = expected or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
-        # A recomputation does not see the labels, and has to make the same tensors as the first pass.
-        made_lazy: set[int] = vars(checkpoint).setdefault("_flce_made_lazy", set())
+        # Checkpointing runs the head twice. The second pass cannot see the labels, and must return the same kind of
+        # logits as the first.
+        lazy_patches = _lazy_patches_of_checkpoint.setdefault(checkpoint, set())
         if expected:
-            made_lazy.add(id(self))
-        return id(self) in made_lazy
+            lazy_patches.add(id(self))
+        return id(self) in lazy_patches
 
 
 class _ThreadState(threading.local):
-    """The calls of patched models that a thread is in."""
+    """Running calls of patched models in one thread."""
 
     owner: Any = None
+    """The patched model whose call is running."""
     patches_with_labels: frozenset[int] = frozenset()
-    """Patches of models that were given labels, by id: replicas of a model share the patch, in a thread each."""
+    """Ids of the patches of running models that were called with labels. Replicas of a model share one patch, and each
+    replica runs in a separate thread."""
     runs_stock = False
-    """Whether the head runs as it is, so that its product stays one."""
+    """True while a head runs stock code, so that `VocabularyProductMode` leaves the head's product unchanged."""
     entered_call: _Call | None = None
-    """What `__call__` has begun, until the `forward` of the same module runs."""
+    """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 
 
 _thread_state = _ThreadState()
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
-    """Methods for a linear layer of the output embedding."""
     forward = original.forward
 
     @functools.wraps(forward)
     def lazy_forward(self: Any, input: Tensor) -> Any:
-        """Hidden states ``(..., H)`` to logits ``(..., V)``, lazy ones when a loss is expected."""
+        """Return logits ``(..., V)`` of hidden states ``(..., H)``: lazy logits if a loss is expected."""
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or is_exporting_or_tracing():
             return forward(self, input)
@@ -149,10 +156,11 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             if not compiling and torch.is_grad_enabled():
                 patch.usage.count_stock(logits, EVALUATION)
             return logits
-        weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
+        weight, bias = self.weight, self.bias  # read once: each read of a parametrised weight computes it
         reason = reason_not_lazy(input, weight, bias)
         if compiling:
-            # What a wrapper's graph returns is no tensor, so others cannot register the hooks that training needs.
+            # If a compiled wrapper is not patched, its graph returns lazy logits as plain objects, not as tensors.
+            # DDP and FSDP could not register the hooks on them that distributed training needs.
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if (
                 reason is not None
@@ -173,7 +181,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
 
 
 def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """Run the head as it is, where lazy logits were expected."""
+    """Return ordinary logits although lazy logits were expected. Count this with its ``reason``, or raise."""
     _raise_if_stock_forbidden(
         patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
     )
@@ -193,8 +201,9 @@ def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
 
 
 def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
-    """Count and warn, or raise: the outputs have a loss or logits that neither a head nor a wide product has made."""
+    """Count and warn, or raise, if the outputs have a loss or logits that no head and no wide product has computed."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
+    # 0: a loss, which has no dimensions.
     sizes = {0, *vocabulary_sizes(owner, owner.get_output_embeddings())}
     real_outputs = [
         v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)
@@ -213,7 +222,6 @@ def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
 
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Methods for the model."""
     forward = original.forward
     labels_slice = _find_labels_slice(forward)
 
@@ -223,53 +231,50 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         if patch is None or is_exporting_or_tracing():
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            before, patch.compiled_call_has_labels = (
-                patch.compiled_call_has_labels,
-                _has_labels(args, kwargs, labels_slice),
-            )
+            previous = patch.compiled_call_has_labels
+            patch.compiled_call_has_labels = _has_labels(args, kwargs, labels_slice)
             try:
                 return forward(self, *args, **kwargs)
             finally:
-                patch.compiled_call_has_labels = before
+                patch.compiled_call_has_labels = previous
         if not _prepare_heads(self, patch):
             return forward(self, *args, **kwargs)
-        products = None if patch.has_other_products is False else _make_product_mode(self, patch)
+        product_mode = None if patch.has_other_products is False else _make_product_mode(self, patch)
         patch.is_head_called = False
-        with products or contextlib.nullcontext():
+        with product_mode or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
-        found = products is not None and bool(products.replaced)
-        if products is not None and not (found or patch.is_head_called):
+        has_replaced = product_mode is not None and bool(product_mode.replaced)
+        if product_mode is not None and not (has_replaced or patch.is_head_called):
             _count_other_logits(self, patch, outputs)
         patch.has_other_products = (
-            found
+            has_replaced
             or not patch.is_head_called
             or (patch.head_modules is not None and patch.head_modules.has_adapter_parameters)
         )
         return outputs
 
-    # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
-    calls = {
+    # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
+    call_methods = {
         "forward": _wrap_outermost(patched_forward, labels_slice),
         "__call__": _wrap_outermost(original.__call__, labels_slice),
     }
-    return calls | _generate_methods(original)
+    return call_methods | _generate_methods(original)
 
 
 def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Methods for a wrapper that was patched together with its model: the wrapper may be compiled as a whole."""
+    """Return the methods of a patched wrapper of a model. ``torch.compile`` may compile the wrapper with the model."""
     return {
         name: _wrap_outermost(getattr(original, name), None) for name in ("forward", "__call__")
     } | _generate_methods(original)
 
 
 def _generate_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Those methods of a class that generate."""
     names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
     return {name: _with_stock_logits(getattr(original, name)) for name in names}
 
 
 def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate()``, whose logits are sampled from: real ones, also within `lazy_logits`."""
+    """Wrap a ``generate()``: it samples from its logits, so they are ordinary logits also within `lazy_logits`."""
 
     @functools.wraps(generate)
     def stock_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,13 +291,13 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> Callable[..., Any]:
-    """A method of the model, which may be where a graph of the compiler begins and ends."""
+    """Wrap ``forward`` or ``__call__`` of a patched model: begin a `_Call`, run ``method``, convert its outputs."""
 
     @functools.wraps(method)
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # We are inside a caller's graph. Break it, so that this method runs in Python and can turn lazy objects
-            # into tensors.
+            # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
+            # can convert plain objects to tensors (see `_Call`).
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.converts_outputs:
                 labels = labels_slice is not None and _has_labels(args, kwargs, labels_slice)
@@ -304,7 +309,7 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
         if patch is None:
             return method(self, *args, **kwargs)
         call = _thread_state.entered_call
-        if call is not None and call.owner is self:  # Accelerate needs `__call__`, some wrappers call `forward`
+        if call is not None and call.owner is self:  # `__call__` has begun this call
             _thread_state.entered_call = None
             if not call.labels:
                 call.note_labels(args, kwargs, labels_slice)
@@ -317,15 +322,16 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
             call.restore()
 
     skip_frame(outer)
-    mark_frames()  # before a model that is patched can run
+    mark_frames()  # must happen before a patched model runs
     return outer
 
 
 class _Call:
-    """A call of a patched model, or of a wrapper that was patched with it, which has no ``labels_slice`` for labels.
+    """A running call of a patched model, or of a patched wrapper (``labels_slice`` is None).
 
-    No graph of ``torch.compile`` can make a tensor of ours, so within one lazy logits are plain objects. Callers expect
-    tensors. So the outermost frame of a patched model is left to Python, which changes what comes out of the graph.
+    A graph of ``torch.compile`` cannot create a tensor subclass of flce. Within a graph lazy logits are plain objects
+    (`TracedLazyLogits`), but the caller of a model expects tensors. So the compiler skips the outermost frame of a
+    patched model. This frame runs in Python and converts the objects in the outputs of the graph to tensors.
     """
 
     @skip_frame_and_callees
@@ -349,17 +355,17 @@ class _Call:
     def convert_outputs(self, outputs: Any) -> Any:
         self.has_converted = True
         outputs = self._as_tensors(outputs)
-        # `torch.nn.DataParallel` makes replicas for one call.
-        gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
-        return _without_logits(outputs) if gathered else outputs
+        # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
+        is_gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
+        return _without_logits(outputs) if is_gathered else outputs
 
     def _as_tensors(self, value: Any) -> Any:
-        """The outputs with tensors for the plain objects that are lazy logits within a graph; a mapping is changed."""
+        """Replace each `TracedLazyLogits` in ``value`` by a tensor. Mappings are changed in place."""
         if isinstance(value, TracedLazyLogits):
             real, state = value._get_real(), value._state
             if real is not None:
                 return real
-            # From now on changes of what the logits are made from are noticed, and hooks of wrappers are called.
+            # A graph cannot create a `HeadCall`, which detects changes of the weight and runs the hooks of wrappers.
             return make_lazy(state.with_calls(tuple(self._head_call(t) for t in state.terms if t.weight is not None)))
         if isinstance(value, MutableMapping):
             for key, item in list(value.items()):
@@ -373,9 +379,8 @@ class _Call:
         assert term.weight is not None
         layer = next((m for m in self.owner.modules() if m._parameters.get("weight") is term.weight), None)
         call = HeadCall(term.weight, term.bias, self.patch.usage, layer, self.owner)
-        call.has_bypassing_gradient = (
-            self.labels
-        )  # the graph has computed a loss, whose gradient does not pass through the logits
+        # If there are labels, the graph has computed a loss. Its gradient does not pass through the logits.
+        call.has_bypassing_gradient = self.labels
         return call
 
     @skip_frame_and_callees
@@ -386,23 +391,23 @@ class _Call:
 
 
 def _without_logits(outputs: Any) -> Any:
-    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
-    named = isinstance(outputs, dict)
-    values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
+    """Return the outputs without lazy logits, with a warning."""
+    is_dict = isinstance(outputs, dict)
+    values = outputs.values() if is_dict else outputs if type(outputs) in (tuple, list) else ()
     if not any(map(is_lazy, values)):
         return outputs
     find_caller().warn(
-        "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
-        "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
+        "nn.DataParallel would gather the logits of all GPUs on one GPU, so a model patched by flce returns no logits "
+        "in training with labels. Use torchrun or accelerate launch to train on several GPUs",
         UserWarning,
     )
-    if named:
+    if is_dict:
         return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
     return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
 def _has_labels(args: Any, kwargs: Any, labels_slice: slice) -> bool:
-    """Whether labels are given: by name, at their place, or within an argument that holds a batch."""
+    """Return True if a call has labels: as keyword, as positional argument, or as key of a batch that is a mapping."""
     for labels in (kwargs.get("labels"), *args[labels_slice]):
         if labels is not None:
             return True
@@ -411,7 +416,7 @@ def _has_labels(args: Any, kwargs: Any, labels_slice: slice) -> bool:
 
 
 def _find_labels_slice(forward: Callable[..., Any]) -> slice:
-    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
+    """Return a slice of the positional arguments after ``self`` that contains only ``labels``, or an empty slice."""
     parameters = inspect.signature(forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
     return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
@@ -419,10 +424,10 @@ def _find_labels_slice(forward: Callable[..., Any]) -> slice:
 
 @skip_frame_and_callees
 def _prepare_heads(owner: Any, patch: _Patch) -> bool:
-    """Whether this call's logits are to be lazy, before it."""
+    """Patch heads that were added since the last call. Return True if this call has to return lazy logits."""
     embedding = owner.get_output_embeddings()
     if patch.head_modules is None or not patch.head_modules.still_match(embedding, patch):
-        # Resizing the vocabulary replaces the layer, adapters add some.
+        # Resizing the vocabulary replaces the head, and adapters add linear layers to it.
         heads = find_heads(owner)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_other_products = HeadModules(embedding, heads), None
@@ -431,17 +436,18 @@ def _prepare_heads(owner: Any, patch: _Patch) -> bool:
 
 @skip_frame_and_callees
 def _make_product_mode(owner: Any, patch: _Patch) -> VocabularyProductMode | None:
-    """A mode for a call: finds out where logits for a loss are made. None: an earlier call has."""
+    """Return a mode that replaces wide matrix products of one call by lazy logits, or None if none is expected."""
     is_enabled = patch.has_other_products
     if is_enabled is None:
-        # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
+        # If layers of the model are compiled, they would be compiled twice, with the mode and without. Such a model
+        # gets the mode only after a call that has not run its head.
         is_enabled = not (
             embedding_layers(owner) and any(private.compiled_call(m) is not None for m in owner.modules())
         )
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        # Right for any product, as lazy logits stand for its value. One that is no logits would be computed when it is
-        # read, with a warning.
+        # This is correct for any product: lazy logits are computed when their values are read. If the product is not
+        # the logits, only the warning about that read is wrong.
         if _thread_state.runs_stock or reason_not_lazy(hidden, weight, bias) is not None:
             return None
         call = HeadCall(weight, bias, patch.usage, None, owner)
@@ -450,11 +456,11 @@ def _make_product_mode(owner: Any, patch: _Patch) -> VocabularyProductMode | Non
     return VocabularyProductMode(owner, lazy_product) if is_enabled else None
 
 
-# ----------------------------------------------------------------------------------------------- the public part
+# ------------------------------------------------------------------------------------------------ public functions
 
 
 def check_on_materialize(value: object) -> None:
-    """ValueError for anything but a way to treat logits that are read."""
+    """Raise ValueError if ``value`` is not one of the options of ``on_materialize``."""
     if value not in get_args(OnMaterialize):
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {value!r}")
 
@@ -465,31 +471,31 @@ def patch_model(
     options: ChunkOptions | None = None,
     on_materialize: OnMaterialize = "warn",
 ) -> ModelT:
-    """Compute a model's cross-entropy loss without its logits. The model is changed in place.
+    """Change a model in place, so that its cross-entropy loss is computed without its logits in memory.
 
-    Loss, gradients and generated text are the stock model's. Where a loss was computed ``outputs.logits`` is a
-    `flce.huggingface.LazyLogits`, which turns into the real logits when something reads them.
+    Loss, gradients and generated text equal those of the stock model. In calls with a loss, ``outputs.logits`` is a
+    `flce.huggingface.LazyLogits`: an operation that needs the real logits computes them.
 
-    Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
-    logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
-    `unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
+    You may add adapters on the output embedding (PEFT's LoRA) before or after patching. Their logits are not stored
+    either. If ``model`` contains several models, a warning names the models that cannot be patched. Call
+    `unpatch_model` before code that compares the exact class of a layer, such as ``quantize_dynamic``.
 
     Args:
         model: a model of Transformers with a language-model head, or any with ``get_output_embeddings()``; also
             inside of a wrapper, such as PEFT's or ``torch.compile``'s.
         options: ``flce.ChunkOptions`` for the fused loss.
-        on_materialize: what happens when an operation needs the logits themselves, and all of them are computed.
+        on_materialize: the reaction if an operation needs the logits themselves, so that all of them are computed.
             "warn": a `flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
-            it. "ignore": nothing. "raise": a `flce.huggingface.MaterializedLogitsError` does instead, and also
-            where the head would run stock code in training or within `lazy_logits`.
+            it. "ignore": no warning. "raise": a `flce.huggingface.MaterializedLogitsError` names them, and is also
+            raised if the head would run stock code in training or within `lazy_logits`.
             ``outputs.logits.materialize()`` is always allowed.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
-        TypeError: no model has an output embedding, or all are quantised or not linear.
-        ValueError: another ``on_materialize``.
+        TypeError: no model has an output embedding, or all output embeddings are quantised or not linear.
+        ValueError: ``on_materialize`` is not one of the three options.
     """
     check_options(options)
     check_on_materialize(on_materialize)
@@ -498,21 +504,23 @@ def patch_model(
     if private.make_wrapper_subclass is None:
         return model
     optimizer_steps.register()
-    owners, left = find_owners(model)
+    owners, unpatchable = find_owners(model)
     if not owners:
-        missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "
-        remedy = "Patch a model of Transformers with a language-model head, or give yours that method"
-        raise TypeError(next(iter(left.values()), missing + remedy))
-    if left and not is_patched(model):
-        find_caller().warn("flce.patch_model has left what it cannot patch. " + format_unpatched(left), UserWarning)
+        missing = f"{type(model).__name__} has no output embedding: no module in it has get_output_embeddings(). "
+        remedy = "Patch a model of Transformers with a language-model head, or add this method to your model"
+        raise TypeError(next(iter(unpatchable.values()), missing + remedy))
+    if unpatchable and not is_patched(model):
+        find_caller().warn(
+            "flce.patch_model could not patch some models. " + format_unpatched(unpatchable), UserWarning
+        )
     for owner in owners:
-        # A model within this one may have been patched before: they share their layers.
+        # If a model within this one is already patched, both have to share one patch, because they share their heads.
         patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
             _apply_patch([owner], _model_methods, patch)
             backbone(owner).register_forward_pre_hook(patch.count_forward)
-        others = modules_except(model, [*owners, *map(model.get_submodule, left)])
+        others = modules_except(model, [*owners, *map(model.get_submodule, unpatchable)])
         _apply_patch(find_heads(owner, others), _head_methods, patch)
     if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
@@ -520,16 +528,16 @@ def patch_model(
 
 
 def unpatch_model(model: ModelT) -> ModelT:
-    """Undo `patch_model`, wherever in ``model`` it was applied, and return ``model``.
+    """Undo `patch_model` in all modules of ``model``, and return ``model``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     _check_model("unpatch_model", model)
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            restore_class(module)  # where that cannot be done: without `_flce` it does what the original does
+            restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
@@ -538,17 +546,17 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 @contextlib.contextmanager
 def lazy_logits(model: nn.Module, *models: nn.Module) -> Iterator[None]:
-    """Within it calls of patched models return lazy logits in ``eval()`` mode and under ``torch.no_grad()`` too.
+    """Return a context in which patched models return lazy logits in ``eval()`` mode and under ``torch.no_grad()`` too.
 
-    Reinforcement learning computes the log-probabilities of the old policy and of a reference there. What is computed
-    from these logits is computed without them, as in training, and has the same bits with and without gradients.
-    ``generate()`` returns what it does elsewhere. All threads are within it; contexts may be nested.
+    Use it for log-probabilities of the old policy and of a reference model in reinforcement learning. Values of these
+    logits are computed as in training: without logits in memory, and with the same bits with and without gradients.
+    ``generate()`` is not affected. The context holds for all threads. Contexts may be nested.
 
     Args:
         model, models: patched models, or wrappers of them.
 
     Raises:
-        TypeError: a model is no module.
+        TypeError: a model is not a module.
         ValueError: a model is not patched.
 
     Examples:
@@ -556,15 +564,15 @@ def lazy_logits(model: nn.Module, *models: nn.Module) -> Iterator[None]:
         ...     logprob = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     """
     patches: dict[int, _Patch] = {}
-    for each in (model, *models):
-        _check_model("lazy_logits", each)
-        found = _patches(each).values()
-        if not found:
+    for patched_model in (model, *models):
+        _check_model("lazy_logits", patched_model)
+        patches_by_name = _patches(patched_model)
+        if not patches_by_name:
             raise ValueError(
-                f"lazy_logits expects models that flce.patch_model was called with, got a {type(each).__name__} that "
-                "is not patched"
+                f"lazy_logits expects models that flce.patch_model was called with, got a "
+                f"{type(patched_model).__name__} that is not patched"
             )
-        patches |= {id(patch): patch for patch in found}
+        patches |= {id(patch): patch for patch in patches_by_name.values()}
     for patch in patches.values():
         patch.change_counts(lazy_contexts=1)
     try:
@@ -575,25 +583,25 @@ def lazy_logits(model: nn.Module, *models: nn.Module) -> Iterator[None]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` was applied to ``model`` or to a model that it wraps.
+    """Return True if `patch_model` was applied to ``model`` or to a model that it wraps.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     _check_model("is_patched", model)
     return any("_flce" in module.__dict__ for module in model.modules())
 
 
 def report(model: nn.Module) -> Report:
-    """What `patch_model` has changed in ``model``, and what has become of its logits since.
+    """Return the patched modules of ``model``, and counts of fused losses and of logits in memory since patching.
 
     Calls under ``torch.compile`` are not counted.
 
     Args:
-        model: any module; what it wraps is looked at too.
+        model: any module. Models that it wraps are included.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     _check_model("report", model)
     usages = usages_of(model)
@@ -613,7 +621,7 @@ def _check_model(function: str, model: Any) -> None:
 
 
 def usages_of(model: nn.Module) -> list[Usage]:
-    """The counts of the patched models in ``model``."""
+    """Return the counts of the patched models in ``model``."""
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
@@ -621,9 +629,9 @@ def _apply_patch(modules: Iterable[Any], methods: MethodFactory, patch: _Patch) 
     for module in modules:
         if "_flce" not in module.__dict__:
             replace_class(module, methods)
-        module.__dict__["_flce"] = patch  # also of a layer that comes from another patched model
+        module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 
 def _patches(model: nn.Module) -> dict[str, _Patch]:
-    """What each changed module in ``model`` has been given, by its name."""
+    """Return the patch of each patched module in ``model``, by the name of the module."""
     return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}

@@ -1,8 +1,8 @@
-"""Whether the tensors that lazy logits would be computed from are what they were when the model ran.
+"""Detection of changes of the tensors that lazy logits are computed from. ``head_call.py`` and ``lazy/`` call it.
 
-Three things show a change: the tensor's version, which in-place operations raise; a step of an optimizer that holds a
-parameter, as fused optimizers raise no version (`OptimizerSteps` counts them); and a sample of its values, which
-finds writes through ``.data`` or NumPy and in inference mode.
+Three things show a change. In-place operations increase the version of a tensor. Fused optimizers do not, so
+`OptimizerSteps` counts the steps of each optimizer. A sample of values finds writes through ``.data`` or NumPy and
+writes in inference mode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-# A sample has at most this many entries of each dimension, and its square of all: 64 rows of 64 columns.
+# A sample has at most 64 entries along each dimension, and at most 64 x 64 entries.
 _SAMPLE = 64
 
 _REMEDY = (
@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 class StaleLogitsError(RuntimeError):
-    """Something that lazy logits would be computed from has changed since the model ran."""
+    """A tensor that lazy logits are computed from has changed since the model ran."""
 
 
 class TensorSnapshot:
@@ -33,7 +33,7 @@ class TensorSnapshot:
 
     Args:
         tensor: a parameter of the head, the hidden states, or a vector that was added to the logits.
-        name: what it is, for messages, with its verb: "the output embedding was".
+        name: name of the tensor in messages, with a verb: "the output embedding was".
     """
 
     def __init__(self, tensor: Tensor, name: str) -> None:
@@ -52,29 +52,29 @@ class TensorSnapshot:
         """Raise `StaleLogitsError` if the tensor has changed.
 
         Args:
-            can_synchronize: compare values also where that waits for a GPU and nothing points to a change.
+            can_synchronize: compare values on a GPU even if nothing indicates a change. The host waits for the GPU.
         """
         tensor = self.tensor
         if self._version != versions_of(tensor):
             raise self.stale_error("in place")
         values = tensor.detach()
-        place = _layout_and_address(values)
-        if place[:3] != self._layout_and_address[:3]:
+        layout_and_address = _layout_and_address(values)
+        if layout_and_address[:3] != self._layout_and_address[:3]:
             raise self.stale_error(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
-        # On a CPU a comparison waits for nothing.
-        compare = can_synchronize or tensor.is_cpu or place != self._layout_and_address
+        compare = can_synchronize or tensor.is_cpu or layout_and_address != self._layout_and_address
         if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         sample = values[self._sample_index]
-        # NaN equals itself only as bytes.
+        # NaN != NaN, so equal samples with NaN are found by their bytes.
         if not (torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample))):
-            how = "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
-            raise self.stale_error(how)
+            raise self.stale_error(
+                "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
+            )
 
     def for_copy(self) -> TensorSnapshot | None:
-        """What watches a copy that was made just now: nothing, as later changes do not reach it.
+        """Return the snapshot for a new copy of the tensor: None, because later changes do not reach the copy.
 
-        A change that came before the copy is in it, so then this object still watches.
+        If the tensor has changed already, the copy contains the change, and this snapshot is returned.
         """
         try:
             self.check_unchanged(can_synchronize=False)
@@ -82,14 +82,14 @@ class TensorSnapshot:
             return self
         return None
 
-    def stale_error(self, how: str) -> StaleLogitsError:
+    def stale_error(self, cause: str) -> StaleLogitsError:
         return StaleLogitsError(
-            f"these lazy logits can no longer be computed: {self._name} changed {how} since the model ran. {_REMEDY}"
+            f"these lazy logits can no longer be computed: {self._name} changed {cause} since the model ran. {_REMEDY}"
         )
 
 
 def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
-    """How often the tensors were changed in place; None where that is not counted."""
+    """Return the version of each tensor, or None in a graph and for tensors of inference mode, which have none."""
     if torch.compiler.is_compiling():
         return None
     versions = []
@@ -106,7 +106,7 @@ def _layout_and_address(tensor: Tensor) -> tuple[Any, ...]:
 
 @functools.lru_cache
 def _sample_slices(shape: torch.Size) -> tuple[slice, ...]:
-    """The index of a sample: entries at equal distances, of the last dimension first, then of the others in order."""
+    """Return the index of a sample: entries at equal distances. The last dimension is sampled most densely."""
     remaining = _SAMPLE * _SAMPLE
     steps: dict[int, int] = {}
     for dim in [len(shape) - 1, *range(len(shape) - 1)]:
@@ -120,7 +120,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class OptimizerSteps:
-    """Optimizer steps in this process: optimizers change weights without raising a tensor's version."""
+    """Counts of optimizer steps in this process. Fused optimizers change weights without increasing their version."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -128,7 +128,7 @@ class OptimizerSteps:
         self._handles: list[RemovableHandle] = []
 
     def register(self) -> None:
-        """From now on. Once a process."""
+        """Start counting, if it has not been started in this process."""
         if not self._handles:
             self._handles.append(register_optimizer_step_post_hook(self._on_step))
 

@@ -1,8 +1,8 @@
-"""TRL's trainers with flce: `install` puts flce in the place of TRL's kernel.
+"""`install`: the trainers of TRL compute their losses with flce instead of TRL's kernel. Called by users.
 
-TRL gives each of its models another ``forward``. Called with ``fused_lm_head=True`` that one runs the model without its
-head, and multiplies by the head's weight in a kernel of TRL's. Here the model's own forward runs, with lazy logits, and
-these know what the model does between its hidden states and its logits.
+TRL replaces the ``forward`` of each model that it trains. With ``fused_lm_head=True`` this forward runs the model
+without its head, and calls a kernel of TRL with the head's weight. With flce the model's stock forward runs instead and
+returns lazy logits, which include all operations of the model between its hidden states and its logits.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ _FIELDS = {
     "mean_logits": "mean_logit",
     "is_top1": "correct",
 }
-"""Fields of TRL's output, and what `flce.linear_logprobs` calls them."""
+"""Fields of TRL's output, and their names in the results of `flce.linear_logprobs`."""
 
 _LOSS_ARGUMENTS = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
-"""Arguments that the model's own forward is not to see."""
+"""Arguments that are not passed to the model's stock forward."""
 
 _originals: dict[tuple[Any, str], Any] = {}
-"""What was replaced: a module or class and a name in it, to TRL's own."""
+"""TRL's replaced functions, by the module or class and the name in it."""
 
 
 def install(*, options: ChunkOptions | None = None) -> None:
-    """Have TRL's `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` compute with flce.
+    """Compute the losses of TRL's SFT, DPO, KTO, GRPO and RLOO trainers with flce.
 
-    Call it before a trainer is made. Losses, metrics and gradients are TRL's, without logits in memory. `SFTTrainer`
-    with ``loss_type="nll"`` takes three matrix products in the place of four. A trainer's model is patched, as by
-    `flce.patch_model`. Calling it again only replaces the options, for trainers that are made from then on.
+    Call `install` before you create a trainer (`SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`).
+    Losses, metrics and gradients equal TRL's, without logits in memory. `SFTTrainer` with ``loss_type="nll"`` computes
+    three matrix products instead of four. The trainer's model is patched as by `flce.patch_model`. A second call
+    replaces the options for trainers that are created later.
 
-    Where a head cannot be fused (a quantised head) TRL's own kernel runs, with a `NotFusedWarning`.
+    If a head cannot be fused (a quantised head), TRL's kernel runs, with a `NotFusedWarning`.
 
     Args:
         options: ``flce.ChunkOptions``. Ignored tokens are dropped, unless ``skip_ignored=False``.
 
     Raises:
         ImportError: TRL is not installed, is older than 1.16, or has functions with other arguments than flce's.
-        TypeError: ``options`` are no `flce.ChunkOptions`.
+        TypeError: ``options`` are not `flce.ChunkOptions`.
     """
     check_options(options)
     factories: dict[tuple[Any, str], Callable[[Any], Any]] = {}
@@ -78,21 +79,21 @@ def install(*, options: ChunkOptions | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`, for trainers that are made from then on. Without it nothing happens."""
+    """Undo `install` for trainers that are created later. Without `install`, this call has no effect."""
     while _originals:
         (owner, name), stock = _originals.popitem()
         setattr(owner, name, stock)
 
 
-def _check_signature(place: tuple[Any, str], stock: Any, mine: Any) -> None:
-    """ImportError where TRL's function takes other arguments than the one that is to replace it."""
+def _check_signature(place: tuple[Any, str], stock: Any, replacement: Any) -> None:
+    """Raise ImportError if TRL's function has other arguments than its replacement."""
     trl = importlib.import_module("trl")
     name = f"{place[0].__name__}.{place[1]}"
     if stock is None:
         raise ImportError(f"flce needs TRL 1.16 or newer: TRL {trl.__version__} has no {name}")
     theirs, ours = (
         inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()])
-        for function in (stock, mine)
+        for function in (stock, replacement)
     )
     if theirs != ours:
         raise ImportError(f"flce replaces {name}{ours}, but TRL {trl.__version__} has {name}{theirs}")
@@ -108,7 +109,7 @@ def make_add_fused_lm_head(stock: Any, options: ChunkOptions | None) -> Callable
         cast_lm_head_to_fp32: bool = False,
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> None:
-        """TRL's function of this name, with flce's kernels."""
+        """Replace the forward of ``model`` as TRL's function of this name does, but with flce's kernels."""
         reason = None
         try:
             if not is_patched(model):
@@ -122,7 +123,7 @@ def make_add_fused_lm_head(stock: Any, options: ChunkOptions | None) -> Callable
         head = _FusedHead(model.forward, temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options)
 
         @skip_frame
-        @functools.wraps(type(model).forward)  # `generate` looks at its arguments
+        @functools.wraps(type(model).forward)  # `generate` reads the signature of forward
         def forward(self: Any, *args: Any, summed: bool = False, **kwargs: Any) -> Any:
             if kwargs.get("fused_lm_head"):
                 return head.run(self, args, kwargs, summed)
@@ -143,13 +144,13 @@ def _warn_stock(reason: str) -> None:
 
 @dataclass
 class _FusedHead:
-    """How a model runs with ``fused_lm_head=True``.
+    """The forward of a model with ``fused_lm_head=True``.
 
     Attributes:
         stock: TRL's forward.
-        temperature, in_float32, outputs: what TRL has asked for.
-        options: of `install`.
-        is_fusable: whether flce can stand for the head, as far as is known.
+        temperature, in_float32, outputs: arguments of TRL's ``add_fused_lm_head``.
+        options: the options of `install`.
+        is_fusable: False after a call whose head has returned ordinary logits.
     """
 
     stock: Callable[..., Any]
@@ -161,12 +162,12 @@ class _FusedHead:
 
     @skip_frame
     def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
-        """TRL's ``FusedCausalLMOutput``.
+        """Run the model and return TRL's ``FusedCausalLMOutput``.
 
         Args:
-            model: whose forward is called.
-            args, kwargs: of that call.
-            summed: whether of the log-probabilities only the sum is wanted, in their place.
+            model: the model.
+            args, kwargs: arguments of the forward.
+            summed: return the sum of the log-probabilities instead of the log-probabilities.
         """
         if not self.is_fusable or not is_patched(model):
             return self.stock(*args, **kwargs)
@@ -182,13 +183,13 @@ class _FusedHead:
     def _fused_output(
         self, model: Any, outputs: Any, summed: bool, labels: Any, shift_labels: Any, num_items_in_batch: Any
     ) -> Any:
-        """Made of the model's own output; None where its logits are real."""
+        """Compute TRL's output from the model's output, or return None if the model has returned ordinary logits."""
         from trl.trainer.utils import FusedCausalLMOutput
 
         state = state_of(outputs.logits)
         if state is None:
             self.is_fusable = False
-            _warn_stock("; ".join(report(model).stock) or "its head has made real logits")
+            _warn_stock("; ".join(report(model).stock) or "its head has computed real logits")
             return None
         shift = 1 if shift_labels is None else 0
         labels = (labels if shift_labels is None else shift_labels).to(state.product_device)
@@ -200,16 +201,16 @@ class _FusedHead:
             options = replace(options, skip_ignored=True)
         state = replace(state, settings=replace(state.settings, options=options))
         state = state.in_float32() if self.in_float32 else state
-        how: dict[str, Any] = {"shift": shift, "temperature": self.temperature}
+        arguments: dict[str, Any] = {"shift": shift, "temperature": self.temperature}
         with state.gathered_weights():
-            if summed:  # gradients pass through nothing but the sum of the log-probabilities
-                how |= {"reduction": "sum", "num_items": count, "stats": ("entropy", "correct")}
-                sums = state.fused_loss(labels, **how)
-                # Divided by `count` once more, by TRL, the gradients stay as they are.
+            if summed:  # only the sum of the log-probabilities has a gradient
+                arguments |= {"reduction": "sum", "num_items": count, "stats": ("entropy", "correct")}
+                sums = state.fused_loss(labels, **arguments)
+                # TRL divides the log-probabilities by `count`, and the loss is divided already.
                 fields = {"log_probs": -sums.loss * count, "entropy": sums.entropy, "is_top1": sums.correct}
             else:
                 names = {name: _FIELDS[name] for name in self.outputs}
-                results = state.token_results(*names.values(), target=labels, **how)
+                results = state.token_results(*names.values(), target=labels, **arguments)
                 fields = {name: getattr(results, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
         register_results(state, fields.values())
         loss = -fields["log_probs"].sum() / count
@@ -226,7 +227,7 @@ def _make_compute_loss(stock: Any) -> Callable[..., Any]:
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's method, with a model that sums the log-probabilities where TRL does nothing else with them."""
+        """Call TRL's method. If TRL only sums the log-probabilities, the model computes the sum."""
         own = self.args.loss_type == "nll" and self.compute_loss_func is None and self.label_smoother is None
         if own and getattr(self.model, "_flce_can_sum", False):
             model = functools.partial(model, summed=True, num_items_in_batch=num_items_in_batch)

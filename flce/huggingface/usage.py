@@ -1,4 +1,4 @@
-"""What became of a patched model's logits: counted, reported, and said where nothing is fused."""
+"""Counts of fused losses and of logits in memory of a patched model, with their warnings, errors and `Report`."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ OTHER_LOGITS = (
     "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
 )
 _LOGITS_UNUSED = (
-    "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
-    "do since version 1.16 (flce.huggingface.trl.install(), called before such a trainer is made, takes its place; see "
-    f"{locate_page('trainers.md')}), or the loss may come from hidden states"
+    "no loss was computed from the model's logits. The trainer may call another kernel instead of the head, as TRL's "
+    "trainers do since version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the "
+    f"trainer; see {locate_page('trainers.md')}), or the loss may be computed from hidden states"
 )
 
 
 calls_with_logits: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Calls of heads (`HeadCall`) whose logits still exist."""
+"""The calls of heads (`HeadCall`) whose lazy logits still exist."""
 
 
 class NotFusedWarning(UserWarning):
-    """A patched model is trained, and its loss is not computed by flce."""
+    """A warning that flce does not compute the loss of a patched model in training."""
 
 
 class MaterializedLogitsWarning(UserWarning):
-    """An operation that has no lazy form has made the full logits."""
+    """A warning that an operation without a lazy form has computed all logits."""
 
 
 class MaterializedLogitsError(RuntimeError):
-    """The same where ``patch_model(model, on_materialize="raise")`` forbids it."""
+    """An operation needs all logits, which ``patch_model(model, on_materialize="raise")`` forbids."""
 
 
 @dataclass
@@ -52,32 +52,33 @@ class Usage:
     """Counts of one patched model."""
 
     forwards: int = 0
-    """Training forwards: in training mode, with gradients enabled."""
+    """Number of forwards in training mode with gradients enabled."""
     fused: int = 0
     materialized: Counter[str] = field(default_factory=Counter)
     stock: Counter[str] = field(default_factory=Counter)
     trained_stock_reason: str | None = None
-    """Why logits through which a gradient came back were stock's."""
+    """The reason why stock code computed logits that got a gradient."""
     has_warned: bool = False
     is_compiled: bool = False
-    """Whether the head has run under ``torch.compile``, where nothing is counted."""
+    """True if the head has run under ``torch.compile``, where nothing is counted."""
     warned_lines: set[WarningKey] = field(default_factory=set)
-    """Warnings that named a line."""
+    """Keys of the warnings that have named a line already."""
     has_gradient_use: bool = False
-    """Whether something with a gradient was made from logits; evaluations tell nothing about training."""
+    """True if a result with a gradient was computed from logits. Evaluations do not set it."""
 
     def on_forward_begin(self, training: bool) -> None:
-        """At the start of every forward with gradients enabled, in training mode or not."""
+        """Count a forward with gradients enabled, in training mode or not. Warn if the last ones were not fused."""
         if self.trained_stock_reason is not None or (self.forwards >= 2 and not self.has_gradient_use):
             self.warn_if_not_fused()
         self.forwards += training
 
     def warn_if_not_fused(self) -> None:
-        """Warn, once a model, if it was trained and its loss did not go through flce."""
+        """Warn, once for each model, if the model was trained and flce has not computed its loss."""
         reason = self.trained_stock_reason
         if reason is None and self.forwards and not (self.has_gradient_use or self.is_compiled):
-            kept = {call.forward for call in list(calls_with_logits) if call.usage is self}
-            if len(kept) < self.forwards:  # else the loss of several forwards may come at the end
+            forwards_with_logits = {call.forward for call in list(calls_with_logits) if call.usage is self}
+            # If the logits of all forwards still exist, their loss may be computed later.
+            if len(forwards_with_logits) < self.forwards:
                 reason = _LOGITS_UNUSED
         if reason is None or self.has_warned:
             return
@@ -89,7 +90,7 @@ class Usage:
         )
 
     def count_stock(self, logits: Any, reason: str) -> None:
-        """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""
+        """Count a run of stock code with gradients enabled. If the logits get a gradient, this was training."""
         self.stock[reason] += 1
         self.has_gradient_use |= reason != EVALUATION
         if not isinstance(logits, Tensor) or not logits.requires_grad or self.has_warned:
@@ -102,57 +103,57 @@ class Usage:
 
 
 def forbid_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """The error of ``patch_model(..., on_materialize="raise")``. The arguments are those of `report_materialized`."""
+    """Raise `MaterializedLogitsError` if ``on_materialize`` is "raise". For the arguments see `report_materialized`."""
     if on_materialize != "raise":
         return
     where, hint = _count_materialized(func, find_caller(), usage, with_gradient)
     raise MaterializedLogitsError(
         f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
-        "logits.materialize() to ask for them all the same."
+        "logits.materialize() to compute them nevertheless."
     )
 
 
 def report_materialized(
     func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool = False
 ) -> None:
-    """Count logits that were computed, and warn, as ``patch_model`` was told to.
+    """Count logits that were computed, and warn unless ``on_materialize`` is "ignore".
 
     Args:
-        func: what needs the logits: a function of torch, or text.
+        func: the operation that needs the logits: a function of torch, or text.
         on_materialize: as in ``patch_model``.
-        usage: where to count.
-        with_gradient: whether the logits have one.
-        values_before: whether values were computed without them before.
+        usage: the counts of the patched model, or None.
+        with_gradient: whether the logits have a gradient.
+        values_before: whether values were computed without the logits before.
     """
-    by = find_caller()
-    where, hint = _count_materialized(func, by, usage, with_gradient)
+    caller = find_caller()
+    where, hint = _count_materialized(func, caller, usage, with_gradient)
     if on_materialize == "ignore":
         return
     if values_before:
         hint += " Values that were read before may differ from these logits in the last bits."
-    by.warn(
+    caller.warn(
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
-        "logits.materialize() to ask for them without this warning.",
+        "logits.materialize() to compute them without this warning.",
         MaterializedLogitsWarning,
         None if usage is None else usage.warned_lines,
     )
 
 
-def _count_materialized(func: Any, by: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
-    """What needs the logits, which is counted, and what would do without them."""
-    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
-    if by.via is not None:
-        where += f" (in {by.via})"
+def _count_materialized(func: Any, caller: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
+    """Count computed logits. Return the operation with its line, and a hint for avoiding it, possibly empty."""
+    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
+    if caller.via is not None:
+        where += f" (in {caller.via})"
     if usage is not None:
         usage.materialized[where] += 1
         usage.has_gradient_use |= with_gradient
-    if not by.is_evaluating:
+    if not caller.is_evaluating:
         return where, ""
-    return where, " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
+    return where, " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) avoids this."
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function or method; for the getter of a property, the property's name."""
+    """Return the name of a torch function or method, or of the property for the getter of a property."""
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__
@@ -170,16 +171,16 @@ def _qualified_name(func: Any) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What `flce.report` returns.
+    """The result of `flce.report`.
 
     Attributes:
-        patched: the changed modules, by their names in the model; empty if the model is not patched.
-        forwards: forwards in training mode with gradients enabled.
-        fused: losses and values that were computed without the logits, with or without gradients.
-        materialized: how often the logits were computed after all, by the operation and line that needed them;
-            "materialize()" where they were asked for.
-        stock: how often the head ran stock code with gradients enabled, by reason.
-        left: models that could not be patched, by their names, and why.
+        patched: names of the patched modules in the model; empty if the model is not patched.
+        forwards: number of forwards in training mode with gradients enabled.
+        fused: number of losses and values that were computed without the logits, with or without gradients.
+        materialized: number of times that the logits were computed, by the operation and line that needed them;
+            "materialize()" for calls of this method.
+        stock: number of times that the head ran stock code with gradients enabled, by reason.
+        left: models that could not be patched: the reason by the name of the model.
     """
 
     patched: tuple[str, ...]
@@ -201,6 +202,6 @@ class Report:
         return "\n".join(lines)
 
 
-def format_unpatched(left: Mapping[str, str]) -> str:
-    """What `patch_model` has left, and why, as text."""
-    return "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())
+def format_unpatched(reasons: Mapping[str, str]) -> str:
+    """Format the models that could not be patched, with the reasons."""
+    return "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in reasons.items())

@@ -1,8 +1,8 @@
-"""What the wrappers of distributed training do to a model, as far as lazy logits have to take part in it.
+"""Support of lazy logits for the wrappers of distributed training and for checkpointing; called by ``head_call.py``.
 
-FSDP, DeepSpeed and Lightning Fabric register hooks on a model's outputs, to be told that backward begins; DDP puts an
-autograd function behind them; FSDP and DeepSpeed free a weight after its layer's forward. All of them are recognised by
-identity, and only where their module has been imported.
+FSDP, DeepSpeed and Lightning Fabric register hooks on a model's outputs, which run when backward begins. DDP applies an
+autograd function to the outputs. FSDP and DeepSpeed free a weight after the forward of its layer. flce recognises their
+functions by identity, and only if their module has been imported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flce.huggingface.partitioned import is_gathered, is_partitioned
 
 Hook = Callable[[Tensor], Tensor | None]
 
-# Behind a module's outputs, and behind its inputs.
+# Attributes of a module under ZeRO-3: the autograd functions that DeepSpeed applies to its outputs and to its inputs.
 _ZERO_3_FUNCTION_NAMES = ("pre_bwd_fn", "post_bwd_fn")
 
 
 def _imported_attribute(module: str, name: str) -> Any:
-    """An attribute of a module, None where nothing has imported it."""
+    """Return an attribute of a module, or None if the module has not been imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -37,18 +37,18 @@ def _imported_attribute(module: str, name: str) -> Any:
 
 
 def is_wrapper_hook(hook: Any) -> bool:
-    """Whether a wrapper made this hook of a tensor.
+    """Return True if ``hook`` is the tensor hook of a wrapper.
 
-    Such a hook does not look at the gradient's values. It returns the gradient, or a multiple of it, so it may be given
-    the gradient of a loss in place of that of the logits.
+    A wrapper's hook does not read the values of the gradient. It returns the gradient, or a multiple of it. So flce may
+    call it with the gradient of a loss instead of the gradient of the logits.
     """
-    known = private.fsdp1_hook, private.fabric_hook, private.standalone_fabric_hook  # their first arguments are given
+    known = private.fsdp1_hook, private.fabric_hook, private.standalone_fabric_hook  # registered as partial functions
     is_partial = isinstance(hook, functools.partial) and hook.func in known
     return is_partial or _fsdp2_state(hook) is not None or _is_deepspeed_hook(hook)
 
 
 def is_called_by_wrapper() -> bool:
-    """Whether a wrapper's own code has asked for a ``grad_fn``: it only wants to know whether there is one."""
+    """Return True if a wrapper reads the ``grad_fn``. A wrapper only tests whether the tensor has one."""
     frame: Any = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("flce."):
         frame = frame.f_back
@@ -56,7 +56,7 @@ def is_called_by_wrapper() -> bool:
 
 
 def _fsdp2_state(hook: Any) -> Any:
-    """The ``FSDPState`` whose method a hook is, else None."""
+    """Return the ``FSDPState`` if ``hook`` is a method of it, else None."""
     owner = getattr(hook, "__self__", None)
     return owner if private.FSDPState is not None and isinstance(owner, private.FSDPState) else None
 
@@ -68,7 +68,7 @@ def _is_deepspeed_hook(hook: Any) -> bool:
 
 
 def hook_identity(hook: Hook) -> int:
-    """The same for hooks of which one is enough: DeepSpeed has one for each output, and each divides the gradient."""
+    """Return an equal number for hooks of which only one may run: DeepSpeed's for each output divide the gradient."""
     if _is_deepspeed_hook(hook):
         function: Any = hook
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
@@ -77,30 +77,27 @@ def hook_identity(hook: Hook) -> int:
 
 
 def hook_from_node(node: Any) -> Hook | None:
-    """What the function of DDP, or of DeepSpeed's hooks on a module, that made a node does in backward, as a hook.
-
-    None for another function.
-    """
+    """Return the backward of a node as a hook, if an autograd function of DDP or DeepSpeed created it, else None."""
     if hasattr(node, "ddp_weakref"):
         known = (private.DDPSink,)
     else:
-        owned = vars(getattr(node, "module", None) or SimpleNamespace())
-        known = tuple(owned[name] for name in _ZERO_3_FUNCTION_NAMES if name in owned)
+        attributes = vars(getattr(node, "module", None) or SimpleNamespace())
+        known = tuple(attributes[name] for name in _ZERO_3_FUNCTION_NAMES if name in attributes)
     function = next((f for f in known if f is not None and private.is_node_of(node, f)), None)
     if function is None:
         return None
-    context = SimpleNamespace(**vars(node))  # not the node, which holds the logits' place in the graph
+    context = SimpleNamespace(**vars(node))  # a copy: the node would keep the graph of the logits alive
     last = -1
 
     def hook(grad: Tensor) -> None:
         nonlocal last
         before, last = last, private.current_graph_task_id()
         if last == before != -1 and hasattr(context, "module"):
-            # DeepSpeed counts: once for each output and backward. Here a gradient comes from each loss of the output.
+            # DeepSpeed expects one gradient for each output in a backward. Here each loss of the output sends one.
             own = context.module.parameters(recurse=False)
             if not hasattr(context, "pre_backward_function") or all(is_gathered(p) for p in own if is_partitioned(p)):
                 return
-            function.apply(grad)  # the backward of another output has freed the weight: count one more
+            function.apply(grad)  # the backward of another output has freed the weight: increase DeepSpeed's count
         function.backward(context, grad)
 
     return hook
@@ -110,15 +107,15 @@ def hook_from_node(node: Any) -> Hook | None:
 
 
 def is_freed(weight: Tensor) -> bool:
-    """Whether a wrapper has taken the memory of a weight away, until it is needed again."""
+    """Return True if a wrapper has freed the memory of a weight until the next gather."""
     return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
 
 
 @contextlib.contextmanager
 def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Iterator[None]:
-    """A context in which the unit of FSDP that has ``layer`` in it is unsharded; one that does nothing without a unit.
+    """Return a context in which the FSDP unit of ``layer`` is unsharded. Without a unit the context has no effect.
 
-    The arguments are those of `fsdp2_unit`.
+    For the arguments see `fsdp2_unit`.
     """
     hooks = list(hooks)
     unit = fsdp2_unit(layer, owner, hooks)
@@ -135,7 +132,7 @@ def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[
 
 
 def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
-    """The innermost unit of FSDP1 that has ``layer`` in it; None where there is none."""
+    """Return the innermost FSDP1 unit that contains ``layer``, or None."""
     kind = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None or layer is None:
         return None
@@ -149,12 +146,13 @@ def _innermost(units: Iterable[Any], kind: Any, layer: nn.Module) -> Any:
 
 
 def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
-    """The innermost unit of FSDP2 that has ``layer`` in it; None where there is none.
+    """Return the innermost FSDP2 unit that contains ``layer``, or None.
 
     Args:
-        layer: whose weight is wanted.
-        owner: a module that contains it.
-        hooks: wrappers' hooks on its output. Where ``owner`` has no units, those around it are only known by these.
+        layer: the head.
+        owner: a module that contains the head.
+        hooks: wrappers' hooks on the output of the head. If ``owner`` contains no units, the hooks lead to the units
+            that contain ``owner``.
     """
     kind = _imported_attribute("torch.distributed.fsdp", "FSDPModule")
     if kind is None or layer is None:
@@ -163,20 +161,20 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
         module for module in (layer, *([] if owner is None else owner.modules())) if isinstance(module, kind)
     ]
     states = [_fsdp2_state(hook) for hook in hooks]
-    for unit in inner_units:  # the units of one tree know each other, also those around `owner`
+    for unit in inner_units:  # the states of one tree of units are linked, including units that contain `owner`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
     return _innermost((*inner_units, *around), kind, layer)
 
 
 def reason_wrapper_not_lazy(owner: Any, weight: Tensor) -> str | None:
-    """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
+    """Return the reason why a wrapper's weight cannot be gathered for the loss of ``owner``, or None if it can."""
     if is_partitioned(weight) and current_checkpoint() is not None:
         return (
-            "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes "
-            "its weight away before the gradient comes; leave head and loss outside of it"
+            "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass frees "
+            "the weight of the head before the gradient is computed; move head and loss out of the checkpoint"
         )
-    # Units of FSDP1 need processes, and so do DTensors.
+    # FSDP1 units and DTensors exist only in an initialized process group.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     fsdp1 = (
@@ -186,8 +184,8 @@ def reason_wrapper_not_lazy(owner: Any, weight: Tensor) -> str | None:
     )
     if fsdp1 is not None and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
         return (
-            "the head is an FSDP1 unit of its own, which flce cannot unshard with this version of PyTorch; leave it in "
-            "the root unit, or use FSDP2"
+            "the head is a separate FSDP1 unit, which flce cannot unshard with this version of PyTorch; leave the head "
+            "in the root unit, or use FSDP2"
         )
     dtensor = _imported_attribute("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(weight, dtensor):
@@ -199,7 +197,7 @@ def reason_wrapper_not_lazy(owner: Any, weight: Tensor) -> str | None:
 
 
 def checkpoint_pack_hook() -> Any:
-    """What decides which tensors autograd saves, if that is ``checkpoint(use_reentrant=False)``, else None."""
+    """Return the pack hook of a running ``checkpoint(use_reentrant=False)``, or None."""
     hooks = private.saved_tensors_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
@@ -207,7 +205,7 @@ def checkpoint_pack_hook() -> Any:
 
 @contextlib.contextmanager
 def suspend_checkpoint() -> Iterator[None]:
-    """Autograd saves tensors as outside of a checkpoint, and that keeps none of these operations' results either."""
+    """Return a context in which autograd saves tensors, and selective checkpointing caches none, as if outside."""
     has_caching_mode = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in private.dispatch_modes())
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
@@ -217,9 +215,9 @@ def suspend_checkpoint() -> Iterator[None]:
 
 
 def current_checkpoint() -> Any:
-    """What ``torch.utils.checkpoint`` runs this code for: the same object in the first pass and when it recomputes.
+    """Return an object that identifies the running ``torch.utils.checkpoint``, the same one in both of its passes.
 
-    None outside of it, and where its insides are not as known.
+    Return None outside of a checkpoint, and if this version of PyTorch implements checkpoints in an unknown way.
     """
     pack = checkpoint_pack_hook()
     if pack is not None:
@@ -233,5 +231,5 @@ def current_checkpoint() -> Any:
 
 
 def is_reentrant(checkpoint: Any) -> bool:
-    """Whether it runs its first pass without gradients, which then says nothing of whether a loss is wanted."""
+    """Return True for ``checkpoint(use_reentrant=True)``, whose first pass disables gradients even in training."""
     return private.is_node_of(checkpoint, CheckpointFunction)

@@ -1,9 +1,9 @@
-"""Every architecture of Transformers, small: how to build one, and how to compare it patched with stock.
+"""Small models of all architectures of Transformers, and a comparison of patched and stock models.
 
-``python -m tests.huggingface.architectures > docs/models.md`` writes the table of all of them.
+``python -m tests.huggingface.architectures > docs/models.md`` writes the table of all architectures.
 
-A config is made small by the names of its fields (:data:`RULES`), sub-configs included. What that does not get
-right is in one table, :data:`OVERRIDES`.
+:data:`RULES` reduce the fields of configs and sub-configs by the names of the fields. :data:`OVERRIDES` is one table of
+exceptions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOLERANCE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
 
 # ------------------------------------------------------------------------------------------ small configs
 
-# The first pattern that a field's whole name matches gives its value. A number is an upper bound.
+# A field gets the value of the first pattern that matches its full name. A number is an upper bound.
 RULES: list[tuple[str, float]] = [
     (r".*vocab_size.*|vocab_dim|n_vocab", VOCAB),
     (r".*(dropout|drop_path|dropout_rate|layerdrop|_pdrop|jitter_noise|drop).*", 0.0),
@@ -84,7 +84,7 @@ RULES: list[tuple[str, float]] = [
     (r"image_size|img_size", 28),
 ]
 
-# What the rules get wrong: fields of the config (nested as there), by architecture.
+# Exceptions to the rules: fields of the config (nested as in the config), by architecture.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {**_ROPE, "mrope_section": [2, 1, 1]}
 _MROPE_PARTIAL = {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
@@ -210,7 +210,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_query_groups": 4,
     },
 }
-# Besides, with the fields of Transformers 4.
+# Further exceptions for the fields of Transformers 4.
 _MROPE_4 = {"text_config": {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}}
 _MLLAMA_ROPE_4 = {"rope_scaling": {"rope_type": "default"}}
 OVERRIDES_4: dict[str, dict[str, Any]] = {
@@ -261,7 +261,10 @@ def _phi4_multimodal() -> Any:
 
 
 def _draft_model(family: str, shared: int) -> Any:
-    """Its default values are no valid config. ``shared`` of the four layers take another model's keys and values."""
+    """Create a config whose ``shared`` last layers of four use keys and values of another model.
+
+    The default values are not a valid config.
+    """
     import transformers
 
     fields = {
@@ -279,7 +282,7 @@ def _draft_model(family: str, shared: int) -> Any:
 
 
 def _without_timm(family: str) -> Any:
-    """With an image encoder of Transformers' own, in place of one that needs the timm library. No images are given."""
+    """Create a config with an image encoder of Transformers instead of one that needs timm. No images are given."""
     import transformers
     from transformers import SiglipVisionConfig
 
@@ -290,7 +293,7 @@ def _without_timm(family: str) -> Any:
         if not hasattr(vision, name):
             setattr(vision, name, value)
     vision.model_args = {"embed_dim": vision.hidden_size}
-    vars(config)["vision_config"] = vision  # some check its class
+    vars(config)["vision_config"] = vision  # some configs check its class
     return config
 
 
@@ -313,7 +316,7 @@ def _codebooks() -> dict[str, Any]:
 
 
 def _assistant() -> dict[str, Any]:
-    """What a draft model gets from the model that it drafts for."""
+    """Return the inputs that a draft model gets from its target model."""
     keys = torch.randn(2, BATCH, 1, TOKENS, 8)
     return {
         "input_ids": None,
@@ -324,7 +327,7 @@ def _assistant() -> dict[str, Any]:
     }
 
 
-# What the model is called with besides `input_ids`, `attention_mask` and `labels`; None leaves one of them out.
+# Arguments of a model in addition to `input_ids`, `attention_mask` and `labels`; None removes one of them.
 INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "blip": lambda: _pixels(32),
     "blip-2": lambda: _pixels(28, **_image_tokens()),
@@ -370,20 +373,20 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def small_config(config: Any, override: Mapping[str, Any]) -> Any:
-    """A small config of the class of ``config``, which has the default values."""
+    """Return a small config of the class of ``config``, which has the default values."""
     return type(config)(**_small_fields(config, override, iter(range(3, FIRST_WORD))))
 
 
 def _small_fields(config: Any, override: Mapping[str, Any], ids: Iterator[int]) -> dict[str, Any]:
-    """What to build a small config with; sub-configs as they stand in a config.json, which every version takes."""
+    """Return the fields of a small config. Sub-configs are mappings as in a config.json, which all versions accept."""
     fields = {key: value for key, value in vars(config).items() if not key.startswith("_")}
-    usual = vars(type(config)())  # a config that holds this one may have set other values
+    usual = vars(type(config)())  # a config that contains this one may have set other values
     known = inspect.signature(type(config).__init__).parameters
     changed: dict[str, Any] = {}
     layers = _kept_layers(fields)
     for name, value in fields.items():
         if name == "top_k" and name not in known:
-            continue  # of the sampling, which configs had before 5.0
+            continue  # options of sampling, which configs had before 5.0
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             changed[name] = _small_fields(value, override.get(name, {}), ids)
             if value.model_type:
@@ -396,7 +399,7 @@ def _small_fields(config: Any, override: Mapping[str, Any], ids: Iterator[int]) 
             new = len(layers[1])
         if new is not value or usual.get(name) != value:
             changed[name] = new
-    # One attention head per key and value head stays that.
+    # If each attention head has its own key and value head, keep that.
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads is not None and heads == groups:
         changed["num_key_value_heads"] = changed.get("num_attention_heads", heads)
@@ -408,7 +411,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def _kept_layers(fields: Mapping[str, Any]) -> tuple[int, list[int]] | None:
-    """The number of layers, and the layers to keep where they are of several kinds: the first of each kind."""
+    """Return the number of layers, and the layers to keep if there are several kinds: the first of each kind."""
     count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     if count is None or not lists:
@@ -449,12 +452,12 @@ class Architecture:
         return f"{self.kind}-{self.model_type}"
 
     def lookup(self, table: Mapping[str, Any], default: Any) -> Any:
-        """The table's entry for this name in this mapping or, failing that, for the model type."""
+        """Return the table's entry for this name in this mapping, else for the model type, else ``default``."""
         return table.get(self.id, table.get(self.model_type, default))
 
 
 def architectures(kinds: Iterator[str] | None = None) -> list[Architecture]:
-    """All architectures of the installed Transformers."""
+    """Return all architectures of the installed Transformers."""
     from transformers.models.auto import modeling_auto
 
     found = []
@@ -466,7 +469,7 @@ def architectures(kinds: Iterator[str] | None = None) -> list[Architecture]:
 
 
 def build(architecture: Architecture) -> Any:
-    """A small model with random weights, in training mode, the same at every call."""
+    """Return a small model in training mode, with the same random weights in each call."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -477,8 +480,8 @@ def build(architecture: Architecture) -> Any:
     override = dict(architecture.lookup(OVERRIDES, {}))
     if transformers.__version__.startswith("4."):
         override = dict(architecture.lookup(OVERRIDES_4, override))
-    made = override.pop("config", None)
-    config = made() if made is not None else small_config(config_class(), override)
+    make_config = override.pop("config", None)
+    config = make_config() if make_config is not None else small_config(config_class(), override)
     config._attn_implementation = "eager"
     with contextlib.suppress(Exception), torch.device("meta"):
         count = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
@@ -487,14 +490,14 @@ def build(architecture: Architecture) -> Any:
     torch.manual_seed(0)
     model = model_class(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # some are left as the memory was
+        for parameter in model.parameters():  # some models leave parameters uninitialised
             if parameter.is_floating_point() and not (parameter.abs() < 1e3).all():
                 parameter.normal_(std=0.1)
     return model.float().train()
 
 
 def _too_large(count: int) -> Any:
-    raise ValueError(f"{count:,} parameters: the config was not made small")
+    raise ValueError(f"{count:,} parameters: the config is not small")
 
 
 def batch(architecture: Architecture) -> dict[str, Any]:
@@ -548,7 +551,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def examine(architecture: Architecture, seconds: float = SECONDS) -> Result:
-    """One training step stock and one patched, from the same state; what came of it."""
+    """Run one training step stock and one patched, from the same state. Return the result of the comparison."""
     start = time.perf_counter()
     try:
         with time_limit(seconds), warnings.catch_warnings():
@@ -564,7 +567,7 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
     try:
         stock = build(architecture)
         patched = copy.deepcopy(stock)
-        wanted = _step(stock, batch(architecture))
+        stock_outputs = _step(stock, batch(architecture))
     except TooSlow:
         raise
     except Exception as error:
@@ -586,13 +589,13 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
         warnings.simplefilter("always", MaterializedLogitsWarning)
         try:
             outputs = _step(patched, batch(architecture))
-        except Exception as error:  # too slow as well: stock was not
+        except Exception as error:  # also if only the patched step is too slow
             return DIFFERS, _one_line(error)
     read = [str(w.message) for w in caught if issubclass(w.category, MaterializedLogitsWarning)]
     if not read and any(value.is_materialized for value in _lazy_logits_in(outputs)):
         return DIFFERS, "the logits were computed without a warning"
     try:
-        compare(stock, wanted, patched, outputs)
+        compare(stock, stock_outputs, patched, outputs)
     except AssertionError as error:
         return DIFFERS, _one_line(error)
     if read:
@@ -601,7 +604,7 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
 
 
 def _step(model: Any, inputs: dict[str, Any]) -> Any:
-    """The outputs of a training step. Of a model without a loss of its own, the loss is its trainer's."""
+    """Run a training step and return its outputs. If the model computes no loss, compute the loss of its trainer."""
     torch.manual_seed(2)
     if "labels" in inspect.signature(model.forward).parameters:
         outputs = model(**inputs)
@@ -624,11 +627,11 @@ def _lazy_logits_in(value: Any) -> list[LazyLogits]:
     return [lazy for item in value for lazy in _lazy_logits_in(item)] if isinstance(value, (tuple, list)) else []
 
 
-def compare(stock: nn.Module, wanted: Any, patched: nn.Module, outputs: Any) -> None:
-    """Loss, outputs field by field and every parameter's gradient."""
-    assert type(outputs) is type(wanted)
-    assert list(outputs.keys()) == list(wanted.keys())
-    for key, want in wanted.items():
+def compare(stock: nn.Module, stock_outputs: Any, patched: nn.Module, outputs: Any) -> None:
+    """Compare the loss, the fields of the outputs, and the gradient of each parameter."""
+    assert type(outputs) is type(stock_outputs)
+    assert list(outputs.keys()) == list(stock_outputs.keys())
+    for key, want in stock_outputs.items():
         _assert_same(f"outputs.{key}", outputs[key], want)
     for (name, left), (other, right) in zip(stock.named_parameters(), patched.named_parameters(), strict=True):
         assert name == other
@@ -640,7 +643,7 @@ def _assert_same(name: str, got: Any, want: Any) -> None:
         if isinstance(got, LazyLogits):
             assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device), name
             got = got.materialize()
-        # Gradients are small numbers: the absolute tolerance is relative to the largest.
+        # Gradients are small numbers, so the absolute tolerance is relative to the largest.
         largest = float(want.detach().abs().max()) if want.numel() and want.is_floating_point() else 1.0
         atol = TOLERANCE["atol"] * max(largest, 1e-3) if largest < float("inf") else TOLERANCE["atol"]
         torch.testing.assert_close(
@@ -659,7 +662,7 @@ def _assert_same(name: str, got: Any, want: Any) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """An exception on one line, as short as a table's cell."""
+    """Format an exception in one line for a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 160 else text[:157] + "..."
 
@@ -668,7 +671,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def report(results: list[Result], command: str) -> str:
-    """``docs/models.md``."""
+    """Return the text of ``docs/models.md``."""
     import transformers
 
     lines = [
@@ -699,8 +702,8 @@ def report(results: list[Result], command: str) -> str:
             lines += ["", f"## {title}", "", f"`{mapping}`", "", "| architecture | class | |", "|---|---|---|"]
         for result in rows:
             reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
-            said = f"{result.status}: {reason}" if reason else result.status
-            lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {said} |")
+            text = f"{result.status}: {reason}" if reason else result.status
+            lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {text} |")
     return "\n".join(lines) + "\n"
 
 
@@ -724,7 +727,7 @@ def main() -> None:
 
 
 def silence() -> None:
-    """No advice from Transformers about what these configs lack."""
+    """Disable warnings of Transformers about missing fields of the small configs."""
     import transformers
 
     transformers.logging.set_verbosity_error()

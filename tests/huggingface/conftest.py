@@ -28,7 +28,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 
-# What each architecture adds between or beside head and loss, made strong enough to be seen.
+# Operations of each architecture between head and loss, with factors that are large enough to change results.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
@@ -45,7 +45,7 @@ def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """No graphs of earlier tests, and none for later ones."""
+    """Remove the graphs of earlier tests, and after the test its own."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -69,7 +69,7 @@ def build() -> Callable[..., Any]:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of the fused functions."""
+    """Return a list of the keyword arguments of each call of the fused functions."""
     calls: list[dict[str, Any]] = []
 
     def counted(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def compare(
 
 @pytest.fixture
 def fail_on_materialize() -> Iterator[None]:
-    """Fails the test where lazy logits become real without having been asked to."""
+    """Fail the test if lazy logits are computed without a call of `materialize()`."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", MaterializedLogitsWarning)
         yield

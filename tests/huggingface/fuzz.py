@@ -1,13 +1,12 @@
-"""A fuzzer of lazy logits: random programs, run on a patched model and on the same model as it was.
+"""A fuzzer of lazy logits, which runs random programs on a patched model and on the stock model.
 
     python -m tests.huggingface.fuzz --count 50000 --start 0
 
-A program is a few lines of Python that do to logits what users do: views, copies, writes, reads, losses. Its lines
-come from the table in `operations`. Both models run the same lines; shapes, values, gradients, and whether a line
-raises have to agree. A seed that differs is printed as a program from which every line was dropped that the
-difference does not need.
+A program is a few lines of Python with operations of users on logits: views, copies, writes, reads, losses. Its lines
+are drawn from the table in `operations`. Both models run the same lines. Shapes, values, gradients, and whether a line
+raises have to agree. If a seed differs, its program is printed without the lines that the difference does not need.
 
-Only what users have is called here, nothing of flce's own modules.
+The fuzzer calls only public functions of flce.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tests.huggingface.operations import OPERATIONS
 
 WORDS = 9
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# By the coarsest dtype that a program has met.
+# Tolerances by the least precise dtype in a program.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 
 # How often each group is drawn.
@@ -68,7 +67,7 @@ NUMBERS = ["0.5", "2", "-1.5", "3.0", "0.25"]
 MASKS = ["float('-inf')", "float('-inf')", "-1e4", "3.0", "0.0"]
 SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2"]
 FILLED = torch.tensor([float(n) for n in NUMBERS] + [-1e4, 3.0], dtype=torch.float64)
-# Of numbers that are rounded coarsely these depend on the rounding.
+# Results that depend on rounding if the numbers have low precision.
 DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|floor|long\(")
 
 
@@ -77,7 +76,7 @@ DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|fl
 
 @dataclass(frozen=True)
 class Setup:
-    """The models and how they are called."""
+    """The options of the models and of their call."""
 
     dtype: str = "float64"
     bias: bool = True
@@ -91,15 +90,15 @@ class Setup:
 
     def __str__(self) -> str:
         plain = Setup()
-        told = [f"{k}={v!r}" for k, v in self.__dict__.items() if v != getattr(plain, k)]
-        return f"Setup({', '.join(told)})"
+        fields = [f"{k}={v!r}" for k, v in self.__dict__.items() if v != getattr(plain, k)]
+        return f"Setup({', '.join(fields)})"
 
 
 @dataclass(frozen=True)
 class Program:
     setup: Setup
     steps: tuple[str, ...]
-    roots: tuple[str, ...]  # what is differentiated
+    roots: tuple[str, ...]  # names of the results that are differentiated
     read_first: bool  # whether values are read before the backward pass or after it
 
     def __str__(self) -> str:
@@ -119,7 +118,7 @@ class Difference:
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter beside it, as PEFT's."""
+    """A linear layer with an adapter, as in PEFT."""
 
     def __init__(self, base: nn.Linear, seed: int, dtype: str) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class Adapted(nn.Module):
 
 
 class Head(nn.Module):
-    """The least that is a language model."""
+    """A minimal language model."""
 
     hidden: Tensor
     head: Any
@@ -184,7 +183,7 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 3  # not the right one: it shows that it was called
+        return gradients[0] * 3  # a wrong gradient, which shows that the hook was called
 
 
 class Squared(torch.autograd.Function):
@@ -223,11 +222,11 @@ class TripledInPlace(torch.autograd.Function):
 
 
 class Tripled(torch.autograd.Function):
-    """As DDP copies a model's outputs."""
+    """An autograd function that copies a tensor, as DDP's function for outputs, and triples its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
-        return how(x)
+    def forward(ctx: Any, x: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+        return copy(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -236,7 +235,7 @@ class Tripled(torch.autograd.Function):
 
 @torch.library.custom_op("flce_fuzz::tanh", mutates_args=())
 def custom_tanh(x: Tensor) -> Tensor:
-    """Has the name of an operation of PyTorch, and does something else."""
+    """Compute another function than the operation of PyTorch with the same name."""
     return x * 3.0
 
 
@@ -249,7 +248,7 @@ def hook(x: Tensor, function: Callable[[Tensor], Any]) -> None:
 
 
 def total(x: Tensor) -> Tensor:
-    """The number that is differentiated: of finite entries, each with a weight of its own."""
+    """Return a weighted sum of finite entries, which is differentiated."""
     if x.ndim == 0:
         return x.double()
     weights = _drawn(tuple(x.shape), 11, "float64").to(x.dtype)
@@ -316,15 +315,15 @@ class Run:
         for model in self.models.values():
             change(model)
 
-    def _requires_grad(self, wanted: bool, part: str = "") -> None:
-        """Freeze some parameters, or let those be trained again that were."""
+    def _requires_grad(self, trained: bool, part: str = "") -> None:
+        """Freeze trained parameters whose names begin with ``part``, or undo this."""
         for model in self.models.values():
             for name, parameter in model.named_parameters():
                 if name in model.trained and name.startswith(part):
-                    parameter.requires_grad_(wanted)
+                    parameter.requires_grad_(trained)
 
     def _adapter(self, enabled: bool) -> None:
-        """As PEFT enables and disables one: its parameters are frozen meanwhile."""
+        """Enable or disable the adapter as PEFT does. The parameters of a disabled adapter are frozen."""
         for model in self.models.values():
             if isinstance(model.head, Adapted):
                 model.head.enabled = enabled
@@ -349,7 +348,7 @@ class Run:
         return torch.tensor(number, dtype=DTYPES[self.setup.dtype])
 
     def _learned(self, x: Tensor) -> Tensor:
-        """A leaf, whose gradient is compared."""
+        """Return a leaf whose gradient is compared."""
         leaf = x.detach().clone().requires_grad_()
         self.learned.append((self.code, leaf))
         return leaf
@@ -364,7 +363,7 @@ class Run:
         exec(compiled(code), self.globals, self.tensors)
 
     def watch(self, step: str) -> None:
-        """After a line: count what is written to tensors by methods of their own."""
+        """Count the writes of a line to tensors by in-place methods."""
         for name in _tensor_names(step):
             x = self.tensors.get(name)
             if x is None or name in assigned_names(step):
@@ -373,8 +372,8 @@ class Run:
                 self.written[name] += 1
 
     def can_crash(self, step: str) -> bool:
-        """Whether PyTorch 2.13 may: in a hook on a tensor that was written to through a view, unless something has
-        asked for the tensor's `grad_fn` since."""
+        """Return True if PyTorch 2.13 can crash: a hook is on a tensor that was written to through a view, and the
+        tensor's `grad_fn` was not read since."""
         if not HOOKS.search(step):
             return False
         return any(n in self.tensors and self.tensors[n]._version != self.written[n] for n in _tensor_names(step))
@@ -392,23 +391,28 @@ class Run:
             yield "retained gradient", x.grad
         for code, x in self.learned:
             yield f"gradient of a factor or a vector in `{code}`", x.grad
-        hooked = sorted(self.hooked, key=itemgetter(0))  # of two tensors either may be the first
+        hooked = sorted(self.hooked, key=itemgetter(0))  # hooks of two tensors may run in any order
         yield f"calls of hooks: {[name for name, _ in hooked]}", None
         yield from ((f"gradient in the hook of {name}", gradient) for name, gradient in hooked)
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """The notes and the values of all tensors."""
+        """Yield the notes and the values of all tensors."""
         for code, what in self.notes:
             yield f"`{code}`", what
         for name, x in self.tensors.items():
             yield name, _result(lambda x=x: x.tolist())  # type: ignore[misc]
 
     def properties(self, name: str, layout: bool) -> dict[str, Any]:
-        """What is known of a tensor without its values."""
+        """Return the properties of a tensor without its values."""
         x = self.tensors[name]
-        told = {"type": isinstance(x, Tensor), "shape": tuple(x.shape), "dtype": x.dtype, "gradient": x.requires_grad}
-        where = {"strides": x.stride(), "contiguity": x.is_contiguous(), "offset": x.storage_offset()}
-        return {**told, **where} if layout else told
+        properties = {
+            "type": isinstance(x, Tensor),
+            "shape": tuple(x.shape),
+            "dtype": x.dtype,
+            "gradient": x.requires_grad,
+        }
+        memory_layout = {"strides": x.stride(), "contiguity": x.is_contiguous(), "offset": x.storage_offset()}
+        return {**properties, **memory_layout} if layout else properties
 
     def parameters_changed(self) -> bool:
         return not all(
@@ -419,7 +423,7 @@ class Run:
 
 
 def bits(shape: Sequence[int]) -> Tensor:
-    """A mask. It does not take the first class from all tokens."""
+    """Return a mask that leaves the first class to some tokens."""
     mask = _drawn(tuple(shape), 5, "float64") > 0.4
     if mask.ndim:
         mask[..., 0] &= not mask[..., 0].all()
@@ -427,13 +431,13 @@ def bits(shape: Sequence[int]) -> Tensor:
 
 
 def index(x: Tensor, dim: int) -> Tensor:
-    """The last index of a dimension, and the first."""
+    """Return the last and the first index of a dimension."""
     size = x.shape[dim]
     return torch.tensor([size - 1, 0])[: max(size, 1)]
 
 
 def labels(x: Tensor) -> Tensor:
-    """A class for each token; one token in a few is ignored."""
+    """Return labels, of which some are ignored."""
     rows = math.prod(x.shape[:-1])
     flat = torch.arange(rows).mul(7).add(3).remainder(x.shape[-1])
     flat[2::5] = -100
@@ -441,29 +445,29 @@ def labels(x: Tensor) -> Tensor:
 
 
 def chosen(x: Tensor) -> Tensor:
-    """For `gather`: a class for each token."""
+    """Return an index for `gather` with one class for each token."""
     return labels(x).clamp_min(0).unsqueeze(-1)
 
 
 def loss_of(x: Tensor) -> Tensor:
-    """The loss of the next token."""
+    """Return the loss of the next token."""
     return F.cross_entropy(x[:, :-1].flatten(0, -2), labels(x)[:, 1:].flatten())
 
 
 def few(x: Tensor) -> Tensor:
-    """For `gather`: four classes for each token."""
+    """Return an index for `gather` with four classes for each token."""
     return torch.arange(4 * math.prod(x.shape[:-1])).view(*x.shape[:-1], 4) * 7 % x.shape[-1]
 
 
 def tangent(x: Tensor) -> float:
-    """Of a sum, in the direction of a factor."""
+    """Return the derivative of a sum in the direction of a factor."""
     with forward_ad.dual_level():
         factor = forward_ad.make_dual(torch.tensor(2.0, dtype=x.dtype), torch.tensor(1.0, dtype=x.dtype))
         return float(forward_ad.unpack_dual((x * factor).tanh().sum()).tangent)
 
 
 def close(few: Tensor, x: Tensor) -> bool:
-    """Whether values that were read first are those of the real logits, but for the last bits."""
+    """Return True if values that were read first equal values of the real logits up to rounding."""
     tolerance = max(1e-3, torch.finfo(x.dtype).eps)
     values = x.sort(-1).values.gather(-1, x.argsort(-1).argsort(-1).gather(-1, chosen(x)))
     return torch.allclose(few, values, tolerance, tolerance)
@@ -511,7 +515,7 @@ TOOLS: dict[str, Any] = {
 
 
 def _same(got: Any, want: Any, tolerance: float) -> str | None:
-    """What differs between two nests of lists, numbers and arrays."""
+    """Return the first difference between two nested values of lists, numbers and arrays, or None."""
     if isinstance(want, Tensor):
         if not isinstance(got, Tensor):
             return f"{type(got).__name__} instead of a tensor"
@@ -519,7 +523,7 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
             return f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
         got, want = got.detach().double().numpy(), want.detach().double().numpy()
     if isinstance(want, Exception):
-        return None  # a view that may not be looked at any more
+        return None  # autograd forbids reading this view
     if isinstance(want, bool | str | torch.dtype | torch.layout | torch.Size | type(None)):
         return None if type(got) is type(want) and got == want else f"{got} instead of {want}"
     if isinstance(got, Exception):
@@ -547,26 +551,26 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
     return f"off by {off:.2g}"
 
 
-# Documented: after the loss no gradient passes through lazy logits, and who asks for one is told.
+# Documented: after the loss no gradient passes through lazy logits, so a request for one is an error.
 HOOKS = re.compile(r"hook\(|retain\(")
 REFUSED_AFTER_LOSS = "after the loss"
-# What autograd forbids, because it cannot do it for views in one memory.
+# Errors of autograd about views of one memory.
 VIEW_RULES = re.compile(
     r"created in no_grad mode|output of a function that returns multiple views|a leaf Variable"
-    # Nor strides, which are others here where they do not matter.
+    # Strides may differ if they do not matter.
     r"|refer to a single memory location|view size is not compatible"
 )
-# Writes that autograd does not see: stock's gradients are then those of another value.
+# Writes that autograd does not notice: stock then computes gradients for another value.
 UNTRACKED_WRITE = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
-# Documented: an error where hidden states have changed that are still needed; PyTorch's own for some views of them.
+# Documented: an error if hidden states have changed that are still needed. For some views PyTorch raises it.
 STALE = re.compile(
     r"no longer be computed: the hidden states were changed|its base or another view of its base has been"
 )
-# PyTorch's, of a fused loss that has kept the hidden states for backward: stock needs none for a frozen head.
+# PyTorch's error for the hidden states that a fused loss has saved. For a frozen head, stock saves none.
 MODIFIED_IN_PLACE = "modified by an inplace operation"
-# Documented: an error where a hook was set after an autograd.Function had been given the logits.
+# Documented: an error if a hook is set after the logits were passed to an autograd.Function.
 HOOKED_LATE = "a hook was set on logits"
-# A write, and the name that it goes by; what C++ code is given.
+# Patterns of writes with the written name, and of arguments of C++ code.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
     r"|F\.\w+\((\w+), inplace=True"
@@ -575,11 +579,11 @@ FUNCTION_ARGUMENT = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 
 
 def _is_beyond_limits(steps: Sequence[str], loose: set[str]) -> bool:
-    """Whether gradients are of no use: limits of flce (docs/support.md), or of PyTorch.
+    """Return True if gradients cannot be compared, because of limits of flce (docs/support.md) or of PyTorch.
 
     flce: autograd.Functions of logits that were read, and then written to through a view of them.
-    PyTorch: whether a hook is called that was set before a tensor was changed in place depends on whether that is a
-    view.
+    PyTorch: after an in-place change of a tensor, a hook that was set before runs or not, depending on whether the
+    tensor is a view.
     """
     written: set[str] = set()
     hooked: set[str] = set()
@@ -617,13 +621,13 @@ def _result(action: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How programs are compared.
+    """Options of a comparison of programs.
 
     Attributes:
-        layout: whether strides have to agree too, and that views are refused where autograd refuses them.
-        limits: whether gradients may differ beyond the limits of flce and of PyTorch that are documented.
-        tolerance: instead of that of the coarsest dtype.
-        run: runs them on the patched model.
+        layout: whether strides have to agree too, and errors of autograd about views.
+        limits: whether gradients may differ beyond the documented limits of flce and of PyTorch.
+        tolerance: a tolerance that replaces the one of the least precise dtype.
+        run: the class that runs a program on the patched model.
     """
 
     layout: bool = False
@@ -638,7 +642,7 @@ DEFAULT_COMPARISON = Comparison()
 def compare(program: Program, how: Comparison = DEFAULT_COMPARISON) -> Difference | None:
     """Run a program on both models. Returns the first difference, if there is one."""
     stock, lazy = Run(program.setup, False), how.run(program.setup, True)
-    # PyTorch says of views that were made without gradients that they require some, and gives them none.
+    # For views that were created without gradients, PyTorch returns requires_grad=True, but computes no gradient.
     loose: set[str] = set()
     for step in program.steps:
         if stock.can_crash(step):
@@ -662,7 +666,7 @@ def compare(program: Program, how: Comparison = DEFAULT_COMPARISON) -> Differenc
         stock.watch(step)
         new = set(assigned_names(step))
         taken = _tensor_names(step.split(" = ")[-1])
-        if ".requires_grad_()" in step:  # views of a leaf follow it, but not views of what was a view itself
+        if ".requires_grad_()" in step:  # views of a leaf require gradients then, but not views of a detached view
             loose |= set(stock.tensors)
         elif "no_grad" in step or loose.intersection(taken):
             loose |= new
@@ -705,7 +709,7 @@ def _values(
     for (name, want), (_, got) in zip(stock.read(), lazy.read(), strict=True):
         difference = _same(got, want, tolerance)
         unsaid = re.search(r"InPlace\.apply|grad_fn|is_leaf", name) and (loose or "no_grad" in name)
-        # What is 0 but for roundings, divided by 0.
+        # A rounding error divided by 0.
         unsaid = unsaid or (program.setup.head[0] == 1 and any("/ 0" in step for step in program.steps))
         if difference is not None and not unsaid:
             return Difference("note" if "note" in name else "value", f"{name}: {difference}")
@@ -719,17 +723,17 @@ def _gradients(
     if how.limits and (
         want is not None or any(map(UNTRACKED_WRITE.search, program.steps)) or _is_beyond_limits(program.steps, loose)
     ):
-        return None  # stock cannot differentiate this; it is no harm if flce can
-    told = _error_text(got if want is None else want)
+        return None  # stock cannot differentiate this, but flce may
+    message = _error_text(got if want is None else want)
     if how.limits and (
-        STALE.search(told)
-        or (MODIFIED_IN_PLACE in told and any("rescale_hidden" in step for step in program.steps))
-        or HOOKED_LATE in told
-        or ("does not require" in told and loose)
+        STALE.search(message)
+        or (MODIFIED_IN_PLACE in message and any("rescale_hidden" in step for step in program.steps))
+        or HOOKED_LATE in message
+        or ("does not require" in message and loose)
     ):
         return None
     if want is not None or got is not None:
-        return Difference("backward raises", told)
+        return Difference("backward raises", message)
     ours = list(lazy.gradients())
     theirs = list(stock.gradients())
     for (name, g), (expected, w) in zip(ours, theirs, strict=False):
@@ -748,11 +752,11 @@ def _gradients(
 
 
 class Unsuitable(Exception):
-    """There is nothing to draw here."""
+    """No value can be drawn for a placeholder."""
 
 
 class Draw(dict[str, str]):
-    """What the braces of one operation are filled with; each is drawn when it is asked for."""
+    """The values of an operation's placeholders, each drawn at its first read."""
 
     def __init__(self, rng: random.Random, tensors: dict[str, Any], fresh: Iterator[int]) -> None:
         self.rng, self.tensors, self.fresh = rng, tensors, fresh
@@ -765,7 +769,7 @@ class Draw(dict[str, str]):
         names = [n for n, x in self.tensors.items() if x.is_floating_point() and x.ndim and x.numel() and suits(x)]
         if not names:
             raise Unsuitable
-        # Chains are what goes wrong: most lines take up what the last one made, or the model's logits.
+        # Errors need chains: most lines use the result of the previous line, or the model's logits.
         return self.rng.choices([names[-1], names[0], self.rng.choice(names)], [40, 25, 35])[0]
 
     def new(self) -> str:
@@ -789,12 +793,12 @@ class Draw(dict[str, str]):
         return [self.tensors[self[key]] for key in "xglo" if key in self]
 
     def main(self) -> Tensor:
-        """What the operation is done to."""
+        """Return the tensor that the operation is applied to."""
         operands = self.operands()
         return operands[0] if operands else self.tensors[self["x"]]
 
 
-# How each placeholder of an operation is filled.
+# A function for each placeholder, which draws its value.
 DRAW_BY_KEY: dict[str, Callable[[Draw], str]] = {
     "x": lambda draw: draw.pick(lambda x: x.numel() < 1500 and x.ndim < 6),
     "g": lambda draw: draw.pick(lambda x: x.ndim > 1 and x.shape[-1] > 1 and x.numel() < 1500),
@@ -834,7 +838,7 @@ def _draw_setup(rng: random.Random) -> Setup:
 
 
 def _has_ties(x: Any) -> bool:
-    """Whether rounding decides which of two entries is the larger, or whether one is above zero."""
+    """Return True if rounding decides the order of two entries, or the sign of one."""
     numbers = x.detach().double().flatten()
     numbers = numbers[numbers.isfinite()].sort().values
     rounded = (numbers.diff().abs() < 1e-6) | (numbers[1:].abs() < 1e-6)
@@ -846,7 +850,7 @@ def _differentiable(x: Tensor) -> bool:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed. Stock's model runs it meanwhile, so that its lines fit the tensors."""
+    """Draw the program of a seed. Run each line on the stock model, so that the next line fits the tensors."""
     rng = random.Random(seed)
     setup = _draw_setup(rng)
     run = Run(setup, patched=False)
@@ -879,7 +883,7 @@ def draw(seed: int) -> Program:
             steps.append(step)
             break
         if not all(isinstance(x, Tensor) for x in run.tensors.values()):
-            raise TypeError(f"seed {seed}: `{step}` made something that is no tensor")
+            raise TypeError(f"seed {seed}: `{step}` has a result that is not a tensor")
     roots = [
         name
         for name, x in run.tensors.items()
@@ -889,17 +893,17 @@ def draw(seed: int) -> Program:
 
 
 def _tensor_names(step: str) -> list[str]:
-    """The tensors of a line, in the order in which they appear."""
+    """Return the names of the tensors in a line, in order."""
     return list(dict.fromkeys(re.findall(r"\b(?:lg|t\d+|loss\d+)\b", step)))
 
 
 def assigned_names(step: str) -> list[str]:
-    """Those that it gives to names, or takes away."""
+    """Return the names that a line assigns or deletes."""
     return [n for n in _tensor_names(step) if re.match(rf"(.*: )?(\w+, )?{n}(, \w+)? = |del {n}", step)]
 
 
 def _programs_without(program: Program, position: int) -> Iterator[Program]:
-    """Programs without one line, in which what the line made is something else."""
+    """Yield programs without one line, in which another tensor replaces the result of the line."""
     step = program.steps[position]
     rest = program.steps[:position] + program.steps[position + 1 :]
     new = assigned_names(step)
@@ -931,13 +935,13 @@ def _simpler(program: Program) -> Iterator[Program]:
 
 def _size(program: Program) -> tuple[int, ...]:
     plain = Setup(bias=False)
-    told = sum(getattr(program.setup, k) != v for k, v in plain.__dict__.items())
+    num_options = sum(getattr(program.setup, k) != v for k, v in plain.__dict__.items())
     names = {n for step in program.steps for n in _tensor_names(step)}
-    return len(program.steps), len(program.roots), len(names), told, sum(map(len, program.steps))
+    return len(program.steps), len(program.roots), len(names), num_options, sum(map(len, program.steps))
 
 
 def shrink(program: Program, difference: Difference, how: Comparison = DEFAULT_COMPARISON) -> Program:
-    """A smaller program with a difference of the same kind."""
+    """Return a smaller program with a difference of the same kind."""
     while True:
         for other in _simpler(program):
             if _size(other) >= _size(program):
@@ -961,7 +965,7 @@ class Finding:
 
 
 def check(seed: int, how: Comparison = DEFAULT_COMPARISON) -> Finding | None:
-    """Run the program of a seed on both models; what differs is shrunk."""
+    """Run the program of a seed on both models. If there is a difference, shrink the program."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = draw(seed)

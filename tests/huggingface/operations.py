@@ -1,30 +1,30 @@
-"""What programs do to logits: one line an operation, and what becomes of lazy logits by it.
+"""A table of operations on logits, one in each line, with the kind of result on lazy logits.
 
-The tests run each line by itself (test_operations.py). The fuzzer draws its programs from them (fuzz.py).
+test_operations.py runs each line alone. The fuzzer (fuzz.py) draws the lines of its programs from the table.
 
-The first word of a line says what becomes of a model's logits of 2 x 4 tokens and 13 classes:
+The first word of a line is the kind of its result for a model's logits of 2 x 4 tokens and 13 classes:
 
-* ``lazy``: other lazy logits; where the line makes nothing, the logits are still lazy
-* ``value``: a tensor that was made without the logits
-* ``loss``: the same by the fused loss
-* ``real``: all logits were made
+* ``lazy``: lazy logits; if the line has no result, the logits are still lazy
+* ``value``: a tensor that is computed without logits in memory
+* ``loss``: the fused loss
+* ``real``: the line computes all logits
 
-What stands in braces is drawn for a program. `FILLINGS` says what it is where the line stands alone:
+The fuzzer draws a value for each placeholder in braces. `FILLINGS` has the values for lines that run alone:
 
 * ``x``: a tensor of floating-point numbers, of one dimension at least
 * ``g``: the same with two dimensions at least, of which the last has two entries or more
 * ``l``: a tensor of 2 x 4 x 13
 * ``o``: another tensor of the shape of ``x``, ``g`` or ``l``, of any of the models
-* ``y``, ``z``: a new name, or now and then one that there is
-* ``loss``: a new name, for something that is differentiated in the end
+* ``y``, ``z``: a new name, or sometimes an existing one
+* ``loss``: a new name, for a result that is differentiated at the end
 * ``n``: a number
-* ``inf``: a number that masks
+* ``inf``: a number for masking
 * ``d``, ``e``: a dimension; ``p``: all dimensions in another order
 * ``i``: an index in dimension ``d``; ``i0``: one in the first
 * ``s``: a slice; ``c``: an index of a class
 * ``t``: a dtype
 
-`note` remembers what is not a tensor. The other functions are made in `fuzz.Run`.
+`note` records results that are not tensors. `fuzz.Run` defines the other functions.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ lazy  {y} = a(ids.flip(0))
 lazy  {y} = a(ids)
 """
 
-# What programs do to the models between their call and the loss, and to names.
+# Changes of the models between call and loss, and operations on names.
 MODELS = """
 lazy  requires_grad(False, 'head')
 lazy  requires_grad(False, 'head')
@@ -404,7 +404,7 @@ real  {x}.detach().mul_({n})
 real  {x}.detach()[0] = {n}
 """
 
-# Rare: other names for the same memory, and logits whose shape is changed in place.
+# Rarely used: other names for the same memory, and in-place changes of the shape of logits.
 RARE = """
 real  {x}.data = noise({x}.shape)
 real  torch.mul({x}.detach(), {n}, out={x}.detach())
@@ -536,7 +536,7 @@ GROUPS = {
 
 
 class Operation(NamedTuple):
-    """A line of the table."""
+    """One line of the table."""
 
     group: str
     becomes: str

@@ -1,8 +1,8 @@
-"""Scripts: what users do with a model. Each runs on the model as it is and on a patched one, and both note the same.
+"""Scripts: code of users that runs on a stock model and on a patched model. Both runs have to note equal values.
 
-A script has the names of its test file, `TOOLS`, and the methods of `Run`. ``patched`` tells which run it is, and
-``calls`` are the calls of the fused function. What is expected of the patched run alone stands in it:
-``fused(1)``, ``lazy(logits)``.
+A script uses the names of its test file, `TOOLS`, and the methods of `Run`. ``patched`` is True in the run with the
+patched model, and ``calls`` are the calls of the fused function. Expectations about the patched run are calls in the
+script: ``fused(1)``, ``lazy(logits)``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def batch(padding: bool = False, **more: Any) -> dict[str, Any]:
 
 
 def loss_of(logits: Tensor, **options: Any) -> Tensor:
-    """The loss of the next token, as a training loop computes it."""
+    """Compute the loss of the next token as a training loop does."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), **options)
 
 
@@ -53,7 +53,7 @@ def own_loss(model: Any, **inputs: Any) -> Tensor:
 
 
 def loaded(model: Any) -> Any:
-    """After `torch.save`."""
+    """Return the model after `torch.save` and `torch.load`."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -61,7 +61,7 @@ def loaded(model: Any) -> Any:
 
 
 class Around(nn.Module):
-    """A model within another, whose forward is a function."""
+    """A wrapper of a model, whose forward is a function."""
 
     def __init__(self, inner: Any, run: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Around(nn.Module):
 
 
 class Wrapper(Around):
-    """Says which head is its own, as PEFT's models do."""
+    """A wrapper with `get_output_embeddings`, as PEFT's models have."""
 
     def get_output_embeddings(self) -> Any:
         return self.inner.get_output_embeddings()
@@ -124,11 +124,11 @@ class Run:
         return flce.unpatch_model(model) if self.patched else model
 
     def note(self, *values: Any, tolerance: float = 1e-5) -> None:
-        """What has to be the same in both runs."""
+        """Note values that have to be equal in both runs."""
         self.notes.append((plain(values), tolerance))
 
     def backward(self, loss: Tensor, tolerance: float = 1e-5) -> None:
-        """Notes the loss, all gradients and buffers."""
+        """Run backward. Note the loss, all gradients and buffers."""
         model = self.names["model"]
         model.zero_grad()
         if loss.requires_grad:
@@ -137,7 +137,7 @@ class Run:
         self.note(dict(model.named_buffers()))
 
     def step(self, **inputs: Any) -> Any:
-        """A training step with labels. Notes the outputs too."""
+        """Run a training step with labels. Note the outputs too."""
         torch.manual_seed(11)  # of dropout
         outputs = self.names["model"](**{**batch(), **inputs})
         if self.patched and self.calls:
@@ -147,19 +147,19 @@ class Run:
         return outputs
 
     def fused(self, number: int) -> None:
-        """The calls of the fused function since the last time."""
+        """Assert the number of calls of the fused function since the last `fused`."""
         assert len(self.calls) == (number if self.patched else 0)
         self.calls.clear()
 
     def lazy(self, *tensors: Any) -> None:
-        """In the patched run they are lazy logits that were not read."""
+        """Assert that the tensors of the patched run are lazy logits that were not computed."""
         for tensor in tensors if self.patched else ():
             assert is_lazy(tensor)
             assert not tensor.is_materialized
 
 
 def plain(value: Any) -> Any:
-    """A copy of a nest of values, in which lazy logits are real; of other objects their class."""
+    """Copy nested values. Lazy logits become real, and objects that are not tensors become their class."""
     if is_lazy(value):
         return value.materialize().detach().clone()
     if isinstance(value, Tensor):
@@ -197,7 +197,7 @@ def run(script: str, patched: bool, calls: Calls, given: dict[str, Any]) -> Run:
 
 
 def compare(script: str, calls: Calls, given: dict[str, Any]) -> tuple[Run, Run]:
-    """Runs the script twice. Returns both runs, with what they have made."""
+    """Run the script on both models. Return both runs."""
     stock, patched = (run(script, which, calls, given) for which in (False, True))
     assert len(patched.notes) == len(stock.notes)
     for i, ((got, _), (want, tolerance)) in enumerate(zip(patched.notes, stock.notes, strict=True), 1):

@@ -1,8 +1,8 @@
 """Architecture by architecture: one training step of small models, stock and patched.
 
-The everyday run takes a sample of unlike architectures; ``FLCE_ALL_ARCHITECTURES=1`` takes all of them, and
-``FLCE_ALL_ARCHITECTURES=others`` those that are not in the sample, for a run that follows an everyday one.
-``python -m tests.huggingface.architectures > docs/models.md`` keeps the results as a table.
+The default run tests a sample of different architectures. ``FLCE_ALL_ARCHITECTURES=1`` tests all of them, and
+``FLCE_ALL_ARCHITECTURES=others`` tests the architectures outside of the sample.
+``python -m tests.huggingface.architectures > docs/models.md`` writes the results as a table.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ transformers = pytest.importorskip("transformers")
 
 WHICH = os.environ.get("FLCE_ALL_ARCHITECTURES", "")
 ALL = WHICH not in ("", "0")
-# A bias behind the head, a softcap, factors of several kinds, experts, MLA, a state space, a hybrid, a padded or
-# shared head, log-probabilities, a decoder behind an encoder, a masked language model, images; several heads, a head
-# elsewhere, no head but a product, columns that are written to, a head of its own kind.
+# A bias after the head, a softcap, factors of several kinds, experts, MLA, a state space, a hybrid, a padded or
+# shared head, log-probabilities, a decoder with an encoder, a masked language model, images; several heads, a head
+# outside of the output embedding, a product without a head, writes to columns, a special class of head.
 SAMPLE = """
     causal-gpt2 causal-cohere causal-deepseek_v3 causal-falcon_h1 causal-gemma3_text causal-granitemoe causal-mamba
     causal-prophetnet causal-qwen3_next seq2seq-bart seq2seq-t5 masked-bert image-llava
     causal-musicgen seq2seq-fsmt masked-mobilebert image-chameleon image-idefics
 """.split()  # noqa: SIM905
 
-# What does more to its logits than lazy logits stand for: two add the logits of several heads, one writes to columns,
-# one has a learned factor for each class.
+# Architectures with operations on logits that have no lazy form: two add the logits of several heads, one writes to
+# columns, one has a learned factor for each class.
 COMPUTE_LOGITS = {
     (small.MATERIALISES, name)
     for name in ("causal-musicgen", "causal-musicgen_melody", "image-chameleon", "causal-dory")
 }
-# What stock Transformers cannot build or train here: a part of the error that it gives. Any other error of stock's
-# fails its test, and so does an entry that trains after all.
+# Architectures that stock Transformers cannot build or train here, with a part of the error. Another error of stock
+# fails the test, and so does an entry whose training succeeds.
 STOCK_FAILS = {
-    # Wants all layers to take their keys and values from another model, and one that makes them.
+    # This model expects all layers to share keys and values of another model, but at least one layer to compute them.
     "causal-gemma4_assistant": "layer types producing a cache is different than",
-    # A robot's policy. Its labels are movements, its loss a squared error: there is no vocabulary.
+    # A policy of a robot, without a vocabulary: its labels are movements, and its loss is a squared error.
     "image-pi0": "missing 1 required positional argument: 'state'",
 }
 STOCK_4_FAILS = {
@@ -54,7 +54,7 @@ STOCK_4_FAILS = {
     "masked-wav2vec2": "got an unexpected keyword argument 'input_ids'",
     "image-florence2": "Expected input batch_size (2) to match target batch_size (32)",
 }
-# The versions that those are of. On others a failure of stock's is skipped.
+# The versions of Transformers of both tables. With other versions, a test in which stock fails is skipped.
 KNOWN = {"4.56": STOCK_4_FAILS, "5.23": STOCK_FAILS}
 DECLARED = KNOWN.get(".".join(transformers.__version__.split(".")[:2]))
 
@@ -68,9 +68,9 @@ DENSE = """
 COMPILED = [f"causal-{name}" for name in ("cohere", "gpt_neox", "phi3")]
 
 
-def taken(sample: list[str], of_all: set[str] | None = None) -> list[Any]:
-    """The architectures that this run takes, of all or of some."""
-    every = [a for a in small.architectures() if of_all is None or a.id in of_all]
+def select_architectures(sample: list[str], all_names: set[str] | None = None) -> list[Any]:
+    """Return the architectures of this run: of ``all_names`` or of ``sample``."""
+    every = [a for a in small.architectures() if all_names is None or a.id in all_names]
     if ALL:
         return [pytest.param(a, id=a.id) for a in every if WHICH != "others" or a.id not in sample]
     return [pytest.param(a, id=a.id) for a in every if a.id in sample]
@@ -82,7 +82,7 @@ def _quiet() -> None:
 
 
 @pytest.mark.timeout(3 * small.SECONDS)
-@pytest.mark.parametrize("architecture", taken(SAMPLE))
+@pytest.mark.parametrize("architecture", select_architectures(SAMPLE))
 def test_training_step(architecture: small.Architecture) -> None:
     result = small.examine(architecture)
     if DECLARED is None and result.status == small.STOCK_FAILS:
@@ -103,18 +103,18 @@ def compiled_step(model: Any, architecture: small.Architecture) -> tuple[torch.T
     return outputs.loss.detach(), outputs.logits
 
 
-@pytest.mark.parametrize("architecture", taken(COMPILED, {f"causal-{name}" for name in DENSE}))
+@pytest.mark.parametrize("architecture", select_architectures(COMPILED, {f"causal-{name}" for name in DENSE}))
 def test_compile_without_graph_breaks(architecture: small.Architecture) -> None:
     stock = small.build(architecture)
     patched = flce.patch_model(copy.deepcopy(stock))
     try:
-        wanted, _ = compiled_step(stock, architecture)
+        stock_loss, _ = compiled_step(stock, architecture)
     except Unsupported as error:
         pytest.skip(f"stock: {str(error).splitlines()[0]}")
     loss, logits = compiled_step(patched, architecture)
     assert isinstance(logits, LazyLogits)
     assert not logits.is_materialized
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, stock_loss, rtol=1e-5, atol=1e-5)
     for (name, want), got in zip(stock.named_parameters(), patched.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
@@ -125,6 +125,6 @@ def test_the_declared_failures_are_of_this_version() -> None:
 
 
 def test_the_sample_is_of_this_version() -> None:
-    """Older versions of Transformers lack some; most have to be there."""
+    """Older versions of Transformers lack some of the sample, but not most."""
     names = {a.id for a in small.architectures()}
     assert len(names & set(SAMPLE)) >= 10

@@ -1,4 +1,4 @@
-"""Lazy logits are logits: programs that do the same on a stock and on a patched model, with values and gradients."""
+"""Programs that must have equal values and gradients on a stock model and on a patched model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SETUP = fuzz.Setup(bias=False)
 
 
 class Sub(Tensor):
-    """A class of the user."""
+    """A tensor subclass of a user."""
 
 
 def user_function(name: str) -> Callable[[Any], Any]:
-    """A function of the user, which has the name of one of PyTorch's."""
+    """Return a user's function with the name of a function of PyTorch."""
 
     def function(x: Any) -> Any:
         if has_torch_function_unary(x):
@@ -63,7 +63,7 @@ def doubled(gradients: Any) -> Any:
 
 
 def along(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The value of a function of `x` and its derivative in the direction of ones."""
+    """Return the value of a function of `x` and its derivative in the direction of ones."""
     with forward_ad.dual_level():
         value, tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones(x.shape).to(x))))
         assert tangent is not None
@@ -92,7 +92,7 @@ PROGRAMS = {
         t2 = t1.sum()
         t1.zero_()
         loss1 = loss_of(lg)""",
-    "a copy without gradients is kept, and a hook waits where it comes from": """
+    "a copy without gradients, and a hook on the logits": """
         with torch.no_grad(): t1 = lg.clone()
         lg.register_hook(lambda g: g * 3)
         lg *= 2
@@ -125,7 +125,7 @@ PROGRAMS = {
         t1 += 1
         loss1 = t2.sin()
         loss2 = loss_of(lg)""",
-    "a copy is no view": """
+    "a copy is not a view": """
         t1 = lg[torch.tensor([1])]
         t2 = lg.float()
         t3 = lg[:, :-1].contiguous()
@@ -199,7 +199,7 @@ PROGRAMS = {
     "logits are an output": """
         note(torch.neg(torch.ones_like(lg), out=lg.detach_()) is lg)
         t1 = lg * 2""",
-    "detached logits are made a leaf": """
+    "detached logits become a leaf": """
         t1 = lg.detach()
         t1.requires_grad = True
         retain(t1)
@@ -229,7 +229,7 @@ PROGRAMS = {
         t1 = write_views(lg)
         loss1 = loss_of(t1)
         loss2 = loss_of(lg)""",
-    # PyTorch's C++ code finds each view where the last write to its memory has left it.
+    # After a write to shared memory, the C++ code of PyTorch gives each view a new node in the graph.
     "a function that writes": """
         t1 = DoubledInPlace.apply(lg)
         loss1 = loss_of(lg)
@@ -286,7 +286,7 @@ PROGRAMS = {
         hook(lg, keep('lg'))
         retain(lg)
         loss1 = loss_of(lg)""",
-    # Stock returns the object itself: a hook on it is one on the logits.
+    # In stock the operation returns the logits themselves, so a hook on the result is a hook on the logits.
     "a hook on what there was nothing to do to": """
         t1 = lg.view(-1, 13)
         t3 = t1.flatten(0, -2)
@@ -297,7 +297,7 @@ PROGRAMS = {
         with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
         t1[:] = lg[..., :1]
         loss1 = t1 * 1.0""",
-    # Not invariant under the logsumexp that log_softmax subtracts.
+    # log_softmax subtracts the logsumexp, which these results depend on.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)
         loss1 = flce.cross_entropy(t1, labels(t1), z_loss=0.1)""",
@@ -305,7 +305,7 @@ PROGRAMS = {
         t1 = lg.log_softmax(-1)
         note(flce.cross_entropy(t1, labels(t1), stats=('lse', 'entropy', 'logprob'))[1:])
         loss1 = flce.cross_entropy(t1, labels(t1), temperature=0.7, stats=('entropy',)).loss""",
-    # Other ways to the memory.
+    # Other ways to write to the memory of logits.
     "a parameter": """
         t1 = trained(lg.detach())
         note(isinstance(t1, nn.Parameter), t1.grad)
@@ -329,7 +329,7 @@ PROGRAMS = {
     # Transforms of functions.
     "the gradient of a temperature": "note(torch.func.grad(lambda t, x=lg: loss_of(x / t))(scalar(2.0)))",
     "vmap over logits": "loss1 = torch.func.vmap(lambda x: (x * x).sum(-1))(lg); del lg",
-    "vmap beside logits": """
+    "vmap of other tensors": """
         t1 = torch.stack([scalar(2.0), scalar(4.0)])
         loss1 = torch.func.vmap(lambda t, x=lg: (x.log_softmax(-1) * t).sum(-1))(t1)""",
     "a jacobian": "loss1 = torch.func.jacrev(lambda x: x.logsumexp(-1))(lg[0, :3]); del lg",
@@ -354,7 +354,7 @@ PROGRAMS = {
         for mode in ("no_grad", "inference_mode")
         for read in ("lg", "lg[:, 2:4]")
     },
-    # Copies of log-probabilities: their memory is one that backward of log_softmax does not need.
+    # Copies of log-probabilities: a write to a copy does not change the memory that backward of log_softmax needs.
     **{
         f"{read}, {copied}": f"""
         t1 = F.log_softmax(lg, -1)
@@ -367,7 +367,7 @@ PROGRAMS = {
         for read in ("pass", "note(t1.isnan().any())")
         for copied in ("t1.clone()", "t1[bits((2, 4))]", "torch.cat([t1])", "t1.to(torch.float64, copy=True)")
     },
-    # A custom operator and functions of the user run, whatever their names are.
+    # Custom operators and functions of users run as they are, even with names of PyTorch's functions.
     **{
         f"a function named {name}": f"loss1 = user_function('{name}')(lg)"
         for name in ("tanh", "float", "argmax", "cross_entropy", "detach", "mul_", "shape", "__hash__")
@@ -402,7 +402,7 @@ AUTOCAST = """
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside: bool) -> None:
-    """Of the head only, and of what is made of the logits too."""
+    """Autocast around the head only, and around the operations on logits too."""
     mode = "with torch.autocast('cpu', torch.bfloat16)" if inside else "if True"
     steps = tuple(line.strip() for line in AUTOCAST.format(mode=mode).strip().splitlines())
     program = fuzz.Program(fuzz.Setup("float32", adapter=True), steps, tuple(f"loss{i}" for i in range(1, 6)), False)
@@ -455,7 +455,7 @@ SAME_TEXT = (
 
 @pytest.mark.parametrize("code", [*SAME_TYPE, *SAME_TEXT])
 def test_errors_are_those_of_stock(code: str) -> None:
-    """Those of a size tell that of the logits."""
+    """Errors about sizes contain the size of the logits."""
     errors = []
     for patched in (False, True):
         with pytest.raises(Exception) as raised:  # noqa: PT011  # compared below
@@ -484,18 +484,18 @@ def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
     run = fuzz.Run(fuzz.Setup(), True)
     for step in ("lg = a(ids)", "t1 = lg[:, :-1].float()", "t2 = t1 * 2", "t2.square()"):
         run.step(step)
-    with pytest.raises(RuntimeError, match="after something else was made"):
+    with pytest.raises(RuntimeError, match="after something else was computed"):
         run.step(code)
 
 
 @pytest.mark.parametrize("given", ["lg", "lg[:, :-1]"])
 @pytest.mark.parametrize("hook", ["lg.register_hook(F.normalize)", "lg.retain_grad()"])
 def test_a_hook_after_a_function_is_an_error(given: str, hook: str) -> None:
-    """It would not see the Function's gradient. A hook that is set before does (`PROGRAMS`)."""
+    """The hook would miss the gradient of the Function. An earlier hook gets it (`PROGRAMS`)."""
     run = fuzz.Run(fuzz.Setup(), True)
     for step in ("lg = a(ids)", f"x = Doubled.apply({given})", hook):
         run.step(step)
-    with pytest.raises(RuntimeError, match="had been given them"):
+    with pytest.raises(RuntimeError, match="were passed to an autograd"):
         run.step("(lg.sum() + x.sum()).backward()")
 
 
@@ -505,7 +505,7 @@ def test_the_node_after_the_loss_is_a_warning() -> None:
 
 
 def test_a_capsule_is_an_error() -> None:
-    """PyTorch asks nobody there; without memory to point to, it must not make a capsule."""
+    """PyTorch does not call `__torch_function__` there. Without memory the capsule would be invalid."""
     script = (
         "import torch\n"
         "from flce.huggingface.lazy import make_lazy\n"
@@ -537,7 +537,7 @@ def test_the_hash_is_stable() -> None:
 
 
 class Recorder(Tensor):
-    """Notes what torch hands to ``__torch_function__``."""
+    """A tensor that records the functions that torch passes to ``__torch_function__``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -546,7 +546,7 @@ class Recorder(Tensor):
 
 
 HANDED: list[Any] = []
-# What the operations are called with, beside the tensor.
+# The arguments of the operations after the tensor.
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "view reshape": ((-1,),),
     "transpose": (0, 1),
@@ -562,7 +562,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 def test_operations_are_what_torch_hands_over() -> None:
-    """A table is of use only with the functions that ``__torch_function__`` is given."""
+    """The keys of the tables are the functions that torch passes to ``__torch_function__``."""
     arguments = {name: args for names, args in ARGUMENTS.items() for name in names.split()}
     homes: dict[str, Any] = {"Tensor": Tensor, "torch": torch, "F": F, "torch.special": torch.special}
     functions = {f"{home}.{name}": _function(members, name) for home, members in homes.items() for name in dir(members)}
@@ -580,7 +580,7 @@ def test_operations_are_what_torch_hands_over() -> None:
         operations = [OPERATIONS[handed] for handed in HANDED if handed in OPERATIONS]
         if OPERATIONS.get(function, known[name]) not in operations:
             not_found.append(full)
-        # Operators become methods on their way; but the plain lazy logits hand over the operators themselves.
+        # PyTorch replaces operators by methods. Lazy logits that are plain objects get the operators themselves.
         if function in OPERATIONS and function not in HANDED and not name.startswith("__"):
             not_asked.append(full)
     assert not_found == []
@@ -588,7 +588,7 @@ def test_operations_are_what_torch_hands_over() -> None:
 
 
 def _function(members: Any, name: str) -> Any:
-    """A function, method or getter; None for anything else."""
+    """Return a function, method or getter that can be a key of the tables, else None."""
     member = getattr(members, name, None)
     member = member if callable(member) else getattr(member, "__get__", None)
     return member if getattr(member, "__hash__", None) is not None else None

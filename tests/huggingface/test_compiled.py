@@ -101,7 +101,7 @@ def test_eager_logits_in_a_compiled_function(name: str, grad: bool, compare: Com
 
 
 class Body(nn.Module):
-    """Its graph ends within it: what is above the break runs in Python, below the compiler."""
+    """A model whose graph ends within its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Body(nn.Module):
         self.calls = 0
 
     def forward(self, ids: Tensor) -> Tensor:
-        try:  # a frame that the compiler cannot go on with after a break: all of it runs in Python
+        try:  # the compiler cannot continue this frame after a break, so the whole frame runs in Python
             hidden = self.embedding(ids)
             positions = torch.arange(hidden.shape[1], device=hidden.device)
             torch._dynamo.graph_break()
@@ -136,7 +136,7 @@ def named(inner: Any, ids: Tensor, labels: Tensor | None) -> Any:
 
 
 SCRIPTS = {
-    # The first call watches for products, later ones do not.
+    # Only the first call runs in a `VocabularyProductMode`.
     "a break below the head": """
         model = patch(Broken(), on_materialize="raise")
         compiled = torch.compile(model, backend="eager") if patched else model
@@ -147,7 +147,7 @@ SCRIPTS = {
         model = patch(small(build))
         backward((torch.compile(own_loss, backend="eager", fullgraph=True) if patched else own_loss)(model))
         fused(1)""",
-    # Nothing of flce's backward becomes a graph, which the compiler would warn of.
+    # The compiler would warn if it compiled a part of flce's backward.
     **{
         f"a step with its backward, {loss}": f"""
         model = patch(small(build))
@@ -161,7 +161,7 @@ SCRIPTS = {
         assert "builtin" not in reasons, reasons"""
         for loss in ("own", "labels")
     },
-    # Of a graph that patch_model has not seen.
+    # Plain objects from a graph of a function that was not patched.
     **{
         f"what leaves {what}, {labels}": f"""
         model = patch(small(build))
@@ -217,7 +217,7 @@ def test_compiled(name: str, compare: Compare) -> None:
     compare(SCRIPTS[name])
 
 
-def test_what_leaves_is_of_one_kind(build: Build) -> None:
+def test_outputs_of_a_graph_are_tensors(build: Build) -> None:
     patched = flce.patch_model(small(build))
     graphs = []
 
@@ -239,7 +239,7 @@ def test_what_leaves_is_of_one_kind(build: Build) -> None:
 
 
 def test_plain_objects_in_an_autograd_function(build: Build) -> None:
-    """Of a graph that may not end where the model does."""
+    """Plain objects come from a graph that cannot end with the model (``fullgraph=True``)."""
     patched = flce.patch_model(small(build))
     logits = torch.compile(lambda ids: patched(ids), backend="eager", fullgraph=True)(IDS).logits
     with pytest.raises(TypeError, match=r"Doubled.apply\(\) .* would lose their gradient"):
@@ -251,14 +251,14 @@ def test_plain_objects_in_an_autograd_function(build: Build) -> None:
 
 
 def test_a_hook_after_the_loss_of_a_graph(build: Build) -> None:
-    """Its gradient does not pass by the logits, which a hook would wait for in vain."""
+    """The gradient of the loss does not pass through the logits, so the hook would never run."""
     outputs = torch.compile(flce.patch_model(small(build)), backend="eager", fullgraph=True)(IDS, labels=IDS)
     with pytest.raises(RuntimeError, match="after the loss"):
         outputs.logits.register_hook(print)
 
 
 def test_a_partitioned_weight_is_stocks(build: Build) -> None:
-    """DeepSpeed ZeRO-3 takes weights apart between a graph of the head and what follows it."""
+    """DeepSpeed ZeRO-3 frees weights between a graph of the head and the following operations."""
     model = flce.patch_model(build("Llama", num_hidden_layers=1))
     model.lm_head.weight.ds_id = 0
     model.compile(backend="eager")

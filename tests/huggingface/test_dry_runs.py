@@ -1,4 +1,4 @@
-"""Patched models whose work is counted, or not done: on the meta device."""
+"""Patched models on the meta device, and counts of FLOPs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_loss(logits: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_flops_of_a_training_step(name: str, own: bool, build: Build) -> None:
-    """Those of the stock model, whether or not the loss is fused under the hooks of the counter."""
+    """The count equals the stock model's, whether or not the loss is fused under the hooks of the counter."""
     model = build(name)
     ids = torch.randint(3, 97, (2, 7))
 
@@ -40,7 +40,7 @@ def test_flops_of_a_training_step(name: str, own: bool, build: Build) -> None:
 
 
 def test_flops_of_a_loss(build: Build, fused_calls: list[Any]) -> None:
-    """The logits of the patched model are counted when they are made, which is with the loss."""
+    """The count of the loss includes the logits, because they are computed with the loss."""
     model = build("Llama")
     ids = torch.randint(3, 97, (2, 7))
     logits = model(input_ids=ids).logits
@@ -71,7 +71,7 @@ def test_a_step_on_the_meta_device(own: bool, training: bool, build: Build, fuse
 
 
 def test_the_head_of_a_meta_model_is_not_read() -> None:
-    """Whether it has changed can be told by its shape, dtype and device only."""
+    """Without values, a change of the head shows only in its shape, dtype and device."""
     weight = torch.nn.Parameter(torch.empty(97, 32, device="meta"))
     call = HeadCall(weight, None, Usage(), None, None)
     call.check_unchanged(can_synchronize=True)

@@ -1,4 +1,4 @@
-"""Entropies and log-probabilities of lazy logits, as libraries write them: no tensor of logits is made."""
+"""Entropies and log-probabilities of lazy logits, in the formulas of libraries, without logits in memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DOCUMENTED: dict[str, Any] = {}
 for _block in BLOCKS:
     exec(_block, DOCUMENTED)
 TEMPERATURES = torch.linspace(0.4, 1.9, IDS.numel()).view(IDS.shape)
-SINGLE_ROWS = flce.ChunkOptions(chunk_rows=1, strategy="tokens")  # tiles of one token are no logits of several
+SINGLE_ROWS = flce.ChunkOptions(chunk_rows=1, strategy="tokens")  # so that no tile has the logits of several tokens
 
 
 class Logits(TorchDispatchMode):
-    """Tensors in memory that have the logits of more tokens than one."""
+    """A mode that finds allocated tensors with the logits of more than one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Logits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made.device.type != "meta" and V in made.shape:
-                rows = made.untyped_storage().nbytes() // made.element_size() // V
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and V in tensor.shape:
+                rows = tensor.untyped_storage().nbytes() // tensor.element_size() // V
                 if rows not in (0, 1, SIZES["hidden_size"]):
-                    self.found.append(f"{func} {tuple(made.shape)}")
+                    self.found.append(f"{func} {tuple(tensor.shape)}")
         return result
 
 
@@ -66,17 +66,17 @@ CALLS: dict[str, Callable[[Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_of_the_page_make_no_logits(name: str, architecture: str, training: bool, build: Build) -> None:
-    tolerance = 5e-2 if "bfloat16" in name else 1e-5  # of two roundings, stock's the larger
+    tolerance = 5e-2 if "bfloat16" in name else 1e-5  # the roundings of both models, of which stock's is larger
 
     def run(model: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
         within = lazy_logits(model) if flce.is_patched(model) and not training else contextlib.nullcontext()
         with within, torch.set_grad_enabled(training):
             logits = model(input_ids=IDS).logits
-            with Logits() as made:
+            with Logits() as logits_mode:
                 values = CALLS[name](logits)
                 loss = torch.stack([value.float().square().sum() for value in values]).sum()
                 gradients = torch.autograd.grad(loss, [*model.parameters()]) if training else []
-        return [*values], [*gradients], made.found
+        return [*values], [*gradients], logits_mode.found
 
     want, right, there = run(build(architecture, num_hidden_layers=1).train(training))
     got, gradients, found = run(
@@ -91,7 +91,7 @@ def test_functions_of_the_page_make_no_logits(name: str, architecture: str, trai
         assert (gradient - other).norm() <= tolerance * other.norm() + 1e-12
 
 
-# With the number of calls of `flce.linear_logprobs` in a graph. Outside of one it is one.
+# Formulas with their number of calls of `flce.linear_logprobs` in a graph. Outside of a graph there is one call.
 FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int]] = {
     "softmax, log_softmax": (lambda z: -(F.softmax(z, -1) * F.log_softmax(z, -1)).sum(-1), 1),
     "exp": (lambda z: (lambda logp: -(logp.exp() * logp).sum(-1))(z.log_softmax(-1)), 1),
@@ -113,7 +113,7 @@ FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int]] = {
 
 
 def check_formulas(formulas: list[Callable[[Any], Tensor]], build: Build, wrap: Callable[[Any], Any]) -> None:
-    """Values and gradients are stock's, in training and without gradients; ``wrap`` is done to the patched model's."""
+    """Compare values and gradients with stock, in training and without gradients, with ``wrap(patched model)``."""
     for training in (True, False):
         stock, model = (build("Gemma2", num_hidden_layers=1).train(training) for _ in range(2))
         flce.patch_model(model, on_materialize="raise")
@@ -147,9 +147,9 @@ def test_formulas_in_a_graph(build: Build) -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         nonlocal calls
         for node in graph.graph.nodes:
-            made = node.meta.get("example_value")
+            value = node.meta.get("example_value")
             calls += "linear_logprobs" in str(node.target)
-            if isinstance(made, Tensor) and made.is_floating_point() and made.shape[-1:] == (V,):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (V,):
                 logits.append(node)
         return graph.forward
 
@@ -165,10 +165,10 @@ def test_formulas_in_a_graph(build: Build) -> None:
 def test_categorical_validates_its_logits(build: Build) -> None:
     model = flce.patch_model(build("Llama", num_hidden_layers=1), options=SINGLE_ROWS, on_materialize="raise")
     logits = model(input_ids=IDS).logits
-    with Logits() as made:
+    with Logits() as logits_mode:
         policy = Categorical(logits=logits, validate_args=True)
         value = policy.log_prob(IDS) + policy.entropy()
-    assert not made.found
+    assert not logits_mode.found
     stock = Categorical(logits=build("Llama", num_hidden_layers=1)(input_ids=IDS).logits)
     torch.testing.assert_close(value, stock.log_prob(IDS) + stock.entropy())
     with pytest.raises(ValueError, match="value"):
@@ -179,23 +179,23 @@ def test_categorical_validates_its_logits(build: Build) -> None:
 
 
 def test_masked_classes_as_stock(build: Build) -> None:
-    """Classes of -inf: `Categorical` clamps them; a product with them is NaN."""
-    made = []
+    """`Categorical` clamps logits of -inf. A product with -inf is NaN."""
+    results = []
     for patch in (flce.patch_model, lambda model, **options: model):
         model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
         logits = model(input_ids=IDS).logits
         logits[..., 90:] = float("-inf")
         entropy = Categorical(logits=logits, validate_args=False).entropy()
         (gradient,) = torch.autograd.grad(entropy.sum(), model.lm_head.weight, retain_graph=True)
-        made.append([entropy, gradient, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)])
-    torch.testing.assert_close(*made, equal_nan=True)
-    assert made[0][1].isfinite().all()
-    assert made[0][2].isnan().all()
+        results.append([entropy, gradient, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)])
+    torch.testing.assert_close(*results, equal_nan=True)
+    assert results[0][1].isfinite().all()
+    assert results[0][2].isnan().all()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_reflected_operations_of_a_graph(build: Build, fused_calls: list[Any]) -> None:
-    """The compiler gives the operands of `logits - tensor` the other way round."""
+    """The compiler exchanges the operands of `logits - tensor`."""
     model = flce.patch_model(build("Llama", num_hidden_layers=1), on_materialize="raise")
     bias, scale = torch.linspace(-1, 1, V), torch.tensor(1.7)
     for function in (lambda z: (z - bias).logsumexp(-1), lambda z: (z / scale).logsumexp(-1)):
@@ -216,8 +216,8 @@ SMALL: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_where_probabilities_are_nearly_equal(name: str, build: Build) -> None:
-    """Those of two calls, of the normalizer and of the rest, would be rounded apart: an error of their difference of
-    half its norm in bfloat16. One call makes both."""
+    """One call has to compute the normalizer and the rest. The results of two calls would be rounded separately: in
+    bfloat16 the error of their difference is half of its norm."""
     gradients = []
     for fused in (False, True):
         model = build("Llama", num_hidden_layers=1).to(torch.bfloat16)

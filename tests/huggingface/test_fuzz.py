@@ -21,7 +21,7 @@ def test_programs_do_on_lazy_logits_what_they_do_on_real_ones(chunk: int) -> Non
         assert finding is None, f"\n{finding}"
 
 
-# Programs that once differed, of seeds that have become others since.
+# Programs that differed once. Their seeds draw other programs today.
 FIXED = {
     "picked values that are changed in place": fuzz.Program(
         fuzz.Setup(bias=False),
@@ -48,7 +48,7 @@ def test_programs_that_once_differed(name: str) -> None:
     assert fuzz.compare(FIXED[name]) is None
 
 
-# What one line becomes for the patched model, and the kind of difference that it makes.
+# Replacements of one line in the patched model's run, with the kind of difference that each must cause.
 WRONG = {
     "values": (".tanh()", ".sin()", "value"),
     "gradients": ("Doubled.apply(", "2 * (", "gradient"),
@@ -61,7 +61,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_finds_what_is_wrong(name: str) -> None:
-    """One operation is another one for the patched model. The program that shows it has hardly another line."""
+    """The fuzzer finds a wrong operation of the patched model, and shrinks the program to a few lines."""
     right, wrong, kind = WRONG[name]
 
     class Other(fuzz.Run):
@@ -85,7 +85,7 @@ def test_programs_are_the_same_in_every_run() -> None:
 
 
 def test_all_groups_are_drawn() -> None:
-    """And all that stands in braces. test_operations.py runs each line."""
+    """All groups and all placeholders are drawn. test_operations.py runs each line."""
     steps = {step.removeprefix("with torch.no_grad(): ") for seed in range(300) for step in fuzz.draw(seed).steps}
     drawn = [
         each

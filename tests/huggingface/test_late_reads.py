@@ -1,4 +1,4 @@
-"""Logits that are read after the weights may have changed: stock's value, or an error that says what to do."""
+"""Logits that are read after a possible change of weights: stock's value, or an error with a remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(model: Any) -> Tensor:
 @pytest.mark.filterwarnings("error::flce.huggingface.MaterializedLogitsWarning")
 @pytest.mark.parametrize("read", READS)
 def test_after_a_fused_optimizer_step(build: Callable[..., Any], read: str) -> None:
-    """Trainer's default optimizer does not raise tensor versions. No warning says that logits were computed."""
+    """Trainer's default optimizer does not increase tensor versions. No warning about computed logits is given."""
     model = patch_model(build("Llama"))
     logits = trained(model)
     torch.optim.AdamW(model.parameters(), fused=True).step()
@@ -53,7 +53,7 @@ def test_after_a_fused_optimizer_step(build: Callable[..., Any], read: str) -> N
 
 
 def test_without_the_memory_for_logits(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs them is named, since that is what to change."""
+    """The error names the operation that needs the logits, because the user has to change it."""
     logits = trained(patch_model(build("Llama")))
     monkeypatch.setattr(LazyLogits, "_compute", lambda self: torch.empty(1 << 60))
     with (
@@ -69,14 +69,16 @@ def test_after_a_step_that_changes_no_sampled_value(build: Callable[..., Any]) -
     assert weight.grad is not None
     assert len(weight) > staleness._SAMPLE
     weight.grad.zero_()[1] = 1.0
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)  # which has to be alive
+    optimizer = torch.optim.AdamW(
+        model.parameters(), weight_decay=0.0, fused=True
+    )  # which has to exist when the logits are read
     optimizer.step()
     with pytest.raises(RuntimeError, match="by an optimizer step"):
         logits.argmax(-1)
 
 
 def exchange(model: Any) -> None:
-    """As an average of weights is swapped in."""
+    """Exchange the weights, as an average of weights does."""
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.5
 
@@ -112,7 +114,7 @@ def test_after_weights_were_exchanged(build: Callable[..., Any], change: Callabl
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_forward_in_inference_mode(build: Callable[..., Any], change: Callable[[Any], None]) -> None:
-    """Hidden states of inference mode count no versions."""
+    """Tensors of inference mode have no versions."""
     model = patch_model(build("Llama"))
     with torch.inference_mode():
         logits = forward(model, labels=IDS)
@@ -137,12 +139,12 @@ def test_values_that_are_no_numbers_are_no_change(build: Callable[..., Any], dty
     with torch.no_grad():
         model.lm_head.weight[0].fill_(float("nan"))
     logits = forward(patch_model(model))
-    model.lm_head.weight.data = model.lm_head.weight.data.clone()  # the same values elsewhere
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()  # equal values at another address
     assert logits.argmax(-1).eq(0).all()
 
 
 def test_other_optimizers_change_nothing(build: Callable[..., Any]) -> None:
-    """Of another model, and of this model's other parameters."""
+    """Optimizers of another model, and of other parameters of this model, do not change the head."""
     stock = build("Llama")
     model = patch_model(copy.deepcopy(stock))
     other = torch.nn.Linear(3, 3)
@@ -163,13 +165,13 @@ def test_a_frozen_head_does_not_change(build: Callable[..., Any]) -> None:
 
 
 def keep(model: Any, args: Any, outputs: Any) -> None:
-    """A forward hook, as docs/troubleshooting.md has it."""
+    """Materialize the logits in a forward hook, as in docs/troubleshooting.md."""
     if torch.is_grad_enabled():
         outputs.logits.materialize()
 
 
 def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path: Any) -> None:
-    """A callback that logs accuracy behind the step, with Trainer's default optimizer: an error, or right."""
+    """A callback that reads logits after the step of Trainer's default optimizer gets right values or an error."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     from flce.huggingface import FlceCallback
@@ -240,7 +242,7 @@ HIDDEN_STALE = "no longer be computed: the hidden states were changed"
 def test_after_hidden_states_were_changed(
     build: Callable[..., Any], mode: Any, change: Callable[[Tensor], None], read: str
 ) -> None:
-    """Also where they count no versions, or the change does not raise them. A copy that came before is not reached."""
+    """A change is found without versions too. An earlier copy is not affected by the change."""
     stock = build("Llama", num_hidden_layers=1)
     model = patch_model(copy.deepcopy(stock))
     if mode is not torch.enable_grad:
@@ -253,7 +255,7 @@ def test_after_hidden_states_were_changed(
         with pytest.raises(RuntimeError, match=HIDDEN_STALE):
             READS[read](outputs.logits)
         with pytest.raises(RuntimeError, match=HIDDEN_STALE):
-            outputs.logits[torch.tensor([1])].sigmoid()  # of a copy of what has changed
+            outputs.logits[torch.tensor([1])].sigmoid()  # a read of a copy of the changed tensor
         torch.testing.assert_close(copied.sigmoid(), want.sigmoid())
 
 
@@ -297,7 +299,7 @@ def distilled_from_the_base(model: Any) -> Tensor:
         return F.kl_div(logits.log_softmax(-1), base.sigmoid(), reduction="batchmean")
 
 
-def made_with_adapters_disabled(model: Any) -> Tensor:
+def call_with_adapters_disabled(model: Any) -> Tensor:
     logits = forward(model)
     with model.disable_adapter():
         return loss_of(logits)
@@ -310,7 +312,7 @@ def looked_at_with_adapters_disabled(model: Any) -> Tensor:
     return loss_of(logits)
 
 
-def made_with_another_adapter(model: Any) -> Tensor:
+def call_with_another_adapter(model: Any) -> Tensor:
     logits = forward(model)
     model.set_adapter("other")
     loss = loss_of(logits)
@@ -344,7 +346,7 @@ def recomputed(model: Any) -> Tensor:
 
 
 def frozen_until_backward(model: Any) -> Tensor:
-    """Stock's graph asks the parameter once more when its gradient arrives."""
+    """Freeze a parameter after the loss. Stock's graph tests `requires_grad` again when the gradient arrives."""
     loss = loss_of(forward(model))
     model.get_output_embeddings().requires_grad_(False)
     return loss
@@ -352,9 +354,9 @@ def frozen_until_backward(model: Any) -> Tensor:
 
 ADAPTED = [
     distilled_from_the_base,
-    made_with_adapters_disabled,
+    call_with_adapters_disabled,
     looked_at_with_adapters_disabled,
-    made_with_another_adapter,
+    call_with_another_adapter,
 ]
 PLAIN = [frozen_meanwhile, frozen_in_forward, recomputed, frozen_until_backward]
 
@@ -366,10 +368,10 @@ PLAIN = [frozen_meanwhile, frozen_in_forward, recomputed, frozen_until_backward]
     + [(with_copy_of_the_head, step, False) for step in (*ADAPTED, *PLAIN)]
     + [(lambda model: model, step, tied) for step in PLAIN for tied in (False, True)],
 )
-def test_what_needed_a_gradient_at_the_call_gets_it(
+def test_parameters_trained_at_the_call_get_gradients(
     build: Callable[..., Any], prepare: Callable[[Any], Any], step: Callable[[Any], Tensor], tied: bool
 ) -> None:
-    """And nothing else does, whatever ``requires_grad`` says when the loss is made."""
+    """Other parameters get no gradient, whatever their ``requires_grad`` is when the loss is computed."""
     stock = prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied))
     patched = patch_model(prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied)))
     losses = [step(model) for model in (stock, patched)]
@@ -384,7 +386,7 @@ def test_what_needed_a_gradient_at_the_call_gets_it(
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any], monkeypatch: Any) -> None:
-    """The sample of the weight is taken on the device, and compared only where logits are read late."""
+    """The weight is sampled on the device. The sample is compared only if logits are read late."""
     monkeypatch.delenv("FLCE_BACKEND")
     head = patch_model(build("Llama").cuda()).lm_head
     hidden = torch.randn(2, 9, 32, device="cuda", requires_grad=True)
@@ -394,7 +396,7 @@ def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any
         logits = head(hidden)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), target) + logits.logsumexp(-1).square().mean()
 
-    loss().backward()  # kernels are built
+    loss().backward()  # compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss().backward()
@@ -423,7 +425,7 @@ def test_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 @pytest.mark.parametrize("change", [rescaled, through_data])
 def test_hidden_states_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Tensor], None]) -> None:
-    """Reading values waits for the device in any case, and compares."""
+    """Reading values synchronizes in any case, so hidden states are compared too."""
     monkeypatch.delenv("FLCE_BACKEND")
     model = patch_model(build("Llama").cuda()).eval()
     for read in ("argmax", "sigmoid"):

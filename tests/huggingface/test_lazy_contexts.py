@@ -132,7 +132,7 @@ def test_generate_is_stocks(training: bool, build: Build, fused_calls: Calls) ->
 
 
 class Generating(nn.Module):
-    """A wrapper with a way of its own to generate."""
+    """A wrapper with its own `generate`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_wrapper_that_generates(build: Build) -> None:
 
 
 def test_a_reference_without_its_adapter(build: Build, fused_calls: Calls) -> None:
-    """PEFT's wrapper, whose `generate` is the model's."""
+    """PEFT's wrapper calls `generate` of the model."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     model = flce.patch_model(peft.get_peft_model(build("Llama"), config).eval(), on_materialize="raise")
@@ -183,7 +183,7 @@ def test_a_compiled_model(build: Build) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_step(build: Build) -> None:
-    """Each graph is made for within or without."""
+    """The compiler creates one graph for calls within the context, and one for other calls."""
     model = flce.patch_model(build("Llama", num_hidden_layers=1).eval(), on_materialize="raise")
     graphs: list[str] = []
 

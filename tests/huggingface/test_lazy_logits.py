@@ -1,4 +1,4 @@
-"""Lazy logits as objects: when they are made real, what is said then, what they hold, and the form that is fused."""
+"""Lazy logits as objects: operations that compute them, warnings, stored tensors, and the normal form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIAS = torch.linspace(-1, 2, V, dtype=torch.float64)
 
 
 class Pair:
-    """The same logits twice: from stock's linear layer, and lazy, on separate leaves."""
+    """Logits of stock's linear layer and equal lazy logits, with separate leaves."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_options_reach_the_operator(fused_calls: list[dict[str, Any]]) -> None:
     options: Any = object()
     hidden, weight, bias = pair.lazy_leaves
     lazy: Any = make_lazy(head_state(hidden, weight, bias, Settings(options)))
-    with pytest.raises(TypeError):  # an error of the operator is not taken for a reason to materialise
+    with pytest.raises(TypeError):  # an error of the operator does not compute the logits
         F.cross_entropy(lazy.view(-1, V), pair.target.view(-1))
     assert fused_calls[0]["options"] is options
 
@@ -132,7 +132,7 @@ def test_loss_dtype_is_that_of_stock(dtype: torch.dtype) -> None:
         torch.testing.assert_close(lazy, stock, rtol=2e-2, atol=2e-2, check_dtype=True)
 
 
-# ----------------------------------------------------------------------------- where they are made real
+# ----------------------------------------------------------------------------- operations that compute the logits
 
 
 def test_one_warning_names_operation_and_line() -> None:
@@ -170,7 +170,7 @@ def test_materialize_does_not_warn() -> None:
     real = pair.lazy.materialize()
     assert type(real) is Tensor
     assert pair.lazy.materialize() is real
-    assert pair.lazy.sigmoid().shape == real.shape  # already real: nothing to warn of
+    assert pair.lazy.sigmoid().shape == real.shape  # already real: no warning
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
@@ -316,7 +316,7 @@ def test_stale_logits_are_an_error() -> None:
     with torch.no_grad():
         pair.lazy_leaves[0].mul_(2.0)
     with pytest.raises(RuntimeError, match="changed in place"):
-        pair.lazy[:, torch.tensor([1, 2])].materialize()  # of a copy, which counts its own changes
+        pair.lazy[:, torch.tensor([1, 2])].materialize()  # a copy, which has its own version
 
 
 def test_lazy_logits_hold_no_logits() -> None:

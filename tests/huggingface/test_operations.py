@@ -1,4 +1,4 @@
-"""Each operation of the table by itself: the same on lazy logits as on real ones, and without them where it says so."""
+"""Each line of `operations.py`: equal results on lazy and real logits; only lines of kind "real" compute all logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SETUP = fuzz.Setup(head=(13, 3))
 INFERENCE = fuzz.Setup(head=(13, 3), mode="no_grad")
 ADAPTED = fuzz.Setup(head=(13, 3), bias=False, adapter=True)
-# Some lines stand there twice, for the fuzzer.
+# The table contains some lines twice, so that the fuzzer draws them more often.
 LINES = {each.code.format_map(FILLINGS): each for each in OPERATIONS if each.group != "models"}
 MAKING = ("views", "copies", "arithmetic")
 
 
 class PlainRun(fuzz.Run):
-    """With the plain objects that a graph of ``torch.compile`` sees, and may return."""
+    """A run with the plain objects that lazy logits are in a graph of ``torch.compile``."""
 
     def _forward(self, name: str, ids: torch.Tensor) -> Any:
         logits: Any = super()._forward(name, ids)
@@ -40,7 +40,7 @@ SHARED = fuzz.Comparison(layout=True)
 PLAIN = fuzz.Comparison(limits=False, run=PlainRun)
 
 
-# With an adapter the logits are a sum of two products: these have no such form then.
+# Operations that have no lazy form if the logits are a sum of two products, as with an adapter.
 REAL_WITH_ADAPTER = {
     "{y} = {x}.float() + noise({x}.shape[-1:])",
     "{y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))",
@@ -50,20 +50,20 @@ REAL_WITH_ADAPTER = {
 
 
 def steps_of(*steps: str) -> tuple[str, ...]:
-    """With a line before them that makes what they take beside the logits."""
+    """Add a line that defines the other operands of the steps."""
     return ("t9 = b(ids)", *steps) if any("t9" in step for step in steps) else steps
 
 
 def check(setup: fuzz.Setup, *steps: str, how: fuzz.Comparison = STRICT) -> None:
-    """The steps give the same values and gradients on both models."""
-    made = [name for step in steps for name in fuzz.assigned_names(step)]
-    program = fuzz.Program(setup, steps_of(*steps), tuple(dict.fromkeys(made or ["lg"])), read_first=False)
+    """Assert that the steps have equal values and gradients on both models."""
+    names = [name for step in steps for name in fuzz.assigned_names(step)]
+    program = fuzz.Program(setup, steps_of(*steps), tuple(dict.fromkeys(names or ["lg"])), read_first=False)
     difference = fuzz.compare(program, how)
     assert difference is None, f"{difference}\n{program}"
 
 
 def becomes(setup: fuzz.Setup, line: str, run_class: type[fuzz.Run] = fuzz.Run) -> str:
-    """What a line makes of lazy logits, in the words of the table."""
+    """Return the kind of a line's result on lazy logits: one of the first words in the table."""
     run = run_class(setup, patched=True)
     for step in steps_of(line):
         run.step(step)
@@ -94,7 +94,7 @@ def test_without_gradients(line: str) -> None:
     check(SETUP, f"with torch.no_grad(): {line}")
 
 
-# Memory and metadata that plain objects do not have, and autograd, which does not see them.
+# Lines that need memory, metadata or autograd, which plain objects do not have.
 NOT_PLAIN = ("isinstance", "lg.data", "lg.layout", "lg.nbytes", "hook(", "grad_fn")
 
 
@@ -114,7 +114,7 @@ def test_plain_objects_have_the_attributes_of_tensors() -> None:
 
 @pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group in MAKING and "t1 =" in line])
 def test_memory_is_shared_where_it_is_in_stock(line: str) -> None:
-    """Whatever is read or written, before the operation or after it."""
+    """Reads and writes before and after the operation have the same results."""
     for setup, before, after in (
         (SETUP, "note(lg.isnan().any().item())", "lg.mul_(3.0)"),
         (SETUP, "pass", "note(t1.isnan().any().item())"),
@@ -133,7 +133,7 @@ def test_writes_reach_all_views(line: str, before: str) -> None:
 
 
 def test_each_lazy_operation_has_a_reason_and_a_line() -> None:
-    """What nobody needs is no lazy operation: the reason names who does."""
+    """Each lazy operation names the architecture or library that needs it."""
     used: set[int] = set()
     for operation in tables.OPERATIONS.values():
         assert len(operation.used_by) > 2

@@ -1,4 +1,4 @@
-"""Heads whose weight is made by a parametrisation, or whose class something else changes too."""
+"""Heads with a parametrised weight, and heads whose class other code changes too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.huggingface.scripts import Compare
 
 
 class Dropped(nn.Module):
-    """A parametrisation that differs whenever it is evaluated."""
+    """A parametrisation with another result at each evaluation."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return nn.functional.dropout(weight, 0.5)
@@ -32,7 +32,7 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 SCRIPTS = {
-    # Not when it is patched, nor beside the model's own evaluation in each forward.
+    # Patching must not evaluate the parametrisation, and each forward must evaluate it once.
     **{
         f"patching evaluates nothing of {name}": f"""
         model = build("Llama")
@@ -46,14 +46,14 @@ SCRIPTS = {
             fused(1)"""
         for name in ("weight norm", "spectral norm", "dropout")
     },
-    # Where the head runs stock code, here in a transform.
+    # In a transform the head runs stock code.
     "stock code evaluates once": """
         model = build("Llama")
         PARAMETRIZATIONS["spectral norm"](model.lm_head)
         patch(model)
         torch.func.grad(lambda scale: scale * model(**batch()).loss)(torch.tensor(1.0))
         note(dict(model.named_buffers()), tolerance=0)""",
-    # They share a class with the original, which must not be changed by what is done to one of them.
+    # Copies share a class with the original. A change of one of them must not change this class.
     "copies": """
         original = build("Llama")
         PARAMETRIZATIONS["doubled"](original.lm_head)
@@ -66,7 +66,7 @@ SCRIPTS = {
         model = other
         step()
         fused(2)""",
-    # It asks for the very class of a layer, so a model is to be unpatched first.
+    # The function compares the exact class of a layer, so the model has to be unpatched first.
     "dynamic quantisation": """
         model = unpatch(patch(build("Llama").eval()))
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Patched models against stock ones: losses, every gradient, outputs, and all that surrounds a model."""
+"""Patched models compared with stock models: losses, gradients, outputs, saving, copying, wrappers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_operator_does_what_lies_between_head_and_loss(build: Build, fused_c
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_evaluation(name: str, compare: Compare) -> None:
-    """Without labels there is no loss, so the logits are stock's own."""
+    """Without labels no loss is expected, so stock code computes the logits."""
     script = """
         model = patch(build(name)).eval()
         inputs = batch(padding=True)
@@ -86,7 +86,7 @@ def test_evaluation(name: str, compare: Compare) -> None:
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_float64_oracle(name: str, build: Build) -> None:
-    """In float32 as close to float64 as stock is; in float64 exact, where stock casts its logits to float32."""
+    """The error in float32 is similar to stock's. In float64, flce is exact, and stock casts logits to float32."""
     oracle = build(name).double()
     logits = oracle(input_ids=IDS).logits[:, :-1].flatten(0, 1)
     exact = nn.functional.cross_entropy(logits, IDS[:, 1:].flatten())
@@ -102,7 +102,7 @@ def test_float64_oracle(name: str, build: Build) -> None:
         ]
         errors.append(torch.stack([(loss - exact).abs().double(), *gradients]))
     assert (errors[1] <= 1.5 * errors[0] + 1e-6).all()
-    assert errors[2][0] < 1e-6  # the loss itself is float32, as stock's
+    assert errors[2][0] < 1e-6  # the loss is float32, as in stock
     assert errors[2][1:].max() < 1e-10
 
 
@@ -111,7 +111,7 @@ def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 
 class Counted(nn.Module):
-    """A parametrisation with a state that changes whenever the weight is read, as `spectral_norm` has."""
+    """A parametrisation whose state changes at each read of the weight, as in `spectral_norm`."""
 
     reads = 0
 
@@ -160,7 +160,7 @@ QUIET = {
         model.lm_head.bias = nn.Parameter(torch.randn(V))
         step()
         fused(1)""",
-    # As a training loop or a trainer's label smoothing makes it, which never gives the labels to the model.
+    # The loss of a training loop or of label smoothing, which calls the model without labels.
     "an own loss": """
         model = patch(build("Gemma2"))
         backward(own_loss(model, attention_mask=torch.ones_like(IDS)))
@@ -201,7 +201,7 @@ QUIET = {
             step()
             fused(1)
             assert type(unpatch(model).get_output_embeddings()) is nn.Linear""",
-    # Past the inner model's hooks, as adapters do.
+    # Calls the forward of the inner model without its hooks, as adapters do.
     "wrappers that call forward": """
         run = lambda inner, **inputs: inner.forward(**inputs)
         for model in (Wrapper(patch(build("Llama")), run), patch(Wrapper(build("Llama"), run))):
@@ -213,7 +213,7 @@ QUIET = {
             assert is_patched(model) == patched
             assert not is_patched(unpatch(model))
             assert type(model.inner.lm_head) is nn.Linear""",
-    # Models dispatched over devices keep each module's forward on the instance.
+    # Accelerate stores each module's forward on the instance if it dispatches a model over devices.
     "hooks of accelerate": """
         hooks = importorskip("accelerate.hooks")
         for patch_first in (True, False):
@@ -265,7 +265,7 @@ QUIET = {
         patch(model)
         step()
         fused(1)""",
-    # Found by watching, without and with gradients, and left alone in inference.
+    # `VocabularyProductMode` finds the product with and without gradients. Inference is not changed.
     "a product with the embedding": """
         config = transformers.PerceiverConfig(
             vocab_size=V, max_position_embeddings=9, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
@@ -297,7 +297,7 @@ QUIET = {
         fused(2)
         assert not is_patched(unpatch(model))
         assert type(model["reference"].lm_head) is nn.Linear""",
-    # Both see labels; they share the head.
+    # Both models are called with labels, and share the head.
     "a model around a patched one": """
         model = patch(build("Llama"))
         wrapper = patch(Wrapper(model, lambda inner, **inputs: inner.forward(**inputs))).eval()
@@ -306,7 +306,7 @@ QUIET = {
             assert type(model(input_ids=IDS).logits) is Tensor
         fused(2)
         assert not is_patched(unpatch(wrapper))""",
-    # As FSDP2 changes it, before and after which a model may be patched.
+    # FSDP2 changes the class in this way. A model may be patched before or after.
     "another class": """
         model = patch(build("Llama"))
         for module in (model, model.lm_head):
@@ -347,7 +347,7 @@ READING = {
         note(torch.func.grad(loss)({k: v.detach() for k, v in model.named_parameters()}))
         outputs = torch.func.functional_call(model, dict(model.named_parameters()), (), batch())
         assert isinstance(outputs.logits, LazyLogits) == patched""",
-    # What Trainer does to the outputs of an evaluation step.
+    # Operations of Trainer on the outputs of an evaluation step.
     "helpers of accelerate": """
         operations = importorskip("accelerate.utils.operations")
         model = patch(build("Llama")).eval().bfloat16()
@@ -472,7 +472,7 @@ def integers() -> nn.Linear:
 
 
 def typed(name: str, **attributes: Any) -> nn.Linear:
-    """A head whose weight has a class of a quantiser."""
+    """Return a head whose weight has the class of a quantiser."""
     head = Own(32, V)
     head.weight = nn.Parameter(torch.zeros(V, 32).as_subclass(type(name, (Tensor,), attributes)), requires_grad=False)
     return head
@@ -490,18 +490,21 @@ UNFIT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a name": (lambda model: "gpt2", r"torch\.nn\.Module, got str"),
     "no linear layer of as many classes": (
         lambda model: nn.Sequential(nn.Linear(32, 7), nn.GELU()),
-        r"is a .*Sequential, with no plain torch\.nn\.Linear",
+        r"is a .*Sequential, without a plain torch\.nn\.Linear",
     ),
-    "a layer of its own": (lambda model: Own(32, V), r"is a .*Own, with no plain torch\.nn\.Linear"),
+    "another class of layer": (lambda model: Own(32, V), r"is a .*Own, without a plain torch\.nn\.Linear"),
     "integers": (lambda model: integers(), "int8 weights: a quantised head"),
-    "a type of its own": (lambda model: typed("Packed", dequantize=lambda x: x), "Packed weights: a quantised head"),
+    "another class of weight": (
+        lambda model: typed("Packed", dequantize=lambda x: x),
+        "Packed weights: a quantised head",
+    ),
     "bitsandbytes, on a CPU": (lambda model: typed("Params4bit", quant_state=None), "Params4bit weights: a quantised"),
     "packed integers": (lambda model: packed(), "torch.int32 weights: a quantised head"),
 }
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_what_cannot_be_patched(name: str, build: Build) -> None:
+def test_models_that_cannot_be_patched(name: str, build: Build) -> None:
     make, message = UNFIT[name]
     model = build("Llama")
     what = make(model)
@@ -514,7 +517,7 @@ def test_what_cannot_be_patched(name: str, build: Build) -> None:
 
 
 @pytest.mark.parametrize("function", [patch_model, unpatch_model, is_patched, flce.report])
-def test_what_is_no_model(function: Callable[..., Any]) -> None:
+def test_arguments_that_are_not_models(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=rf"{function.__name__} expects a torch.nn.Module, got str"):
         function("x")
 
@@ -535,7 +538,7 @@ def test_only_the_first_call_looks_for_the_head(build: Build) -> None:
 
 
 def test_threads(build: Build) -> None:
-    """Calls with and without labels at the same time, as replicas of a model make them."""
+    """Two threads call the model with and without labels at the same time, as replicas do."""
     model = patch_model(build("Llama")).eval()
     started, go_on = threading.Event(), threading.Event()
     seen = []

@@ -1,4 +1,4 @@
-"""PEFT's adapters, around the output embedding and on it: patched models against stock ones."""
+"""PEFT's adapters on the output embedding and elsewhere: patched models compared with stock models."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 pytestmark = [
-    # What PEFT says about adapters on tied embeddings, and about biases that cannot be merged.
+    # Warnings of PEFT about adapters on tied embeddings, and about biases that cannot be merged.
     pytest.mark.filterwarnings("ignore:(?!.* needs the logits)"),
 ]
 
-NAMES = ["Llama", "Qwen3", "Gemma2"]  # a head of its own, one tied to the embedding, a softcap behind it
+NAMES = ["Llama", "Qwen3", "Gemma2"]  # an untied head, a tied head, a head with a softcap
 WHEN = ["before", "after"]  # patched before or after `get_peft_model`
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HEAD = [*LAYERS, "lm_head"]
 
 
 def lora(**settings: Any) -> Any:
-    """Adapters with random weights, which change the logits by as much as the head makes them."""
+    """Return a config of adapters with random weights, whose logits are about as large as the head's."""
     usual = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": HEAD}
     return peft.LoraConfig(**{**usual, **settings})
 
 
 def wrap(model: Any, *configs: Any) -> Any:
-    """The model with adapters "default", "adapter1", ..., the same at every call."""
+    """Return the model with adapters "default", "adapter1", ..., with the same weights in each call."""
     torch.manual_seed(7)
     wrapped = peft.get_peft_model(model, configs[0])
     for i, config in enumerate(configs[1:], 1):
@@ -48,7 +48,7 @@ def wrap(model: Any, *configs: Any) -> Any:
 
 
 def adapted(patch: Callable[..., Any], model: Any, when: str, *configs: Any) -> Any:
-    """A patched model with adapters."""
+    """Return a patched model with adapters."""
     if when == "before":
         patch(model)
     model = wrap(model, *configs)
@@ -56,7 +56,7 @@ def adapted(patch: Callable[..., Any], model: Any, when: str, *configs: Any) -> 
 
 
 def head_gradients(model: Any) -> dict[str, Tensor]:
-    """Those of the parameters in the output embedding."""
+    """Return the gradients of the parameters in the output embedding."""
     return {n: p.grad for n, p in model.get_output_embeddings().named_parameters() if p.grad is not None}
 
 
@@ -106,7 +106,7 @@ def test_training_step(name: str, config: str, when: str, compare: Compare) -> N
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_evaluation(config: str, when: str, compare: Compare) -> None:
-    """With labels fused, also where the wrapper calls the inner model's forward; without, stock's own logits."""
+    """Calls with labels are fused, also if the wrapper calls the inner forward. Other calls run stock code."""
     script = """
         model = adapted(patch, build("Gemma2"), when, CONFIGS[config]()).eval()
         inputs = batch()
@@ -124,7 +124,7 @@ def test_evaluation(config: str, when: str, compare: Compare) -> None:
 
 
 def test_the_operator_gets_the_adapters(build: Build, fused_calls: Calls) -> None:
-    """Factors of the head apply to the adapters as well: the softcap comes last."""
+    """Factors of the head apply to the adapters too, and the softcap is applied last."""
     model = adapted(patch_model, build("Gemma2"), "after", lora(), lora(r=2))
     model.base_model.set_adapter(["default", "adapter1"])
     model(**batch())
@@ -135,7 +135,7 @@ def test_the_operator_gets_the_adapters(build: Build, fused_calls: Calls) -> Non
 
 # ------------------------------------------------------------------------------- adapters that come and go
 
-# Of each kind of model.
+# One of each kind of model.
 CHANGES = {
     "several adapters": """
         model = adapted(patch, build(name), when, lora(), lora(r=2, lora_alpha=6, lora_dropout=0.2))
@@ -156,7 +156,7 @@ CHANGES = {
         assert torch.equal(step().loss, first)
         assert abs(float(first - base)) > 1e-2
         fused(3)""",
-    # The plain model that remains is patched, and trains in full.
+    # The model without PEFT is still patched, and all of its parameters are trained.
     **{
         method: f"""
         model = adapted(patch, build(name), when, lora()).{method}().requires_grad_(True)
@@ -204,7 +204,7 @@ SURROUNDED = {
         model.delete_adapter("later")
         step()
         fused(2)""",
-    # Each adapter with ``modules_to_save`` has a head of its own.
+    # Each adapter with ``modules_to_save`` has a separate head.
     "copies of the head are switched": """
         config = lora(target_modules=LAYERS, modules_to_save=["lm_head"])
         model = adapted(patch, build("Llama"), when, config, copy.deepcopy(config))
@@ -296,8 +296,8 @@ def test_around_one_model(name: str, when: str, compare: Compare) -> None:
 def test_save_and_load(
     name: str, config: str, when: str, compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The patched run loads what both runs have saved."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # it would look the base model up
+    """The patched run loads the files of both runs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # PEFT would search for the base model on the hub
     script = """
         model = adapted(patch, build(name), when, CONFIGS[config]())
         note(list(model.state_dict()))
@@ -314,7 +314,7 @@ def test_save_and_load(
 
 
 def test_a_copy_of_a_patched_head_is_the_models(build: Build) -> None:
-    """PEFT copies the layer, which patch_model has changed, to train the copy."""
+    """PEFT trains a copy of the layer that patch_model has changed."""
     patched = adapted(patch_model, build("Llama"), "before", CONFIGS["modules_to_save"]())
     with warnings.catch_warnings():
         warnings.simplefilter("error", flce.huggingface.NotFusedWarning)
@@ -352,7 +352,7 @@ PRECISIONS = {
 @parametrize_pairs(name=NAMES, precision=list(PRECISIONS), when=WHEN)
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_precision(name: str, precision: str, when: str, compare: Compare) -> None:
-    """The patched step is about as close to that of the same weights in float64 as stock's."""
+    """The errors of the patched step, compared with float64, are similar to stock's."""
     script = """
         outputs.loss.backward()
         fused(1)
@@ -381,7 +381,7 @@ def materialised(caught: Any) -> list[str]:
 
 @parametrize_pairs(name=NAMES, dropout=[0.0, 0.3], when=WHEN)
 def test_dora_on_the_head(name: str, dropout: float, when: str, compare: Compare) -> None:
-    """It scales each class by the norm of its row, which no factor of the operator stands for."""
+    """DoRA scales each class by the norm of its row, for which the operator has no argument."""
     script = """
         model = adapted(patch, build(name), when, lora(use_dora=True, lora_dropout=dropout))
         with warnings.catch_warnings(record=True) as caught:
@@ -454,7 +454,7 @@ FIRST = {
 )
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 def test_other_tuners_on_the_head(tuner: str, first: str, when: str, compare: Compare) -> None:
-    """Right in any case, and fused whatever the first call was. With the logits and a warning if a tuner needs them."""
+    """Results are right, and fused whatever the first call was, unless a tuner needs logits (with a warning)."""
     script = f"""
         model = build("Llama")
         if first == "without adapters":
@@ -474,7 +474,7 @@ def test_other_tuners_on_the_head(tuner: str, first: str, when: str, compare: Co
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 def test_an_adapter_for_each_sequence(when: str, compare: Compare) -> None:
-    """PEFT writes the adapters' parts into the base's logits."""
+    """PEFT adds the logits of the adapters to the logits of the base in place."""
     script = """
         model = adapted(patch, build("Llama"), when, lora(), lora(r=2)).eval()
         with torch.no_grad():
@@ -490,9 +490,9 @@ OPTIONS = flce.ChunkOptions(chunk_rows=16)  # 2 MiB of logits at a time
 
 @parametrize_pairs(target=["backbone", "head too"], dtype=[torch.float32, torch.bfloat16], when=WHEN)
 def test_workspace(target: str, dtype: torch.dtype, when: str, build: Build) -> None:
-    """No V-wide term is made, nor is there a copy, a cast or a gradient of the frozen head.
+    """No logits, and no copy, cast or gradient of the frozen head are allocated.
 
-    The logits would be 64 MiB, and the adapter's part of them as much again. The head is 32 MiB in float32.
+    The logits would be 64 MiB, and the logits of the adapter another 64 MiB. The head is 32 MiB in float32.
     """
     from tests.planning.test_plan import peak_on_cpu
 

@@ -1,4 +1,4 @@
-"""Programs that are made of a patched model: they run stock code, also where flce is not installed."""
+"""Exported and traced programs of a patched model. They run stock code and do not need flce."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ in_training = pytest.mark.parametrize("training", [True, False], ids=["train", "
 @in_training
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_export(strict: bool, training: bool, returned: Any, compare: Compare) -> None:
-    """As nothing was decided, the next call is fused, and its gradients are stock's."""
+    """After an export, the next call is fused, and its gradients equal stock's."""
     script = """
         torch.compiler.reset()
         model = patch(build("Llama", num_hidden_layers=1).train(training), on_materialize="raise")
@@ -101,7 +101,7 @@ def test_jit_trace(earlier: bool, training: bool, returned: Any, build: Build, c
 
 
 def test_jit_trace_checks_itself(build: Build) -> None:
-    """With a call that is not traced, whose logits are lazy."""
+    """The check of `torch.jit.trace` calls the model without tracing. The logits of this call are lazy."""
     model = build("Llama", num_hidden_layers=1)
     skip_where_old_transformers_fails(lambda: torch.jit.trace(Around(model, logits_and_loss), (IDS,)))
     patch_model(model, on_materialize="ignore")

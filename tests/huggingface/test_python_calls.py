@@ -1,4 +1,4 @@
-"""Host time of small calls, by the number of Python calls: unlike a duration it is the same on every run."""
+"""Host time of small calls, measured as the number of Python calls, which is equal in each run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS, HIDDEN, VOCAB = 16, 32, 97
 
 
 class Head(nn.Module):
-    """A model that is nothing but its output embedding."""
+    """A model that consists of its output embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Head(nn.Module):
 
 
 def python_calls(step: Callable[[], Any], within: str = "") -> int:
-    """In the third run, after what is done once. ``within``: of functions in this folder."""
+    """Count the Python calls of the third run. ``within``: count only functions in this folder."""
     step()
     step()
     calls = 0
@@ -54,14 +54,14 @@ def python_calls(step: Callable[[], Any], within: str = "") -> int:
 
 
 def operators_calls(labels: torch.Tensor) -> int:
-    """Of the fused loss alone, forward and backward."""
+    """Count the calls of the fused loss without a model, forward and backward."""
     hidden = torch.randn(*labels.shape, HIDDEN, requires_grad=True)
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
     return python_calls(lambda: flce.fused_linear_cross_entropy(hidden, weight, labels).backward())
 
 
 def test_head_and_own_loss() -> None:
-    """Beside the operator, 430 on 2026-11-25, 43 of them to find out whether a wrapper holds the weights; 571 with a
+    """Without the operator's calls, 430 on 2026-11-25, of which 43 test whether a wrapper holds the weights; 571 with a
     cast and a shift."""
     model = flce.patch_model(Head())
     hidden, labels = torch.randn(1, TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (1, TOKENS))
@@ -86,14 +86,14 @@ def test_head_and_own_loss() -> None:
     ids=["double", "times", "view", "slice", "shape"],
 )
 def test_a_small_lazy_operation(operation: Callable[[Any], Any]) -> None:
-    """Enters 15 functions of flce; 43 on 2026-11-26."""
+    """A lazy operation calls at most 15 functions of flce; 43 on 2026-11-26."""
     model = flce.patch_model(Head())
     logits = model(torch.randn(1, TOKENS, HIDDEN, requires_grad=True))
     assert python_calls(lambda: operation(logits), within=str(Path(flce.__file__).parent)) <= 15
 
 
 def test_labelled_step(build: Callable[..., Any]) -> None:
-    """More than stock's and the operator's, 457 on 2026-11-25, 549 once."""
+    """Calls in addition to those of stock and of the operator: 457 on 2026-11-25, 549 before."""
     ids = torch.randint(VOCAB, (1, TOKENS))
 
     def calls(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Calls that compute a loss, by whatever way labels, hidden states and heads get there."""
+"""Calls that have to compute the fused loss: kinds of labels, heads, wrappers and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_labels_within_a_batch(by_name: bool, kind: Any, compare: Compare) -> No
 
 @pytest.mark.parametrize("order", ["prepared, patched", "patched, prepared", "patched, prepared, unwrapped"])
 def test_mixed_precision_by_accelerate(order: str, compare: Compare) -> None:
-    """It keeps the class's forward within one on the instance."""
+    """Accelerate sets a forward on the instance that calls the forward of the class."""
     script = """
         accelerate = importorskip("accelerate")
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -71,7 +71,7 @@ def test_mixed_precision_by_accelerate(order: str, compare: Compare) -> None:
 @pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_fabric(precision: Any, order: str, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hook of every output runs once a backward, as on real logits."""
+    """Fabric's hook on each output runs once in each backward, as on real logits."""
     lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
     ran: list[bool] = []
     hook: Callable[..., None] = lambda required, grad: ran.append(required)  # noqa: E731
@@ -114,7 +114,7 @@ WRAPPED = {
         loss = F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0])
         with raises(RuntimeError, match=r"fabric\.backward"):
             loss.backward()""",
-    # One of Transformers', which says that it has no output embedding.
+    # A model of Transformers whose get_output_embeddings() returns None.
     "a model without a head around one with a head": """
         class Outer(importorskip("transformers").PreTrainedModel):
             def __init__(self, model):
@@ -142,7 +142,7 @@ def test_wrappers(name: str, compare: Compare) -> None:
 
 
 def in_checkpoint(model: Any, reentrant: bool, labels: Tensor | None = None) -> Any:
-    """Computes head and loss of the model in a checkpoint, from labels that it has itself."""
+    """Compute head and loss of the model in a checkpoint. The checkpointed function has the labels."""
     hidden = model.model(input_ids=IDS).last_hidden_state
 
     def head_and_loss(hidden: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def in_checkpoint(model: Any, reentrant: bool, labels: Tensor | None = None) -> 
 @pytest.mark.parametrize("labels", [IDS, None])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_head_and_loss_in_a_checkpoint(reentrant: bool, labels: Any, training: bool, compare: Compare) -> None:
-    """They are fused in both passes or in none."""
+    """Head and loss are fused in both passes or in none."""
     script = """
         model = patch(Wrapper(build("Llama"), in_checkpoint).train(training), on_materialize="raise")
         for _ in range(2):
@@ -176,7 +176,7 @@ class Doubled(torch.autograd.Function):
 
 
 CHECKPOINTED = {
-    # Each is computed again as it was computed first.
+    # The recomputation of each call returns the same kind of logits as its first pass.
     "calls with and without labels before backward": """
         model = patch(Wrapper(build("Llama"), in_checkpoint).eval(), on_materialize="raise")
         for labels in ((IDS, None), (None, IDS)):
@@ -190,7 +190,7 @@ CHECKPOINTED = {
         model = patch(build("Llama"), on_materialize="ignore")
         logits = Doubled.apply(model(input_ids=IDS).logits)
         backward(checkpoint(lambda x: x.logsumexp(-1).sum(), logits, use_reentrant=reentrant))""",
-    # The first pass of a reentrant one has no gradients, as inference.
+    # The first pass of a reentrant checkpoint has no gradients, like inference.
     "an own loss": """
         model = patch(build("Llama"), on_materialize="raise")
         def run(embedded):
@@ -253,7 +253,7 @@ def in_another(read: Any, logits: Tensor, **options: Any) -> Tensor:
 def test_logits_that_are_read_in_a_checkpoint(
     name: str, when: str, contexts: Any, inner: Any, compare: Compare
 ) -> None:
-    """A recomputation does what the first pass did, also where something else has read the logits since."""
+    """A recomputation repeats the operations of the first pass, even if other code has read the logits since."""
     script = """
         model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
         logits = model(input_ids=IDS).logits
@@ -302,7 +302,7 @@ def loss_of_heads(model: Any, heads: Any) -> Tensor:
 
 
 class TwoHeads(nn.Module):
-    """Not of Transformers; its other layers may be as wide as the vocabulary."""
+    """A model outside of Transformers, whose other layers may be as wide as the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class MyParam(nn.Parameter):
 
 
 class OwnFunction(nn.Parameter):
-    """Sees what is done with it."""
+    """A parameter with its own `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -334,7 +334,7 @@ class OwnFunction(nn.Parameter):
 
 
 HEADS = {
-    "heads beside the model": """
+    "heads outside of the model": """
         def run(inner):
             return loss_of_heads(inner, model.medusa_head)
         model = patch(Around(build("Llama"), run, medusa_head=medusa_heads()), on_materialize="raise")
@@ -353,7 +353,7 @@ HEADS = {
         patch(model, on_materialize="raise")
         backward(loss_of_heads(model, model.medusa_head))
         fused(3)""",
-    # A forward finds them.
+    # A forward finds and patches them.
     "heads that were added to a patched model": """
         model = patch(build("Llama"), on_materialize="raise")
         model.medusa_head = medusa_heads()
@@ -412,8 +412,8 @@ HEADS = {
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         backward((compiled if patched else model)(**BATCH).loss)""",
-    # It runs stock code.
-    "a parameter with functions of its own": """
+    # The head runs stock code.
+    "a parameter with its own functions": """
         model = build("Llama")
         model.lm_head.weight = OwnFunction(model.lm_head.weight.data)
         patch(model)
@@ -445,11 +445,11 @@ def quantised(build: Build) -> Any:
 
 
 @pytest.mark.parametrize("other", ["encoder", "teacher"])
-def test_what_is_beside_the_language_model_is_left(other: str, build: Build, compare: Compare) -> None:
+def test_other_models_are_left_unpatched(other: str, build: Build, compare: Compare) -> None:
     make = quantised if other == "teacher" else lambda build: build("Llama").model
     reason = "LlamaModel has no output embedding" if other == "encoder" else "quantised"
     pair = Around(build("Llama"), lambda inner: inner(**BATCH).loss, other=make(build))
-    with pytest.warns(UserWarning, match=f"left.*other: .*{reason}") as caught:
+    with pytest.warns(UserWarning, match=f"could not patch.*other: .*{reason}") as caught:
         patch_model(patch_model(pair))
     assert len(caught) == 1
     assert caught[0].filename == __file__

@@ -1,4 +1,4 @@
-"""What is said where nothing is fused, and what `flce.report` counts."""
+"""Warnings if no loss is fused, and counts of `flce.report`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def losses_of_several(model: Any) -> Tensor:
     return torch.stack([F.cross_entropy(each.flatten(0, 1), IDS.flatten()) for each in logits]).sum()
 
 
-class Said(NamedTuple):
-    """What a training step says in each call.
+class ExpectedWarnings(NamedTuple):
+    """The expected warnings of a training step.
 
     Attributes:
-        step: what is differentiated.
+        step: a function that returns the loss.
         counts: the number of warnings in each call.
-        words: the parts of a warning.
-        training: the model's mode.
-        evaluated: whether an evaluation came before.
+        words: parts of the warning.
+        training: the mode of the model.
+        evaluated: whether an evaluation runs before.
     """
 
     step: Callable[[Any], Tensor]
@@ -48,44 +48,46 @@ class Said(NamedTuple):
     evaluated: bool = False
 
 
-SAID = {
-    # What `from_pretrained` returns is in evaluation mode.
-    "an own loss in evaluation mode": Said(own_loss, [0, 1, 0], ("eval() mode", "model.train()"), training=False),
-    "fused losses": Said(own_loss, [0] * 4),
-    "a kernel that goes round the head": Said(
+WARNINGS = {
+    # `from_pretrained` returns a model in evaluation mode.
+    "an own loss in evaluation mode": ExpectedWarnings(
+        own_loss, [0, 1, 0], ("eval() mode", "model.train()"), training=False
+    ),
+    "fused losses": ExpectedWarnings(own_loss, [0] * 4),
+    "a kernel that bypasses the head": ExpectedWarnings(
         lambda model: F.cross_entropy((hidden_of(model) @ model.lm_head.weight.T).flatten(0, 1), IDS.flatten()),
         [0, 0, 1, 0],
-        ("round the head",),
+        ("instead of the head",),
     ),
-    # It is made when all of them are done, so until then there is nothing to say.
-    "one loss of several forwards": Said(losses_of_several, [0, 0]),
-    "logits that are not used": Said(
+    # The loss is computed after all forwards, so no warning may be given before.
+    "one loss of several forwards": ExpectedWarnings(losses_of_several, [0, 0]),
+    "logits that are not used": ExpectedWarnings(
         lambda model: model(input_ids=IDS, output_hidden_states=True).hidden_states[-1].sum(), [0, 0, 1, 0]
     ),
-    # It is no training.
-    "an evaluation before": Said(lambda model: hidden_of(model).sum(), [0, 0, 1, 0], evaluated=True),
-    "evaluation": Said(
+    # This is not training.
+    "an evaluation before": ExpectedWarnings(lambda model: hidden_of(model).sum(), [0, 0, 1, 0], evaluated=True),
+    "evaluation": ExpectedWarnings(
         lambda model: model(input_ids=IDS).logits.argmax(-1).double().requires_grad_().sum(), [0] * 4, training=False
     ),
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_is_said(name: str, build: Build) -> None:
-    said = SAID[name]
-    model = patch_model(build("Llama").train(said.training))
-    if said.evaluated:
+@pytest.mark.parametrize("name", WARNINGS)
+def test_warnings(name: str, build: Build) -> None:
+    expected = WARNINGS[name]
+    model = patch_model(build("Llama").train(expected.training))
+    if expected.evaluated:
         with torch.no_grad():
             model(input_ids=IDS, labels=IDS)
     messages = []
-    for _ in said.counts:
+    for _ in expected.counts:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            said.step(model).backward()
+            expected.step(model).backward()
         messages.append([str(w.message) for w in caught if w.category is NotFusedWarning])
-    assert [len(each) for each in messages] == said.counts
+    assert [len(each) for each in messages] == expected.counts
     text = str(messages)
-    assert all(word in text for word in said.words)
+    assert all(word in text for word in expected.words)
 
 
 def test_report_of_stock_and_fused_losses(build: Build) -> None:
@@ -110,7 +112,7 @@ def test_logits_of_evaluation_mode_can_be_saved(build: Build, tmp_path: Any) -> 
 
 
 def test_a_head_that_runs_stock_code(build: Build) -> None:
-    """Here because the model runs in a transform."""
+    """The head runs stock code because the model runs in a transform."""
     model = patch_model(build("Llama"))
 
     def step() -> None:
@@ -125,7 +127,7 @@ def test_a_head_that_runs_stock_code(build: Build) -> None:
 
 
 def test_another_forward_on_the_head(build: Build) -> None:
-    """It makes logits without a product as wide as the vocabulary, as tensor parallelism does."""
+    """Another forward computes logits without a product as wide as the vocabulary, as tensor parallelism does."""
 
     def halves(hidden: Tensor) -> Tensor:
         return torch.cat([F.linear(hidden, half) for half in model.lm_head.weight.chunk(2)], -1)
@@ -157,7 +159,7 @@ def test_another_forward_on_the_head(build: Build) -> None:
 
 
 def test_the_line_is_the_users(build: Build, tmp_path: Any) -> None:
-    """Behind a line of Transformers, and with a remedy for metrics."""
+    """The warning names the user's line, not the line of Transformers, with a remedy for metrics."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -221,7 +223,7 @@ def test_unpatching_leaves_no_hook(build: Build) -> None:
 
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool) -> None:
-    """They would be gathered on one GPU. A replica, as `nn.DataParallel` makes it, needs no GPU."""
+    """The logits would be gathered on one GPU. The test creates a replica as `nn.DataParallel` does, without a GPU."""
     model = patch_model(build("Llama"))
     replica = model._replicate_for_data_parallel()
     for name, child in model._modules.items():
@@ -241,7 +243,7 @@ def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool
 
 
 def test_hooks_of_fsdp1(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP1 needs a GPU, but for the hooks that it registers on outputs. Here they are its own, with other insides."""
+    """FSDP1 needs a GPU, so the test registers FSDP1's own hooks on the outputs, and replaces their backend."""
     seen: list[Tensor] = []
 
     def pre_backward(state: Any, module: Any, handle: Any, grad: Tensor, *unused: Any) -> Tensor:

@@ -80,7 +80,7 @@ def test_the_class_that_a_config_names() -> None:
 
 
 def test_a_model_without_tokens() -> None:
-    with pytest.raises(ValueError, match="takes input_values in the place of tokens"):
+    with pytest.raises(ValueError, match="expects input_values instead of tokens"):
         training_memory(small("moonshine"))
 
 
@@ -103,7 +103,7 @@ def test_a_model_in_the_cache(tmp_path: Path) -> None:
         for name in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.TRANSFORMERS_CACHE"):
             patch.setattr(name, str(tmp_path), raising=False)
         assert language_model.load_config("some/llama").model_type == "llama"
-        with pytest.raises(ValueError, match="some/other does not exist, and is no model whose config is in the cache"):
+        with pytest.raises(ValueError, match="some/other does not exist, and the cache of Transformers has no config"):
             language_model.load_config("some/other")
 
 
@@ -198,5 +198,5 @@ def test_values_of_tokens_and_constants_are_known(known_ids: tuple[rehearsal.Ste
             with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
                 AsksForValues()(stale)
         table = torch.empty(6, 4, device="meta")
-        with pytest.raises(IndexError, match="row 6 is asked of an embedding with 6 rows"):
+        with pytest.raises(IndexError, match="reads row 6 of an embedding with 6 rows"):
             nn.functional.embedding(ids, table)

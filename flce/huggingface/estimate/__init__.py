@@ -1,1 +1,1 @@
-"""What a training step of a model will take: `rehearsal` runs it without values, `training_memory` adds up."""
+"""The memory of a training step: `rehearsal` runs the step without values, `training_memory` sums up the bytes."""

@@ -1,7 +1,7 @@
-"""A model of Transformers without values, made from its config, and the tensors that a training step gives it.
+"""Creation of a Transformers model on the meta device from its config, and the inputs of a training step.
 
-The class is the one that a user would train: with its encoder where it has one, and with its parts for images and
-sound. What a step of it leaves out is told in sentences.
+The class of the model is the class that a user would train, including an encoder and the parts for images and sound.
+`StepInputs.remarks` describes inputs that a step omits. ``training_memory.py`` and ``flce plan`` call this module.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flce.core.shard import shard_bounds
 
-# Transformers' tables of classes with a language-model head, each with the class that makes models of it. A config that
-# does not name its class gets that of the first table that has one. Older Transformers lack some.
+# Transformers' tables of classes with a language-model head, each with the class that creates the table's models. If a
+# config does not name its class, the first table with the config is used. Older versions lack some of the tables.
 MODEL_CLASSES = (
     ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "AutoModelForSeq2SeqLM"),
     ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "AutoModelForSpeechSeq2Seq"),
@@ -28,7 +28,7 @@ MODEL_CLASSES = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
     ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
 )
-# Arguments of a model that are no text: by name, what they are.
+# Patterns of arguments of a model that are not text.
 MEDIA = {
     "images": r".*(pixel|image)_?\w*(values|embeds|patches)",
     "videos": r".*video.*",
@@ -37,13 +37,13 @@ MEDIA = {
 
 
 def load_config(source: str) -> Any:
-    """The config of a model, from a folder, a ``config.json``, or the cache of Transformers. Nothing is downloaded.
+    """Load the config of a model from a folder, a ``config.json``, or the cache of Transformers, without a download.
 
     Args:
         source: a path, or a hub id whose config has been downloaded before.
 
     Raises:
-        ValueError: there is none, or none of a model that this Transformers knows.
+        ValueError: no config was found, or this version of Transformers does not support its model.
     """
     from transformers import AutoConfig
 
@@ -52,29 +52,29 @@ def load_config(source: str) -> Any:
         raise ValueError(f"{source} has no config.json: give the folder of a model of Transformers, or its config.json")
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Transformers has classes of its own for what is wrong with a config
+    except Exception as error:  # Transformers raises several kinds of exceptions for invalid configs
         needs_code, message = "trust_remote_code" in str(error), format_in_one_line(error)
     if not path.exists():
         raise ValueError(
-            f"{source} does not exist, and is no model whose config is in the cache of Transformers: give the folder "
+            f"{source} does not exist, and the cache of Transformers has no config of this name: give the folder "
             "of a model, its config.json, or the hub id of a model that was downloaded"
         )
     if needs_code:
-        raise ValueError(f"{source} needs Python code of its own, which flce plan does not run")
-    raise ValueError(f"{source} is no config that Transformers can read: {message}")
+        raise ValueError(f"{source} needs Python code from its repository, which flce plan does not run")
+    raise ValueError(f"{source} is not a config that Transformers can read: {message}")
 
 
 def format_in_one_line(error: BaseException) -> str:
-    """An error in one line, cut where it is long."""
+    """Return the message of an error in one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def make_model(config: Any, dtype: torch.dtype) -> Any:
-    """A model of a config's class, in ``train()``, on the meta device.
+    """Return a model of a config's class, in ``train()``, on the meta device.
 
     Raises:
-        ValueError: Transformers has no class with a language-model head for the config, or cannot make it.
+        ValueError: Transformers has no class with a language-model head for the config, or cannot create the model.
     """
     import transformers
 
@@ -90,9 +90,10 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype).train()
-    except Exception as error:  # whatever the model's own code makes of sizes that do not go together
-        raise ValueError(f"no {config.model_type} can be made of this config: {format_in_one_line(error)}") from None
-    if getattr(config, "is_encoder_decoder", False):  # what it makes of labels begins with a token of its config
+    except Exception as error:  # the model's code may raise any exception for inconsistent sizes
+        message = f"this config of a {config.model_type} does not define a model: {format_in_one_line(error)}"
+        raise ValueError(message) from None
+    if getattr(config, "is_encoder_decoder", False):  # the model shifts labels, which needs these tokens
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(model.config, name, None) is None:
                 setattr(model.config, name, 0)
@@ -100,24 +101,26 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def shard_config(config: Any, shards: int) -> Any:
-    """A config of the model as the process of a group has it that has most classes: of the embedding and the head, that
-    is ceil(V / shards) of V. All else is whole."""
+    """Return a config whose embedding and head have the ceil(V / shards) classes of the process with most classes.
+
+    All other sizes stay.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ValueError(f"the config of a {config.model_type} has no vocab_size that could be divided")
     classes = shard_bounds(text.vocab_size, shards, 0)[1]
-    for each in (config, text):
-        for name, value in list(vars(each).items()):
+    for part in (config, text):
+        for name, value in list(vars(part).items()):
             if name == "vocab_size":
-                setattr(each, name, classes)
+                setattr(part, name, classes)
             elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= classes:
-                setattr(each, name, 0)  # an embedding refuses padding that it has not
+                setattr(part, name, 0)  # an embedding raises an error if its padding token is not below its size
     return config
 
 
 def max_positions(config: Any) -> int | None:
-    """The longest sequence that a model was made for; None: its config names none."""
+    """Return the longest sequence that the config of a model allows, or None if it has no limit."""
     text = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "max_seq_len"):
         value = getattr(text, name, None)
@@ -127,22 +130,22 @@ def max_positions(config: Any) -> int | None:
 
 
 class StepInputs:
-    """What a training step gives to a model.
+    """The inputs of a model in a training step.
 
     Args:
-        model: as `make_model` makes it.
+        model: the result of `make_model`.
 
     Raises:
-        ValueError: the model takes no tokens.
+        ValueError: the model has no argument ``input_ids``.
     """
 
     def __init__(self, model: Any) -> None:
         config, self._arguments = model.config, inspect.signature(model.forward).parameters
         if "input_ids" not in self._arguments:
-            raise ValueError(f"a {type(model).__name__} takes {model.main_input_name} in the place of tokens")
+            raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
         self._token = _text_token(config)
         self.remarks: list[str] = []
-        """What a step has besides a sequence of tokens, or has not, in sentences."""
+        """Sentences about additional and omitted inputs of a step."""
         if getattr(config, "is_encoder_decoder", False):
             self.remarks.append("The encoder and the decoder get a sequence of this length each.")
         media = dict.fromkeys(kind for name in self._arguments if (kind := _media_kind(name)) is not None)
@@ -150,14 +153,14 @@ class StepInputs:
             self.remarks.append(f"A step has text alone, without {' or '.join(media)}; all weights are counted.")
 
     def tensors(self, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The arguments of a call on the meta device, and the values of those that are tensors; both by name."""
+        """Return the arguments of a call on the meta device, and the values of the tensors among them, by name."""
         tokens = torch.full((batch_size, length), self._token, dtype=torch.int64)
         values = {"labels": tokens, "input_ids": tokens}
-        if any(map(_media_kind, self._arguments)):  # models of text and images ask which tokens are which
-            kinds = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
-            values |= dict.fromkeys(sorted(kinds), torch.zeros_like(tokens))
-        made = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
-        arguments: dict[str, Any] = {name: made[id(value)] for name, value in values.items()}
+        if any(map(_media_kind, self._arguments)):  # models of text and images need the type of each token
+            names = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
+            values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
+        meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
+        arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
         if "use_cache" in self._arguments or any(p.kind is p.VAR_KEYWORD for p in self._arguments.values()):
             arguments["use_cache"] = False
         return arguments, values
@@ -168,11 +171,11 @@ def _media_kind(argument: str) -> str | None:
 
 
 def _text_token(config: Any) -> int:
-    """One that stands for a word: not for padding, an end, or an image."""
+    """Return a token of ordinary text: not of padding, an end, or an image."""
     special = {
         value
-        for each in (config, config.get_text_config(decoder=True))
-        for name, value in vars(each).items()
+        for part in (config, config.get_text_config(decoder=True))
+        for name, value in vars(part).items()
         if isinstance(value, int) and name.endswith(("_token_id", "_token_index"))
     }
     return next(token for token in itertools.count(1) if token not in special)

@@ -1,10 +1,9 @@
-"""A training step that takes no memory and tells how much it would take: tensors on the meta device, storages counted.
+"""Modes that measure the memory of a training step on the meta device. ``training_memory.py`` enters them.
 
-The model's own code runs, forward and backward, with autograd as it is. So there is no formula for any architecture:
-what autograd keeps for backward, what checkpointing throws away and what backward holds for a moment is what happens.
-A :class:`StepMeter` counts each storage from its allocation to its end. Three things differ on a GPU, and are put
-right here: which kernel attention takes (`CudaOperatorsMode`), what kernels allocate inside, and the plan of the fused
-loss.
+The model's code, autograd and checkpointing run unchanged, forward and backward. So no formula for an architecture is
+needed. A :class:`StepMeter` counts the bytes of each storage from its allocation until it is freed. Three things would
+differ on a GPU, and this module corrects them: the choice of kernels (`CudaOperatorsMode`), the memory that kernels
+allocate for themselves, and the plan of the fused loss.
 """
 
 from __future__ import annotations
@@ -30,50 +29,52 @@ from flce.planning.device_kinds import DescribedDevice
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
-UNSHARDED = "unsharded"  # weights of other GPUs, gathered for a while
+UNSHARDED = "unsharded"  # gathered shards of other GPUs
 CATEGORIES = (WEIGHTS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
 ALLOCATION_BYTES = 512
-# Tensors that follow from the tokens and from constants have values: positions, and masks that models read to find
-# padding. They have up to this number of entries, or more if there are more tokens; masks of tokens by tokens do not.
+# Tensors that are computed from tokens and constants have values, because models read positions and padding masks.
+# The limit (larger for long sequences) excludes attention masks, whose size is quadratic in the number of tokens.
 MAX_VALUE_ENTRIES = 1 << 20
 
 _aten = torch.ops.aten
 
 
 class ValuesNeededError(RuntimeError):
-    """The model's forward depends on values of its activations: it cannot be run without them."""
+    """The model's forward depends on values of activations, which the meta device does not have."""
 
 
 class BudgetError(ValueError):
-    """No plan of the loss keeps its budget."""
+    """No plan of the loss is within the budget."""
 
 
 class StepMeter(TorchDispatchMode):
-    """Counts the bytes of meta tensors that are alive, and where they went at the peak.
+    """A mode that counts the bytes of meta tensors by category, now and at the peak.
 
     Args:
-        device: the device that the tensors stand for.
-        autocast: what autocast makes of float32 operands; None: it is off.
+        device: the simulated device.
+        autocast: the dtype to which autocast casts float32 operands, or None if autocast is off.
     """
 
     def __init__(self, device: DescribedDevice, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.device, self.autocast = device, autocast
-        self.category = ACTIVATIONS  # of what is allocated now
+        self.category = ACTIVATIONS  # the category of new storages
         self.current: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.peak_bytes = self._current_bytes = 0
-        self._sizes: dict[int, tuple[int, str]] = {}  # of each storage that is alive, by its address
+        self._sizes: dict[int, tuple[int, str]] = {}  # size and category of each storage, by its address
         self._values, self._max_value_entries = WeakIdKeyDictionary(), MAX_VALUE_ENTRIES
 
     # ------------------------------------------------------------------------------------------------- counting
 
     def track_storage(self, tensor: Tensor, category: str | None = None, is_permanent: bool = False) -> None:
-        """Count a tensor's storage until it ends; again, to put it into another category.
+        """Count a tensor's storage until it is freed. A second call moves the storage to another category.
 
         Args:
-            is_permanent: it outlives the step.
+            tensor: the tensor.
+            category: the category, or None for the current one.
+            is_permanent: whether the storage exists longer than the step.
         """
         storage, category = tensor.untyped_storage(), category or self.category
         key = storage._cdata
@@ -90,12 +91,12 @@ class StepMeter(TorchDispatchMode):
             weakref.finalize(storage, self._release, key).atexit = False
 
     def add_temporary_bytes(self, size: int, category: str | None = None) -> None:
-        """What is allocated and given back within an operation, beside its results."""
+        """Count memory that an operation allocates in addition to its results, and frees."""
         self.add_bytes(size, category or self.category)
         self.add_bytes(-size, category or self.category)
 
     def add_bytes(self, size: int, category: str) -> None:
-        """Count memory for which there is no tensor."""
+        """Count memory without a tensor."""
         self.current[category] += size
         self._current_bytes += size
         if self._current_bytes > self.peak_bytes:
@@ -109,7 +110,7 @@ class StepMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        inputs = _tensors((args, kwargs))
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return self._read_value(args[0])
         if func is torch.ops.flce.linear_cross_entropy.default:
@@ -122,20 +123,20 @@ class StepMeter(TorchDispatchMode):
             result = func(*args, **kwargs)
         except NotImplementedError as error:
             raise ValuesNeededError(f"the shape of a result of {func} depends on values of activations") from error
-        made = _tensors(result)
-        if self._is_on_the_device(given):
-            for tensor in made:
+        outputs = _tensors(result)
+        if self._is_on_simulated_device(inputs):
+            for tensor in outputs:
                 if tensor.untyped_storage()._cdata not in self._sizes:
                     self.track_storage(tensor)
         if func in _SCRATCH_BYTES:
             self.add_temporary_bytes(_SCRATCH_BYTES[func](*args), TEMPORARY)
-        self._follow_values(func, args, kwargs, given, made)
+        self._propagate_values(func, args, kwargs, inputs, outputs)
         return result
 
-    def _is_on_the_device(self, given: list[Tensor]) -> bool:
-        """Whether the result of an operation would be. Lazy logits have tensors without data for their shapes."""
-        if given:
-            return any(t.untyped_storage()._cdata in self._sizes for t in given)
+    def _is_on_simulated_device(self, inputs: list[Tensor]) -> bool:
+        """Return True if the result would be on the simulated device, unlike meta tensors for shapes of lazy logits."""
+        if inputs:
+            return any(t.untyped_storage()._cdata in self._sizes for t in inputs)
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not str(frame.f_globals.get("__name__")).startswith("flce.huggingface.lazy."):
             frame = frame.f_back
@@ -153,7 +154,7 @@ class StepMeter(TorchDispatchMode):
         for grad in gradients:
             if any(grad.shape == weight.shape for weight in args[1]):
                 self.track_storage(grad, GRADIENTS)
-        # A plan that leaves gradients to backward takes less in forward; how much less it does not tell.
+        # Upper bound: deferred plans allocate less in forward, but a plan has no separate figure for forward.
         self.add_temporary_bytes(plan.workspace_bytes, LOSS)
         return result
 
@@ -167,51 +168,51 @@ class StepMeter(TorchDispatchMode):
         return result
 
     def _apply_autocast(self, args: Any) -> Any:
-        """The operands as autocast makes them, in memory of their own."""
+        """Return the arguments of the loss with operands and weights cast as by autocast, and count the copies."""
         if self.autocast is None:
             return args
         operands, weights, *others = args
         cast = [[autocast_to(t, self.autocast) for t in tensors] for tensors in (operands, weights)]
-        for made, given in zip(_tensors(cast), _tensors((operands, weights)), strict=True):
-            if made is not given:
-                self.track_storage(made, LOSS)
+        for copy, original in zip(_tensors(cast), _tensors((operands, weights)), strict=True):
+            if copy is not original:
+                self.track_storage(copy, LOSS)
         return (*cast, *others)
 
     # --------------------------------------------------------------------------------------------------- values
 
     def set_value(self, tensor: Tensor, value: Tensor) -> None:
-        """Note the values of a tensor: those of tensors made from it follow."""
+        """Store the values of a tensor, for the values of tensors that are computed from it."""
         self._values[tensor] = value
         self._max_value_entries = max(self._max_value_entries, 2 * value.numel())
 
     def _read_value(self, tensor: Tensor) -> Any:
         if tensor not in self._values:
-            raise ValuesNeededError("the model's forward asks for the value of an activation")
+            raise ValuesNeededError("the model's forward reads the value of an activation")
         return self._values[tensor].item()
 
     def _check_embedding_indices(self, table: Tensor, indices: Tensor) -> None:
-        """An embedding of rows that are not there: on a GPU the kernel fails, without values nothing does."""
+        """Raise IndexError for rows that an embedding does not have. On a GPU the kernel would fail."""
         known = self._values.get(indices)
         if known is not None and known.numel() and int(known.max()) >= len(table):
-            raise IndexError(f"row {int(known.max()):,} is asked of an embedding with {len(table):,} rows")
+            raise IndexError(f"the model reads row {int(known.max()):,} of an embedding with {len(table):,} rows")
 
-    def _follow_values(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        if not any(tensor.is_meta for tensor in made):
+    def _propagate_values(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if not any(tensor.is_meta for tensor in outputs):
             return
-        follows = not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__)
-        if not follows or not all(t in self._values or not t.is_meta for t in given):
-            self._forget_values([tensor for tensor in made if any(tensor is other for other in given)])
+        is_determined = not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__)
+        if not is_determined or not all(t in self._values or not t.is_meta for t in inputs):
+            self._forget_values([tensor for tensor in outputs if any(tensor is other for other in inputs)])
             return
-        if any(t.numel() > self._max_value_entries for t in made):
+        if any(t.numel() > self._max_value_entries for t in outputs):
             return
         args, kwargs = tree_map_only(Tensor, lambda t: self._values.get(t, t), (args, dict(kwargs)))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        for tensor, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+        for tensor, value in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
             self._values[tensor] = value
 
     def _forget_values(self, written: list[Tensor]) -> None:
-        """The values of what was written to, and of its views: what was written is not known."""
+        """Remove the values of tensors that unknown values were written to, and of their views."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
         if not storages:
             return
@@ -223,46 +224,52 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-# ------------------------------------------------------------------------------------------- what differs on a GPU
+# -------------------------------------------------------------------------------------------- differences on a GPU
 
 
 def _flash_backward_scratch(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
 ) -> int:
-    """A float32 sum of dQ and the sum of a row; dK and dV of each query's head where several share a key's."""
+    """Return the bytes of a float32 sum of dQ, of row sums, and of dK and dV by query head if heads share keys."""
     size = 4 * query.numel() + 2 * lse.nbytes
     if key.shape[1] != query.shape[1]:
         size += 2 * key.nbytes * (query.shape[1] // key.shape[1])
     return size
 
 
-# Kernels that allocate more than their results, beside a few MiB: bytes of that, from their arguments.
+# Kernels that allocate more than a few MiB in addition to their results: functions of the arguments that return bytes.
 _SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_scratch,
 }
 
 
 class _MetaAutocast(torch.autocast):
-    """`torch.autocast`, which knows no meta tensors, for the device that they stand for."""
+    """`torch.autocast` that accepts the device type "meta" and treats it as "cuda".
+
+    Transformers before 5.0 calls ``torch.autocast(tensor.device.type, enabled=False)``, and PyTorch raises an error for
+    "meta". No mode can intercept this call: `TorchFunctionMode` and `TorchDispatchMode` see functions of tensors, and
+    the constructor of ``torch.autocast`` is not one. `torch.device` has no subclasses that could report another type.
+    So `CudaOperatorsMode` replaces the class ``torch.autocast`` globally while it is entered. For all other device
+    types this class behaves as the stock class, so code in other threads is not affected.
+    """
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cuda" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 class CudaOperatorsMode(TorchFunctionMode):
-    """Takes the operators that PyTorch takes for CUDA tensors, where it takes others for those without a device.
+    """A mode that calls the operators of CUDA tensors where PyTorch would call other operators for meta tensors.
 
     Args:
-        autocast: as ``torch.autocast("cuda", autocast)``, which knows no meta tensors; None: it is off.
+        autocast: the dtype of ``torch.autocast("cuda", autocast)``, which has no effect on meta tensors, or None.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.autocast = autocast
-        self._casts = WeakIdKeyDictionary()  # of weights: autocast keeps them until it ends
+        self._casts = WeakIdKeyDictionary()  # casts of weights, which autocast caches
 
     def __enter__(self) -> CudaOperatorsMode:
-        # Models of Transformers before 5 turn autocast off for the device of their tensors.
         self._stock_autocast, torch.autocast = torch.autocast, _MetaAutocast  # type: ignore[misc]
         return super().__enter__()
 
@@ -295,7 +302,7 @@ class CudaOperatorsMode(TorchFunctionMode):
         return cast
 
 
-# Those of autocast's lists that models of language use, https://docs.pytorch.org/docs/stable/amp.html.
+# Functions of autocast's lists that language models call, https://docs.pytorch.org/docs/stable/amp.html.
 _AUTOCAST_TO_HALF = {
     *(F.linear, F.conv1d, F.conv2d, F.bilinear, F.scaled_dot_product_attention),
     *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
@@ -306,15 +313,15 @@ _AUTOCAST_TO_FLOAT32 = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Te
 
 
 def autocast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating tensor in another dtype, as autocast casts it: it leaves integers and float64 alone."""
+    """Return ``tensor`` in ``dtype``. Integers and float64 are not cast, as in autocast."""
     return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _index_with_tensors(index: Any) -> Any:
-    """An index with tensors of the CPU for its lists of numbers, which PyTorch would make without values."""
+    """Replace lists of numbers in an index by CPU tensors. PyTorch would create meta tensors without values."""
     if not isinstance(index, tuple):
         return index
-    return tuple(torch.tensor(each) if isinstance(each, list) else each for each in index)
+    return tuple(torch.tensor(item) if isinstance(item, list) else item for item in index)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -334,8 +341,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of half precision by flash attention where there is no mask; with one, and of
-    float32, by the memory-efficient kernel; the rest is left to PyTorch, whose probabilities are in memory."""
+    """Compute `F.scaled_dot_product_attention` as on a GPU: by flash attention in half precision without a mask, by the
+    memory-efficient kernel with a mask or in float32, else by operators that store the probabilities in memory."""
     dims = query.shape[-1], key.shape[-1], value.shape[-1]
     if attn_mask is None and query.element_size() == 2 and len(set(dims)) == 1 and dims[0] <= 256:
         padded = [F.pad(t, (0, -dims[0] % 8)) if dims[0] % 8 else t for t in (query, key, value)]
@@ -345,7 +352,7 @@ def _attention(
         return out[..., : dims[0]] if dims[0] % 8 else out
     if key.shape[1] == query.shape[1] and query.element_size() <= 4 and not (dims[0] % 4 or dims[2] % 4):
         if attn_mask is not None:
-            # A mask of booleans becomes one of numbers.
+            # The kernel expects a floating mask.
             bias = torch.empty_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
             attn_mask = bias.expand(*query.shape[:3], key.shape[2])
         efficient = _aten._scaled_dot_product_efficient_attention

@@ -1,8 +1,9 @@
-"""What ZeRO-3 and FSDP leave of a training step on each of several GPUs: a rehearsed step, whose weights come and go.
+"""Memory of a training step on each GPU under ZeRO-3 or FSDP. ``training_memory.py`` creates `Shards` for a step.
 
-Of weights, gradients and the optimizer's state each GPU holds a share. The weights of a unit are whole while it runs,
-forward and backward, and those of the next one are gathered meanwhile. Its gradients are whole until the last of them
-is there. Then they are summed over the GPUs, and a share stays.
+Each GPU stores a share of the weights, of the gradients and of the optimizer's state. The weights of a unit are
+gathered while the unit runs, forward and backward, and the weights of the next unit are gathered at the same time. The
+gradients of a unit are full until the last of them is computed. Then they are summed over the GPUs, and each GPU stores
+its share.
 
 Sources: DeepSpeed 0.19, ``deepspeed/runtime/zero``: ``partitioned_param_coordinator.py`` and ``stage3.py``, with the
 defaults of ``config.py``; PyTorch 2.13, ``torch/distributed/fsdp/_fully_shard``; the wrapping policy of Accelerate.
@@ -22,10 +23,9 @@ from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY,
 
 SHARDING_KINDS = ("fsdp", "zero3")
 # DeepSpeed's defaults, in entries.
-PERSISTENCE_THRESHOLD = 100_000  # stage3_param_persistence_threshold: parameters of fewer entries are never taken apart
-MAX_REUSE_DISTANCE = (
-    1_000_000_000  # stage3_max_reuse_distance: what is used again before this many others stays gathered
-)
+PERSISTENCE_THRESHOLD = 100_000  # stage3_param_persistence_threshold: smaller parameters are not divided
+# stage3_max_reuse_distance: a parameter stays gathered if fewer entries are used before its next use
+MAX_REUSE_DISTANCE = 1_000_000_000
 PREFETCH_BUCKET_SIZE = 50_000_000  # stage3_prefetch_bucket_size
 REDUCE_BUCKET_SIZE = 500_000_000  # reduce_bucket_size
 SUB_GROUP_SIZE = 1_000_000_000  # sub_group_size
@@ -33,18 +33,18 @@ SUB_GROUP_SIZE = 1_000_000_000  # sub_group_size
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is divided.
+    """The division of a model over GPUs.
 
     Args:
-        kind: of `SHARDING_KINDS`.
-        gpus: over how many GPUs, at least 2.
+        kind: one of `SHARDING_KINDS`.
+        gpus: the number of GPUs, at least 2.
     """
 
     kind: str
     gpus: int
 
     def share(self, size: int) -> int:
-        """Bytes of ``size`` on one GPU."""
+        """Return the bytes of one GPU's share of ``size`` bytes."""
         return -(-size // self.gpus)
 
 
@@ -52,9 +52,9 @@ class _Unit:
     """Modules whose weights are gathered together.
 
     Args:
-        module: runs with them.
-        parameters: its own.
-        stays_gathered: whether they are whole from the unit's forward to its backward.
+        module: the module whose forward and backward need the weights.
+        parameters: the weights.
+        stays_gathered: whether the weights stay gathered from the forward of the unit to its backward.
     """
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
@@ -65,14 +65,14 @@ class _Unit:
 
 
 class Shards:
-    """The shares of one model, for one rehearsed step. To be made before the weights are held as a whole.
+    """The shares of a model in one step on the meta device. Create it before the meter counts the full weights.
 
     Args:
-        model: with parameters on the meta device.
-        sharding: how it is divided.
-        meter: of the step.
-        state: bytes that the optimizer keeps of a parameter.
-        accumulation: whether gradients are there before the step.
+        model: a model with parameters on the meta device.
+        sharding: the division of the model.
+        meter: the meter of the step.
+        state: a function that returns the bytes of the optimizer's state of a parameter.
+        accumulation: whether gradients exist before the step.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Shards:
         if self._zero3 or self._accumulation:
             meter.add_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
         self.handles = [handle for unit in units for handle in self._register_hooks(unit)]
-        """To be removed after the step."""
+        """Handles of hooks, which the caller removes after the step."""
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """After the last gradient of a unit only shares of its gradients stay, and of its weights."""
+        """Reduce the gradients of a unit to shares, and free its weights, if this gradient is the last of the unit."""
         unit = self._unit_of.get(id(parameter))
         parameters: list[Any] = [parameter] if unit is None else unit.trained
         if unit is not None:
@@ -107,7 +107,7 @@ class Shards:
                 return
         size = sum(p.nbytes for p in parameters)
         if not self._zero3:
-            self._meter.add_temporary_bytes(size, TEMPORARY)  # reduced from one copy of all
+            self._meter.add_temporary_bytes(size, TEMPORARY)  # the reduction reads one copy of all gradients
         elif self._bucket_bytes + size > REDUCE_BUCKET_SIZE * parameter.itemsize:
             self._reduce_bucket(size)
         else:
@@ -120,21 +120,21 @@ class Shards:
             self._set_gathered(unit, False)
 
     def step(self, copies: int) -> None:
-        """What the optimizer's step takes for a moment; ``copies`` of all parameters."""
+        """Count the temporary memory of the optimizer's step, with ``copies`` copies of all parameters."""
         size = sum(4 * p.numel() if self._zero3 else p.nbytes for p in self._trained)
-        moment = copies * self._sharding.share(size)
+        temporary = copies * self._sharding.share(size)
         if self._zero3:  # gradients in float32
             self._reduce_bucket(0)
-            moment += min(self._sharding.share(size), 4 * SUB_GROUP_SIZE)
-        self._meter.add_temporary_bytes(moment, OPTIMIZER)
+            temporary += min(self._sharding.share(size), 4 * SUB_GROUP_SIZE)
+        self._meter.add_temporary_bytes(temporary, OPTIMIZER)
 
-    def _reduce_bucket(self, then: int) -> None:
-        """DeepSpeed reduces what is in its bucket from one copy of that. Then there are ``then`` bytes in it."""
+    def _reduce_bucket(self, new_bytes: int) -> None:
+        """Count the reduction of DeepSpeed's bucket, which copies it, and begin a bucket with ``new_bytes`` bytes."""
         self._meter.add_temporary_bytes(self._bucket_bytes, TEMPORARY)
-        self._bucket_bytes = then
+        self._bucket_bytes = new_bytes
 
     def _optimizer_bytes(self, parameter: Tensor) -> int:
-        """DeepSpeed steps with a copy of the weights in float32, also of such weights, and has a state of that."""
+        """Return the bytes of a parameter's optimizer state. DeepSpeed adds a float32 copy, even of float32 weights."""
         if not self._zero3:
             return self._state(parameter)
         return self._state(parameter.detach().float()) + 4 * parameter.numel()
@@ -163,19 +163,19 @@ class Shards:
         if unit.is_gathered == gathered:
             return
         before, unit.is_gathered = self._bytes_of_gathered, gathered
-        # FSDP has the next layer, which is as large, beside this one.
+        # FSDP gathers the next layer, of the same size, at the same time.
         size = unit.size if self._zero3 or unit.stays_gathered else 2 * unit.size
         self._gathered_bytes += size if gathered else -size
         self._meter.add_bytes(self._bytes_of_gathered - before, UNSHARDED)
 
     @property
     def _bytes_of_gathered(self) -> int:
-        """Bytes that are gathered: with ZeRO-3 also those of what comes next, if there is so much."""
+        """Bytes of gathered weights, with ZeRO-3 including prefetched ones, up to the bytes of all divided weights."""
         return min(self._gathered_bytes + self._prefetched, self._sharded_bytes) if self._gathered_bytes else 0
 
 
 def _units_of_fsdp(model: Any) -> list[_Unit]:
-    """The layers that Transformers names, and the rest, which stays whole from its forward to the end of backward."""
+    """Return a unit for each layer that Transformers names, and one for the rest, which stays gathered."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [_Unit(m, list(m.parameters()), False) for m in model.modules() if type(m).__name__ in names]
     layer_parameters = {id(p) for layer in layers for p in layer.parameters}
@@ -183,12 +183,12 @@ def _units_of_fsdp(model: Any) -> list[_Unit]:
 
 
 def _units_of_zero3(model: Any, divided: list[nn.Parameter]) -> list[_Unit]:
-    """The modules that have parameters. The head and the last of them, as they are defined, stay until backward."""
+    """Return a unit for each module with parameters. The head and the last modules stay gathered until backward."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    units, after, left = [], 0, {id(p): p for p in divided}
+    units, entries_after, remaining = [], 0, {id(p): p for p in divided}
     for module in reversed(list(model.modules())):
-        own = [left.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in left]
-        if own:
-            units.append(_Unit(module, own, module is head or 2 * after < MAX_REUSE_DISTANCE))
-            after += sum(p.numel() for p in own)
+        parameters = [remaining.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in remaining]
+        if parameters:
+            units.append(_Unit(module, parameters, module is head or 2 * entries_after < MAX_REUSE_DISTANCE))
+            entries_after += sum(p.numel() for p in parameters)
     return units

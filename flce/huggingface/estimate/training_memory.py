@@ -1,8 +1,8 @@
-"""How much memory a training step of a model takes on a GPU, and the longest sequence that fits: without a GPU.
+"""Memory of a training step on a GPU, and the longest sequence that fits, without a GPU. ``flce plan`` calls it.
 
-The model is made on the meta device from its config, and a step of it is rehearsed (`rehearsal.py`). On a GPU the peak
-of ``torch.cuda.memory_allocated`` is that: weights, gradients and the optimizer's state, activations, the loss, and
-what backward holds for a moment, as far as they are there at the same time.
+`TrainingMemory` creates the model on the meta device from its config, and runs a step (`rehearsal.py`). The peak
+equals ``torch.cuda.max_memory_allocated`` on a GPU: weights, gradients, the optimizer's state, activations, the loss,
+and temporary tensors of backward.
 """
 
 from __future__ import annotations
@@ -42,26 +42,30 @@ from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
 from flce.planning.device_kinds import DescribedDevice
 
-# What the libraries of matrix products hold from the first product on: 32 MiB each of cuBLAS and cuBLASLt on Hopper.
-# Measured as what is allocated between two steps, beside weights and buffers.
+# Memory that cuBLAS and cuBLASLt allocate at the first matrix product: 32 MiB each on Hopper. We measured it as the
+# allocated memory between two steps, minus weights and buffers.
 LIBRARY_BYTES = 64 << 20
-# Device memory that a process cannot allocate: the context with its kernels, and gaps between tensors.
+# Device memory that is not available to tensors: the CUDA context with its kernels, and gaps between tensors.
 CONTEXT_BYTES = 512 << 20
-# The longest length takes this part of the memory, or is this part of a length that does not fit.
+# The search for the longest sequence ends at a length that uses this fraction of the memory, or that is this fraction
+# of a length that does not fit.
 CLOSE_ENOUGH = 0.99
 MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes that an optimizer keeps for a parameter, and copies of all parameters that it makes while it steps."""
+    """Bytes of an optimizer's state for a parameter, and number of copies of all parameters during its step."""
 
     state_bytes: Callable[[Tensor], int]
     copies: int = 0
 
 
 def _adamw_8bit_state_bytes(parameter: Tensor) -> int:
-    """bitsandbytes: two states of one byte, and a float32 for each 256 entries; two float32 below 4,096 entries."""
+    """Return the bytes that bitsandbytes stores: two 8-bit states, each with a float32 for every 256 entries.
+
+    Parameters with less than 4,096 entries have two float32 states.
+    """
     n = parameter.numel()
     return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
 
@@ -78,18 +82,18 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, beside the length of its sequences.
+    """Options of a training step, except the length of its sequences.
 
     Args:
-        batch_size: sequences of a step on one GPU.
-        dtype: the weights', and that of all that is made from them: gradients, activations, optimizer state.
-        autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: it is off.
+        batch_size: the number of sequences in a step on one GPU.
+        dtype: the dtype of weights, gradients, activations and optimizer state.
+        autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off.
         optimizer: a key of `OPTIMIZERS`.
-        frozen_head: the weight of the head, and of the embedding where they are one, gets no gradient.
-        accumulation: whether gradients are there already when a step begins, of the steps before.
-        options: for the fused loss.
-        shards: processes over which the embedding and the head are divided by classes.
-        sharding: how weights, gradients and optimizer state are divided over GPUs; None: each GPU has all.
+        frozen_head: whether the weight of the head, and of an embedding that is tied to it, gets no gradient.
+        accumulation: whether gradients of earlier steps exist when a step begins.
+        options: the options of the fused loss.
+        shards: the number of processes over which the embedding and the head are divided by classes.
+        sharding: the division of weights, gradients and optimizer state over GPUs; None: each GPU has all.
     """
 
     batch_size: int
@@ -105,17 +109,17 @@ class Training:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one training step takes, in bytes."""
+    """The memory of one training step, in bytes."""
 
     peak_bytes: int
     """The peak of ``torch.cuda.memory_allocated``."""
     parts: dict[str, int] = field(hash=False)
     """The bytes at the peak, by category."""
     fused: bool
-    """Whether the loss was computed without the logits."""
+    """True if the loss was computed without the logits."""
 
     def fits(self, memory: int) -> bool:
-        """Whether the step fits a device with ``memory`` bytes."""
+        """Return True if the step fits on a device with ``memory`` bytes."""
         return self.peak_bytes <= memory - CONTEXT_BYTES
 
 
@@ -132,29 +136,29 @@ VARIANTS = tuple(Variant(patched, checkpointing) for checkpointing in (True, Fal
 
 
 class StepError(RuntimeError):
-    """A model cannot run a step, or not without values."""
+    """A model cannot run a step, or needs values to run it."""
 
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """The longest sequence."""
+    """The longest sequence that fits."""
 
     tokens: int
-    """0: there is none."""
+    """Its length, or 0 if no length fits."""
     obstacle: str | None
-    """Why a longer one cannot be, where that is not the memory."""
+    """The reason why a longer one cannot run, or None if the memory is the reason."""
 
 
 class TrainingMemory:
-    """Training steps of one model on a GPU that need not be there.
+    """The memory of training steps of one model on a simulated GPU.
 
     Args:
         config: a configuration of Transformers, for a model with a language-model head.
-        training: how it is trained.
-        device: the GPU, as `flce.planning.device_kinds.resolve_device` tells it.
+        training: the options of a step.
+        device: the GPU, a result of `flce.planning.device_kinds.resolve_device`.
 
     Raises:
-        ValueError: `make_model` or `StepInputs` of `language_model.py` cannot make a model or its inputs.
+        ValueError: `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs.
     """
 
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
@@ -174,20 +178,20 @@ class TrainingMemory:
 
     @property
     def variants(self) -> list[Variant]:
-        """Those that the model can be trained in."""
+        """Variants in which the model can be trained."""
         has_checkpointing = getattr(self.model, "supports_gradient_checkpointing", False)
         return [variant for variant in VARIANTS if has_checkpointing or not variant.checkpointing]
 
     @property
     def remarks(self) -> list[str]:
-        """What the model or its step has not, or has besides a sequence of tokens, in sentences."""
+        """Sentences about missing features of the model, and about additional and omitted inputs of a step."""
         kind = type(self.model).__name__
         missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
         return [*self.inputs.remarks, *missing_features]
 
     @property
     def head_shape(self) -> tuple[int, int]:
-        """V, as far as this process has it, and H of the output embedding; the config's where the model has none."""
+        """V (of this process) and H of the output embedding, or of the config if the model has no output embedding."""
         head: Any = self._head()
         if head is None:
             text = self.config.get_text_config(decoder=True)
@@ -195,11 +199,11 @@ class TrainingMemory:
         return tuple(head.weight.shape)
 
     def step(self, length: int, variant: Variant) -> StepMemory:
-        """What a step takes with sequences of ``length`` tokens.
+        """Return the memory of a step with sequences of ``length`` tokens.
 
         Raises:
-            StepError: the model cannot run such a step, or not without values.
-            BudgetError: no plan of the loss keeps its budget.
+            StepError: the model cannot run such a step, or needs values to run it.
+            BudgetError: no plan of the loss is within the budget.
         """
         key = length, variant
         if key not in self._step_cache:
@@ -208,22 +212,24 @@ class TrainingMemory:
                     self._step_cache[key] = self._rehearse(length)
             except BudgetError:
                 raise
-            except Exception as error:  # whatever the model's own code makes of such a sequence
+            except Exception as error:  # the model's code may raise any exception
                 kind, sizes = type(self.model).__name__, f"{self.training.batch_size} x {length:,} tokens"
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
         return self._step_cache[key]
 
     def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
-        """The longest sequence that fits ``memory`` bytes.
+        """Return the longest sequence that fits in ``memory`` bytes.
 
-        A line through two lengths says what to try next. The answer is a length that was tried and fits. It takes 99%
-        of the memory, or 1% more tokens do not fit, or the model cannot run 1% more.
+        A line through the last two lengths and peaks predicts the next length to try. The result is a length that was
+        tried and fits. It uses 99% of the memory, or 1% more tokens do not fit, or the model cannot run 1% more tokens.
 
         Args:
-            start: the first length that is tried.
+            variant: the variant of the step.
+            memory: bytes of the device.
+            start: the first length to try.
         """
         available = memory - CONTEXT_BYTES
-        low, high = 0, MAX_TOKENS // self.training.batch_size + 1  # known to fit, known not to
+        low, high = 0, MAX_TOKENS // self.training.batch_size + 1  # `low` fits, `high` does not
         tried: list[tuple[int, int]] = []
         length, obstacle = start, None
         while high - low > max(1, low // 100):
@@ -253,9 +259,9 @@ class TrainingMemory:
         if variant.patched:
             patch_model(model, options=self.training.options, on_materialize="ignore")
         if variant.checkpointing:
-            # Modes of functions do not reach into backward: the recomputation gets one of its own.
-            again = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._recomputation}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+            # Autograd runs backward without function modes, so the recomputation enters a separate one.
+            arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._checkpoint_contexts}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
         try:
             yield
         finally:
@@ -263,17 +269,19 @@ class TrainingMemory:
                 model.gradient_checkpointing_disable()
             unpatch_model(model)
 
-    def _recomputation(self) -> tuple[Any, Any]:
+    def _checkpoint_contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of the first pass of a checkpoint and of its recomputation."""
+
         @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            before, self._meter.category = self._meter.category, ACTIVATIONS
-            try:  # a recomputation ends with an exception, once it has what is needed
+        def recomputation() -> Iterator[None]:
+            previous, self._meter.category = self._meter.category, ACTIVATIONS
+            try:  # PyTorch ends a recomputation early by an exception
                 with CudaOperatorsMode(self.training.autocast):
                     yield
             finally:
-                self._meter.category = before
+                self._meter.category = previous
 
-        return contextlib.nullcontext(), again()
+        return contextlib.nullcontext(), recomputation()
 
     def _rehearse(self, length: int) -> StepMemory:
         training, model = self.training, self.model
@@ -306,7 +314,7 @@ class TrainingMemory:
             with meter:
                 with CudaOperatorsMode(training.autocast):
                     loss = model(**inputs).loss
-                if meter.category == ACTIVATIONS:  # the head was not called as a layer
+                if meter.category == ACTIVATIONS:  # `_on_loss_begin` did not run, because no layer computes the logits
                     meter.category = TEMPORARY
                 torch.autograd.backward([loss])
             if self._shards is None:
@@ -327,7 +335,7 @@ class TrainingMemory:
                 self._shards.on_gradient(parameter)
 
     def _on_loss_begin(self, head: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before the head makes logits. What backward makes until their gradient has reached its input is the loss."""
+        """Count new storages as loss: from the call of the head until backward has computed its input's gradient."""
         self._meter.category = LOSS
 
         def on_loss_end(grad: Tensor) -> None:
@@ -338,7 +346,7 @@ class TrainingMemory:
 
 
 def _next_length(tried: list[tuple[int, int]], low: int, high: int, available: int) -> int:
-    """The length to try, between one that fits and one that does not."""
+    """Return the next length to try, between ``low``, which fits, and ``high``, which does not."""
     length, peak = tried[-1]
     if len(tried) == 1:
         return length * 2 if low == length else length // 2
@@ -346,8 +354,8 @@ def _next_length(tried: list[tuple[int, int]], low: int, high: int, available: i
     slope = (peak - peak_before) / (length - before)
     guess = int(length + ((1 + CLOSE_ENOUGH) / 2 * available - peak) / slope) if slope > 0 else 0
     if low == 0 and guess < 1:
-        return 1  # what does not depend on the length is too much
-    guess = min(guess, 64 * low) if low else guess  # a line through two short lengths leads astray
+        return 1  # the memory that does not depend on the length seems to be too much
+    guess = min(guess, 64 * low) if low else guess  # extrapolation from two short lengths is inaccurate
     if not low < guess < high:
         guess = (low + high) // 2
     return guess // 64 * 64 if guess // 64 * 64 > low else guess
@@ -355,29 +363,28 @@ def _next_length(tried: list[tuple[int, int]], low: int, high: int, available: i
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Warnings of libraries about models without values would be read as warnings about the user's model."""
+    """Return a context without warnings: those of libraries about meta tensors do not concern the user's model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, weight_grad: bool) -> int:
-    """What Transformers' stock loss takes above its inputs and the gradients of hidden states and head, in bytes.
+    """Return the bytes of Transformers' stock loss beyond its inputs and the gradients of hidden states and head.
 
-    Logits in ``dtype``, the same in float32, their log-softmax, and the gradients of these, as far as they are there at
-    the same time.
+    At the peak these are logits in ``dtype`` and in float32, their log-softmax, and gradients of these tensors.
     """
     meter = StepMeter(DescribedDevice("torch", False, UNKNOWN_DEVICE))
 
-    def given(rows: int, requires_grad: bool) -> Tensor:
-        return torch.empty(rows, hidden_size, dtype=dtype, device="meta", requires_grad=requires_grad)
+    def meta_matrix(num_rows: int, requires_grad: bool) -> Tensor:
+        return torch.empty(num_rows, hidden_size, dtype=dtype, device="meta", requires_grad=requires_grad)
 
-    hidden, weight = given(num_tokens, True), given(vocab_size, weight_grad)
+    hidden, weight = meta_matrix(num_tokens, True), meta_matrix(vocab_size, weight_grad)
     target = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     for tensor in (hidden, weight, target):
         meter.track_storage(tensor, WEIGHTS, is_permanent=True)
-    inputs = meter.peak_bytes
+    input_bytes = meter.peak_bytes
     with meter:
         F.cross_entropy(F.linear(hidden, weight).float(), target).backward()
-    grads = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
-    return max(0, meter.peak_bytes - inputs - grads)
+    grad_bytes = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
+    return max(0, meter.peak_bytes - input_bytes - grad_bytes)

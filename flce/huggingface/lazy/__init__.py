@@ -1,30 +1,31 @@
-"""Logits that have not been computed: the head's inputs, and what has been done to the logits since.
+"""Lazy logits: objects that record the inputs of a head and the operations on its logits. ``patch.py`` creates them.
 
-Lazy logits stand where ``hidden @ weight.T + bias`` would. They go through what model code does between the head and
-the loss (casts, scalar factors, tanh, reshapes, slices), become the fused loss at
-``torch.nn.functional.cross_entropy``, and turn into real logits, once and with a warning, under anything else.
+A patched head returns lazy logits instead of ``hidden @ weight.T + bias``. Operations of model code between the head
+and the loss (casts, scalar factors, tanh, reshapes, slices) return lazy logits too. At
+``torch.nn.functional.cross_entropy`` the fused loss is computed. All other operations compute the real logits, once and
+with a warning.
 
-Two classes carry the same state, because no single kind of object serves both eager mode and the compiler:
+Two classes wrap the same state, because one kind of object does not work both in eager mode and in the compiler:
 
 * `tensor.LazyLogits`, in eager mode, is a tensor without storage (a wrapper subclass). So
-  ``isinstance(x, torch.Tensor)`` holds for trainers and ``ModelOutput``. An object that only *claims* to be a tensor
-  through ``__class__`` would be cast to one by C++ code that skips ``__torch_function__``
-  (``autograd.Function.apply``, DDP, collectives) and crash. Ours has a ``grad_fn`` that leads to the hidden states and
-  the head, and a ``__torch_dispatch__``, so such code gets right values and right gradients too.
-* `graphs.TracedLazyLogits`, under ``torch.compile``, is a plain Python object with ``__torch_function__``: the
-  compiler cannot build a wrapper subclass within a graph, but follows plain objects with ``fullgraph=True``.
+  ``isinstance(x, torch.Tensor)`` is True for trainers and ``ModelOutput``. C++ code that does not call
+  ``__torch_function__`` (``autograd.Function.apply``, DDP, collectives) would crash with an object that is a tensor
+  only by its ``__class__``. A wrapper subclass has a ``grad_fn`` that leads to the hidden states and the head, and a
+  ``__torch_dispatch__``, so this code gets right values and right gradients too.
+* `graphs.TracedLazyLogits`, under ``torch.compile``, is a plain Python object with ``__torch_function__``. The compiler
+  cannot create a wrapper subclass within a graph, but it can trace plain objects with ``fullgraph=True``.
 
-Each module uses those above it:
+Each module imports only modules above it:
 
-| module | what is in it |
+| module | contents |
 |---|---|
-| `terms`, `fold` | the products and biases that logits are the sum of; what has been done to the sum |
-| `state` | what lazy logits would be computed from, and how to do without them |
-| `elementwise`, `values`, `indexing` | what operations do to a state: a function an operation |
-| `tables` | which function of PyTorch is which operation |
-| `base` | what both classes share: views, copies, and the real logits |
-| `dispatch` | how an operation of PyTorch finds its way |
-| `tensor`, `graphs` | the classes |
+| `normal_form`, `terms` | recorded operations and their normal form; the products and biases whose sum are the logits |
+| `state` | the record of lazy logits; real logits, the fused loss and values that are computed from it |
+| `elementwise`, `values`, `indexing` | one function for each operation on a state |
+| `tables` | the functions of PyTorch, each with its operation |
+| `base` | the base of both classes: views, copies, and the real logits |
+| `dispatch` | the call of a function of PyTorch with lazy logits |
+| `tensor`, `graphs` | the two classes |
 """
 
 from flce.huggingface.lazy.base import is_lazy, make_lazy, register_results, state_of

@@ -1,4 +1,4 @@
-"""What both kinds of lazy logits share: the state, the family, and the real logits."""
+"""`LazyBase`: the base class of both kinds of lazy logits, with their state, their views and the real logits."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import EXPLICIT_MATERIALIZE, forbid_materialized, report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
-# Functions that cut real logits, in order. With each whether gradients were recorded, and inference mode; None within a
-# graph.
+# Functions that compute a view or a copy from real logits, in order, each with its grad mode and its inference mode, or
+# with None within a graph.
 Steps = tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
 
 
 class View(NamedTuple):
-    """How lazy logits share the memory of others.
+    """The relation of a view to the lazy logits whose memory it shares.
 
     Attributes:
-        root: the lazy logits that have the memory.
-        parent: the root or the view that this view was cut from.
-        steps: cut the view from the root's real logits. The last step cuts it from the parent.
-        is_full: the view has all entries of the root, in their order, and autograd lets it be written to.
+        root: the lazy logits that own the memory.
+        parent: the root, or the view from which this view was computed.
+        steps: the steps from the root's real logits to the view. The last step starts from the parent.
+        is_full: whether the view has all entries of the root, in order, and autograd allows writes to it.
     """
 
     root: LazyBase
@@ -39,10 +39,10 @@ class View(NamedTuple):
     is_full: bool
 
 
-def repeated(steps: Steps, real: Tensor) -> Tensor:
-    for cut, mode in steps:
+def apply_steps(steps: Steps, real: Tensor) -> Tensor:
+    for step, mode in steps:
         with contextlib.nullcontext() if mode is None else grad_mode(*mode):
-            real = cut(real)
+            real = step(real)
     return real
 
 
@@ -51,14 +51,14 @@ class Family:
     """Lazy logits and their views, which share one memory.
 
     Attributes:
-        views: all but the root.
-        hooks: hooks of users that wait for the gradient. Nodes of the autograd graph refer to this set.
-        copies: each copy that needs a gradient, and its family. Such a gradient does not pass through these logits.
-        origin: computes the root, a copy, from the real logits that it is a copy of. None: it is no copy, is real, was
-            changed since, or its arguments may have changed.
-        has_views: within a graph of ``torch.compile``, where they are not listed.
-        seen: the version of the real logits when they were last looked at.
-        is_written: the real logits were written to, or an autograd.Function has returned these.
+        views: the members except the root.
+        hooks: names of the users' hooks on the gradient. Nodes of the autograd graph refer to this set.
+        copies: each copy that needs a gradient, and its family. The gradient does not pass through these logits.
+        origin: if the root is a copy, the steps from the real logits of the original to the root. None if the root is
+            not a copy, is real, was changed since, or was copied with arguments that may have changed.
+        has_views: whether views exist within a graph of ``torch.compile``, where `views` is not used.
+        seen: the version of the real logits after the last operation.
+        is_written: whether the real logits were written to, or an autograd.Function has returned a member.
     """
 
     views: list[weakref.ref[Any]] = field(default_factory=list)
@@ -70,15 +70,15 @@ class Family:
     is_written: bool = False
 
     def is_bypassed(self) -> bool:
-        """Whether a gradient of a copy cannot pass through these logits."""
+        """Return True if the gradient of a copy cannot pass through these logits."""
         families = [self]
-        for family in families:  # the list grows
-            families += [copied for _, copied in family.copies]
-        # Real logits may have been written to where no version shows it.
+        for family in families:  # also visits the families that the loop appends
+            families += [family_of_copy for _, family_of_copy in family.copies]
+        # If the logits are real, a write without a new version is possible.
         return any(family.origin is None or self.seen is not None for family in families[1:])
 
     def make_copies_real(self, real: Tensor) -> None:
-        """Compute the copies from the real logits of the root, which their gradients pass through then."""
+        """Compute the copies from the real logits of the root, so that their gradients pass through these logits."""
         sources = [(self, real)]
         while sources:
             source, real = sources.pop()
@@ -92,42 +92,42 @@ class Family:
                     lazy._update_nodes(always=True)
 
     def _copy_from_nearest_view(self, steps: Steps, real: Tensor) -> Tensor:
-        """Repeat steps, from the last view on that they lead to: its hooks see the gradient of the copy."""
+        """Apply steps to the real logits. Start from the last live view on their way, whose hooks receive the gradient."""
         count = 0
         for lazy in live_objects(self.views):
-            cut = lazy._view.steps
-            if len(cut) > count and cut == steps[: len(cut)] and lazy._get_real() is not None:
-                count, real = len(cut), lazy._real
-        return repeated(steps[count:], real)
+            view_steps = lazy._view.steps
+            if len(view_steps) > count and view_steps == steps[: len(view_steps)] and lazy._get_real() is not None:
+                count, real = len(view_steps), lazy._real
+        return apply_steps(steps[count:], real)
 
 
 def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
-    return (one for one in [ref() for ref in refs] if one is not None)
+    return (live for live in [ref() for ref in refs] if live is not None)
 
 
 def outside_checkpoint(state: LazyState) -> contextlib.AbstractContextManager[None]:
-    """Where real logits are made: outside of a checkpoint that was given lazy ones, whose recomputation finds them."""
+    """Return a context for computing real logits outside of a checkpoint, so that both of its passes use them."""
     return suspend_checkpoint() if state.is_outside_checkpoint else contextlib.nullcontext()
 
 
-_LAZY_IN: weakref.WeakKeyDictionary[Any, set[Family]] = weakref.WeakKeyDictionary()
-"""The logits from outside of a checkpoint that were lazy when its first pass began to use them."""
+_lazy_families_of_checkpoint: weakref.WeakKeyDictionary[Any, set[Family]] = weakref.WeakKeyDictionary()
+"""For each checkpoint: logits from outside of it that were lazy at their first use in its first pass."""
 
 
 class LazyBase:
-    """What both kinds of lazy logits share: the state, and the real logits once they exist.
+    """Lazy logits: a state, and the real logits after they were computed.
 
-    Whatever makes one member of a family real makes the root real, and repeats the views on it. So a write to one shows
-    in all, as in stock. A copy has a family of its own.
+    If the real logits of one member of a family are computed, the real logits of the root are computed, and views of
+    them for the members. So a write to one member is visible in all, as in stock. A copy belongs to another family.
     """
 
     _state: LazyState
     _real: Tensor | None
     _view: View | None
     _family: Family
-    # Of the autograd graph, which these logits stand at: None for nowhere, True for a leaf, or within a graph.
+    # The node in the autograd graph; None if the logits need no gradient; True for a leaf and under `torch.compile`.
     _node: Any = True
-    # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
+    # A meta tensor with the shape and strides of stock's logits, which distinguishes views from copies.
     _meta_tensor: Tensor | None
 
     def _init(self, state: LazyState, view: View | None, meta_tensor: Tensor | None) -> None:
@@ -135,21 +135,21 @@ class LazyBase:
         self._family = Family() if view is None else view.root._family
 
     def _root(self) -> LazyBase:
-        """The lazy logits that have the memory."""
+        """Return the lazy logits that own the memory."""
         return self if self._view is None else self._view.root
 
     def _is_full(self) -> bool:
         return self._view is None or self._view.is_full
 
     def _set_state(self, state: LazyState) -> None:
-        """Change in place."""
+        """Replace the state after an in-place operation."""
         raise NotImplementedError
 
     def materialize(self) -> Tensor:
-        """Compute the real logits, or return them if they have been computed before. No warning is given.
+        """Compute the real logits without a warning, or return them if they exist already.
 
-        Of a view all logits are computed, whose memory it shares; ``logits[:, -1].clone().materialize()`` computes the
-        logits of these tokens only.
+        For a view, all logits are computed, because the view shares their memory. To compute only the logits of some
+        tokens, copy the view: ``logits[:, -1].clone().materialize()``.
 
         Returns:
             An ordinary tensor of this object's shape, dtype and device, connected to the hidden states and
@@ -165,21 +165,21 @@ class LazyBase:
 
     @property
     def is_materialized(self) -> bool:
-        """Whether the real logits exist."""
+        """True if the real logits exist."""
         return self._get_real() is not None
 
     def _get_real(self) -> Tensor | None:
-        """The real logits, if they exist."""
+        """Return the real logits, or None if they do not exist."""
         if self._real is None and self._view is not None and self._view.root._get_real() is not None:
             views: list[LazyBase] = [self]
             while (view := views[-1]._view) is not None and view.parent._real is None:
                 views.append(view.parent)
-            # A view is cut from its parent, whose hooks see the gradient of the view.
+            # A view is computed from its parent, so that hooks on the parent receive the gradient of the view.
             with outside_checkpoint(self._view.root._state):
                 for lazy in reversed(views):
                     assert lazy._view is not None
                     assert lazy._view.parent._real is not None
-                    lazy._real = repeated(lazy._view.steps[-1:], lazy._view.parent._real)
+                    lazy._real = apply_steps(lazy._view.steps[-1:], lazy._view.parent._real)
         return self._real
 
     def _materialize(self) -> Tensor:
@@ -196,42 +196,45 @@ class LazyBase:
             self._family.seen, self._family.origin = versions_of(real), None
 
     def _make_views_real(self) -> None:
-        """Make the views real, if the memory exists: it may be written to."""
+        """Compute the real tensors of all views before a possible write, if the real logits exist."""
         if self._root()._real is not None:
             for view in live_objects(self._family.views):
-                with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
+                with contextlib.suppress(RuntimeError):  # autograd no longer allows this view
                     view._get_real()
 
     def _update_nodes(self, always: bool = False) -> None:
-        """After an operation of real logits: if it has written to them, give the family their places in the graph."""
+        """Update the nodes of the family after an operation on real logits that has written to them (or ``always``)."""
         root, family = self._root(), self._family
         version = None if root._real is None else versions_of(root._real)
-        written, family.seen = version != family.seen, version
-        if written:
-            # The copies that there are come from what was there before.
+        is_written, family.seen = version != family.seen, version
+        if is_written:
+            # The existing copies are copies of the values before the write.
             family.copies, family.is_written = [], True
-        if written or always:
+        if is_written or always:
             family.views = [ref for ref in family.views if ref() is not None]
             for lazy in (root, *live_objects(family.views)):
-                lazy._take_over_node(written)
+                lazy._take_over_node(is_written)
 
-    def _take_over_node(self, written: bool) -> None:
-        """Take the place of the real logits in the graph."""
+    def _take_over_node(self, is_written: bool) -> None:
+        """Move to the place of the real logits in the autograd graph."""
 
     def _update_before_operation(self, real: Tensor) -> None:
-        """Before an operation: take the place that the real logits have in the graph by now."""
+        """Move to the present place of the real logits in the autograd graph, before an operation."""
 
-    def _known(self) -> Tensor | None:
-        """The real logits, if operations are done to them.
+    def _real_for_operation(self) -> Tensor | None:
+        """Return the real logits if an operation has to use them, or None if it has to use the lazy logits.
 
-        Both passes of a checkpoint save the same tensors: logits from outside of it that were lazy at first stay lazy
-        for its operations. The second pass of a checkpoint within another is given real ones.
+        Both passes of a checkpoint have to save the same tensors. So logits from outside of a checkpoint that were lazy
+        at first stay lazy for all operations in it. A checkpoint within another checkpoint uses real logits.
         """
         real, family = self._get_real(), self._family
-        if self._state.is_outside_checkpoint and (here := current_checkpoint()) is not None:
-            lazy_families = _LAZY_IN.setdefault(here, set())
+        if self._state.is_outside_checkpoint and (checkpoint := current_checkpoint()) is not None:
+            lazy_families = _lazy_families_of_checkpoint.setdefault(checkpoint, set())
             if real is None and family not in lazy_families:
-                if any(family in others and not around.forward_completed for around, others in _LAZY_IN.items()):
+                if any(
+                    family in families and not outer.forward_completed
+                    for outer, families in _lazy_families_of_checkpoint.items()
+                ):
                     return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
                 lazy_families.add(family)
             if family in lazy_families and not (family.is_written or family.hooks):
@@ -240,20 +243,21 @@ class LazyBase:
 
     def _compute(self) -> Tensor:
         state = self._state
-        # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
+        # Use the modes of the head's call, not of the first read. Writes to the logits may need gradients later, so
+        # gradients are always enabled.
         inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
         with grad_mode(True, inference), outside_checkpoint(state):
             return register_wrapper_hooks(state.logits(), state.calls)
 
     def _read_values(self) -> Tensor:
-        """The values of a small view, in memory of their own."""
+        """Return the values of a small view, in separate memory."""
         values = self._compute()
         self._state.note_values()
         return values
 
     def _is_small_view(self) -> bool:
-        """Whether this is a view of so few logits that reading is no reason to compute all."""
-        # A graph drops what it does not use: there each view is made by itself.
+        """Return True for a view of so few logits that a read of it should not compute all logits."""
+        # In a graph all views count as small, because the compiler removes unused results.
         if self._view is None:
             return False
         return self._meta_tensor is None or 4 * self._meta_tensor.numel() <= math.prod(self._view.root._state.shape)
@@ -266,44 +270,44 @@ class LazyBase:
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether ``value`` is lazy logits of either kind."""
+    """Return True if ``value`` is lazy logits of either kind."""
     return isinstance(value, LazyBase)
 
 
-# The class of lazy logits, by whether the compiler is at work: `tensor` and `graphs` set it.
+# The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` and `graphs` set it.
 CLASS_BY_COMPILING: dict[bool, Any] = {}
 
 
 def make_lazy(state: LazyState, view: View | None = None, meta_tensor: Tensor | None = None) -> Any:
-    """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
+    """Return lazy logits with this state: a plain object under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
     if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
-    # Graphs have no writes that would show: they need no meta tensor.
+    # The meta tensor is for views, which a graph does not need to distinguish from copies.
     return CLASS_BY_COMPILING[compiling]._wrap(state, view, None if compiling else meta_tensor)
 
 
 @contextlib.contextmanager
 def grad_mode(grad: bool, inference: bool) -> Iterator[None]:
-    other = not torch.compiler.is_compiling() and inference != torch.is_inference_mode_enabled()
-    with torch.inference_mode(inference) if other else contextlib.nullcontext(), torch.set_grad_enabled(grad):
+    is_other_mode = not torch.compiler.is_compiling() and inference != torch.is_inference_mode_enabled()
+    with torch.inference_mode(inference) if is_other_mode else contextlib.nullcontext(), torch.set_grad_enabled(grad):
         yield
 
 
 def note_bypassing_gradient(calls: Sequence[HeadCall], value: Any) -> None:
-    """Note that gradients will pass by the logits, if ``value`` has some."""
+    """Note that a gradient will not pass through the logits, if ``value`` requires one."""
     for call in calls:
         call.has_bypassing_gradient |= value.requires_grad
 
 
 def state_of(logits: Any) -> LazyState | None:
-    """What logits would be computed from; None where they are real."""
-    lazy = isinstance(logits, LazyBase) and logits._get_real() is None
-    return logits._state if lazy else None
+    """Return the state of lazy logits, or None for real ones."""
+    is_unread = isinstance(logits, LazyBase) and logits._get_real() is None
+    return logits._state if is_unread else None
 
 
 def register_results(state: LazyState, values: Iterable[Any]) -> None:
-    """Say that ``values`` were made without the logits: wrappers wait for gradients, which come to these instead."""
+    """Register values that were computed without the logits. Hooks of wrappers run for gradients of these values."""
     for value in values:
         if isinstance(value, Tensor):
             note_bypassing_gradient(state.calls, value)
@@ -311,16 +315,16 @@ def register_results(state: LazyState, values: Iterable[Any]) -> None:
 
 
 def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """The logits that ``compute`` returns, counted and with a warning, or an error, as ``patch_model`` was told to.
+    """Compute the logits. Count this, then warn or raise, depending on ``on_materialize``.
 
-    Where they can no longer be computed, nothing is said of logits that were.
+    If the logits can no longer be computed, no warning is given.
 
     Args:
-        state: of the logits.
-        func: what needs them.
-        compute: computes them.
+        state: the state of the logits.
+        func: the operation that needs the logits.
+        compute: a function that computes the logits.
     """
-    if torch.compiler.is_compiling():  # it has no frames to look at, and a warning would break the graph
+    if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()
     usage = state.calls[0].usage if state.calls else None
     report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
@@ -330,7 +334,7 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
         logits = compute()
     except StaleLogitsError:
         raise
-    except Exception:  # memory, as a rule, for want of which the warning is wanted
+    except Exception:  # usually out of memory: the warning names the reason
         report_materialized(*report_arguments)
         raise
     report_materialized(*report_arguments, values_before=values_before)

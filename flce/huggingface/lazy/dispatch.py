@@ -1,4 +1,4 @@
-"""How an operation of PyTorch with lazy logits among its arguments finds its way."""
+"""`dispatch`: runs a function of PyTorch with lazy logits among its arguments; called by the classes of lazy logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flce.huggingface.wrappers import is_called_by_wrapper, is_wrapper_hook
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation with lazy logits among its arguments."""
+    """Run a function with lazy logits among its arguments, on their states if possible, else on the real logits."""
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
@@ -42,7 +42,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if compiling and getattr(func, "__name__", None) in tables.REFLECTED and not is_lazy(args[0]):
         func, args = tables.REFLECTED[func.__name__], args[::-1]
     if not compiling and private.peek_interpreter_stack() is not None:
-        with private.clear_interpreter_stack():  # real logits are no part of the transform
+        with private.clear_interpreter_stack():  # the transform does not differentiate the real logits
             args, kwargs = materialize_arguments(args, func), materialize_arguments(kwargs, func)
         return func(*args, **kwargs)
     operation = None if private.forward_ad._current_level >= 0 else tables.OPERATIONS.get(func)
@@ -57,12 +57,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation of lazy logits; NotImplemented where it takes the real ones."""
+    """Run a function on the state of lazy logits. Return NotImplemented if it needs the real logits."""
     real = lazy._get_real()
     if real is not None:
         lazy._update_before_operation(real)
-    if lazy._state.calls and private.saved_tensors_hooks(True):  # perhaps of a checkpoint
-        real = lazy._known()
+    if lazy._state.calls and private.saved_tensors_hooks(True):  # these may be a checkpoint's
+        real = lazy._real_for_operation()
     if operation is None or lazy._state.is_single_class:
         return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:
@@ -75,36 +75,37 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         and _is_permuted(meta_tensor)
     ):
         return NotImplemented
-    state, states, named, has_one_state, has_plain_arguments = lazy._state, args, kwargs, True, not kwargs
-    for value in args:  # most have no lazy logits in them
+    state, states, keyword_states, has_one_state, has_plain_arguments = lazy._state, args, kwargs, True, not kwargs
+    for value in args:  # most arguments contain no lazy logits
         items = value if type(value) is tuple else (value,)
         has_plain_arguments = has_plain_arguments and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
     if not has_plain_arguments:
-        states, named = _states_or_real(args), _states_or_real(kwargs)
-        has_one_state = not any([isinstance(value, LazyState) for value in (*states, *named.values())])  # noqa: C419 - faster
+        states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
+        values = (*states, *keyword_states.values())
+        has_one_state = not any([isinstance(value, LazyState) for value in values])  # noqa: C419 - faster
     try:
-        result = operation.run(state, *states, **named)
+        result = operation.run(state, *states, **keyword_states)
     except NoLazyFormError:
         return NotImplemented
     except TypeError as error:
-        # Arguments that we do not know: torch will judge them. An error from further in is one.
+        # A TypeError of the call itself: PyTorch has to check the arguments. Errors from within the operation are real.
         if torch.compiler.is_compiling() or error.__traceback__ is None or error.__traceback__.tb_next is None:
             return NotImplemented
         raise
-    if not has_one_state and isinstance(result, LazyState):  # a hook on the others would wait in vain
+    if not has_one_state and isinstance(result, LazyState):  # a hook on the other logits would never run
         note_bypassing_gradient(result.calls, result)
     if type(result) is LazyState:
         if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
-            return lazy  # as stock: nothing to do
+            return lazy  # as in stock, the operation changes nothing
         if operation.kind == "in place":
-            of_view = func is torch.Tensor.detach_ and lazy._view is not None  # an error, PyTorch's
-            return NotImplemented if of_view or state.is_outside_checkpoint else _change_in_place(lazy, result)
-        is_view, cut = operation.kind == "view", lambda x: func(x, *states, **named)
+            is_error = func is torch.Tensor.detach_ and lazy._view is not None  # PyTorch cannot detach views in place
+            return NotImplemented if is_error or state.is_outside_checkpoint else _change_in_place(lazy, result)
+        is_view, cut = operation.kind == "view", lambda x: func(x, *states, **keyword_states)
         if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
             items = args[0] if isinstance(args[0], tuple) else (args[0],)
-            # Such an index copies.
+            # An index with lists or tensors copies.
             is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
-            if is_view and not torch.compiler.is_compiling():  # tensors may be written to later
+            if is_view and not torch.compiler.is_compiling():  # a tensor in the index may be written to later
                 states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
         if is_view:
             return _make_view(lazy, result, cut)
@@ -112,10 +113,10 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
             lazy, result.as_copy() if result.ops == state.ops else result, cut if has_plain_arguments else None
         )
     if type(result) is tuple:
-        pieces: Any = lambda x: func(x, *states, **named)  # noqa: E731
-        if not torch.compiler.is_compiling():  # all are cut at once
+        pieces: Any = lambda x: func(x, *states, **keyword_states)  # noqa: E731
+        if not torch.compiler.is_compiling():  # compute all pieces in one call
             pieces = functools.lru_cache(maxsize=1)(pieces)
-        cuts = [lambda x, place=place: pieces(x)[place] for place in range(len(result))]
+        cuts = [lambda x, index=index: pieces(x)[index] for index in range(len(result))]
         return tuple(
             [_make_view(lazy, part, cut, has_sibling_results=True) for part, cut in zip(result, cuts, strict=True)]
         )
@@ -124,7 +125,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What is not in the table of operations: metadata, hooks, the place in the graph; else NotImplemented."""
+    """Run functions outside of the table of operations: metadata, hooks, ``grad_fn``. Else return NotImplemented."""
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy if real is None else real, *args, **kwargs)
@@ -142,27 +143,27 @@ def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: 
 
 
 def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A hook of a user, or ``grad_fn``: of the real logits."""
+    """Set a hook of a user on the real logits, or return their ``grad_fn``."""
     has_no_node = lazy._real is None and not lazy._state.requires_grad
     if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    bypassed = lazy._family.is_bypassed() or any(call.has_bypassing_gradient for call in lazy._state.calls)
-    if bypassed:
+    is_bypassed = lazy._family.is_bypassed() or any(call.has_bypassing_gradient for call in lazy._state.calls)
+    if is_bypassed:
         message = (
-            f"logits.{name_of(func)} after the loss, or after something else was made from the logits without "
-            "computing them: its gradient does not pass through them. Call logits.materialize() before that, and use "
-            "what it returns."
+            f"logits.{name_of(func)} after the loss, or after something else was computed from the logits without "
+            "storing them: its gradient does not pass through the logits. Call logits.materialize() before that, and "
+            "use its result."
         )
         if name_of(func) != "grad_fn":
             raise RuntimeError(message)
-        find_caller().warn(message, MaterializedLogitsWarning)  # perhaps only looked at
+        find_caller().warn(message, MaterializedLogitsWarning)  # the caller may only print it
     if lazy._get_real() is None:
         materialize_and_report(lazy._state, func, lazy._materialize)
     lazy._make_views_real()
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
-    if not bypassed:
+    if not is_bypassed:
         lazy._family.make_copies_real(lazy._root()._real)
     result = func(lazy._real, *args, **kwargs)
     lazy._update_nodes(always=True)
@@ -174,33 +175,34 @@ def _is_contiguous(lazy: Any) -> bool:
 
 
 def _is_permuted(meta_tensor: Tensor) -> bool:
-    """Whether stock's copy of logits with these strides has its dimensions in another order in memory."""
+    """Return True if a copy of stock logits with these strides is not contiguous."""
     with private.disable_torch_function():
         return not torch.empty_like(meta_tensor).is_contiguous()
 
 
 def _change_in_place(lazy: Any, result: LazyState) -> Any:
-    """Lazy logits after an operation in place, if all of the family can be changed alike."""
+    """Replace the states of a family after an in-place operation. Return NotImplemented if members differ."""
     family, state = lazy._family, lazy._state
     try:
         result = to_dtype(result, state.dtype)
     except NoLazyFormError:
         return NotImplemented
     members = [lazy._root(), *live_objects(family.views)]
-    alike = [m._is_full() and m._state.requires_grad == result.requires_grad for m in members]
-    is_hidden = state.requires_grad and not torch.is_grad_enabled()  # from gradients
-    if is_hidden or result.shape != state.shape or family.has_views or (len(members) > 1 and not all(alike)):
+    are_alike = [m._is_full() and m._state.requires_grad == result.requires_grad for m in members]
+    is_without_gradient = state.requires_grad and not torch.is_grad_enabled()
+    is_changed_in_part = len(members) > 1 and not all(are_alike)
+    if is_without_gradient or result.shape != state.shape or family.has_views or is_changed_in_part:
         return NotImplemented
-    family.copies, family.origin = [], None  # the copies that there are come from what was there before
+    family.copies, family.origin = [], None  # the existing copies are of the values before
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
 
 
 def _broadcast(*tensors: Any) -> Any:
-    """Lazy logits and tensors that are broadcast to their shape."""
+    """Broadcast tensors to the shape of lazy logits, which must be the only ones and the largest."""
     lazy = [tensor for tensor in tensors if is_lazy(tensor)]
-    if len(lazy) != 1 or lazy[0]._known() is not None:
+    if len(lazy) != 1 or lazy[0]._real_for_operation() is not None:
         return NotImplemented
     shape = lazy[0].shape
     others = [tensor.shape for tensor in tensors if tensor is not lazy[0]]
@@ -210,7 +212,7 @@ def _broadcast(*tensors: Any) -> Any:
 
 
 def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation of real logits, in which lazy ones are replaced by them."""
+    """Run a function with the real logits instead of the lazy logits in its arguments."""
     if func in tables.LIKE:
         return func(*_metadata_tensors(args), **{"memory_format": torch.contiguous_format, **kwargs})
     if func in tables.NEW:
@@ -218,39 +220,37 @@ def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if func in tables.READS_METADATA_OF_SECOND and not is_lazy(args[0]):
         return func(args[0], *_metadata_tensors(args[1:]), **_metadata_tensors(kwargs))
     only_reads = func in tables.READ_ONLY and "out" not in kwargs
-    real, named = (
-        materialize_arguments(args, func, allow_small_views=only_reads),
-        materialize_arguments(kwargs, func, allow_small_views=only_reads),
-    )
+    real = materialize_arguments(args, func, allow_small_views=only_reads)
+    keyword_values = materialize_arguments(kwargs, func, allow_small_views=only_reads)
     written = [] if only_reads else [value for value in (*args, *kwargs.values()) if is_lazy(value)]
     for lazy in written:
         lazy._make_views_real()
-    result = func(*real, **named)
+    result = func(*real, **keyword_values)
     for lazy in written:
         lazy._update_nodes()
-    if args and result is real[0]:  # in place, or there was nothing to do
+    if args and result is real[0]:  # an in-place operation, or one that changes nothing
         return args[0]
-    return kwargs["out"] if "out" in kwargs and result is named["out"] else result
+    return kwargs["out"] if "out" in kwargs and result is keyword_values["out"] else result
 
 
 def _states_or_real(value: Any) -> Any:
-    """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
+    """Replace lazy logits in arguments by the real logits if they exist, else by their states."""
 
     def state_of(lazy: Any) -> Any:
-        real = lazy._known()
+        real = lazy._real_for_operation()
         return lazy._state if real is None else real
 
     return _map_lazy_logits(value, state_of)
 
 
-# Asked for before Mapping, which Python code answers for.
+# These types are tested before Mapping, whose instance check is Python code and slow.
 _LEAF_TYPES = (Tensor, str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
-# Arguments without lazy logits in them.
+# Types of arguments that cannot contain lazy logits.
 _PLAIN_TYPES = (str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
 
 
 def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
-    """Replace the lazy logits in arguments, however nested."""
+    """Replace the lazy logits in nested arguments."""
     if isinstance(value, LazyBase):
         return replacement(value)
     if isinstance(value, _LEAF_TYPES):
@@ -264,19 +264,19 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
-    """Lazy logits with memory of their own. ``copy``: from the real ones; None: its arguments may change."""
-    made = make_lazy(result)
-    if made._node is not None and not torch.compiler.is_compiling():
+    """Return a copy with the state ``result``. ``copy`` computes it from real logits (None: arguments may change)."""
+    copied = make_lazy(result)
+    if copied._node is not None and not torch.compiler.is_compiling():
         steps = () if lazy._view is None else lazy._view.steps
-        made._family.origin = None if copy is None else (*steps, (copy, (True, False)))
-        lazy._family.copies.append((weakref.ref(made), made._family))
-    return made
+        copied._family.origin = None if copy is None else (*steps, (copy, (True, False)))
+        lazy._family.copies.append((weakref.ref(copied), copied._family))
+    return copied
 
 
 def _make_view(
     lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
 ) -> Any:
-    """A view, or the copy that it is where the strides allow no view."""
+    """Return a view, or a copy if the strides do not allow a view."""
     (root, _, steps, is_full), before = lazy._view or View(lazy, lazy, (), True), lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
@@ -293,13 +293,13 @@ def _make_view(
 
 
 def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
-    """Replace lazy logits by real ones in arguments, however nested, and say so the first time.
+    """Replace lazy logits by real logits in nested arguments. Report computed logits.
 
     Args:
         value: arguments of ``func``.
-        func: what needs the logits.
-        detach: without their autograd graph.
-        allow_small_views: small views may be replaced by values of their own.
+        func: the function that needs the logits.
+        detach: whether to detach the real logits.
+        allow_small_views: whether to compute only the values of small views, in separate memory.
     """
 
     def real(lazy: Any) -> Tensor:
@@ -315,10 +315,10 @@ def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_sma
 
 
 def _metadata_tensors(value: Any) -> Any:
-    """Replace lazy logits by one element, expanded: enough for operations that only read metadata."""
+    """Replace lazy logits by an expanded tensor of one element, for functions that only read metadata."""
 
-    def one(lazy: Any) -> Tensor:
+    def expanded(lazy: Any) -> Tensor:
         like = _states_or_real(lazy)
         return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
-    return _map_lazy_logits(value, one)
+    return _map_lazy_logits(value, expanded)

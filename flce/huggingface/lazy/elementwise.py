@@ -1,4 +1,4 @@
-"""Elementwise operations on the state of lazy logits: casts, factors, sums, tanh, softmax."""
+"""Elementwise operations on the state of lazy logits: casts, factors, sums, tanh, softmax; called by `tables`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flce.ops.arguments import FLOATING, autocast_result_dtype
 
 
 def scaled(state: LazyState, name: str, other: Any) -> Any:
-    """Times or divided by a number, a 0-d tensor, or a temperature for each token."""
+    """Multiply or divide (``name``) by a number, a 0-d tensor, or a temperature for each token."""
     if isinstance(other, Tensor):
         return _scale_by_tensor(state, name, other)
     if not isinstance(other, (int, float)) or isinstance(other, bool):
@@ -30,10 +30,12 @@ def divide(state: LazyState, other: Any) -> Any:
 
 
 def multiply(state: LazyState, other: Any) -> Any:
-    """A factor, or probabilities times the logits or log-probabilities of the same logits."""
+    """Multiply by a factor, or multiply probabilities by the logits or log-probabilities of the same logits."""
     if not isinstance(other, LazyState):
         return scaled(state, "mul", other)
-    if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
+    if (
+        state.requires_grad != other.requires_grad and not torch.is_grad_enabled()
+    ):  # one of them was created with gradients
         state, other = state.detach(), other.detach()
     require_lazy(
         state.cached_results is other.cached_results
@@ -41,33 +43,33 @@ def multiply(state: LazyState, other: Any) -> Any:
         and state.device == other.device
     )
     shorter, token_vectors = sorted((state.token_vectors, other.token_vectors), key=len)
-    require_lazy(all(mine is theirs for mine, theirs in zip(shorter, token_vectors, strict=False)))
+    require_lazy(all(a is b for a, b in zip(shorter, token_vectors, strict=False)))
     dtype = torch.promote_types(state.dtype, other.dtype)
     return replace(state, token_vectors=token_vectors, dtype=dtype).with_op("times", other.ops)
 
 
 def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
-    """An operation with one number for each token, broadcast over its classes."""
+    """Apply an operation with one number for each token, broadcast over the classes."""
     sizes = [*state.shape[:-1], 1]
     missing = state.ndim - other.dim()
     require_lazy(other.dim() > 0 and missing >= 0 and other.device == state.device == state.product_device)
-    require_lazy(all(size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)))
-    require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than flce computes
-    copy = other.expand(sizes).clone()  # the vector may be written to later
+    require_lazy(all(size in (1, full_size) for size, full_size in zip(other.shape, sizes[missing:], strict=True)))
+    require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
+    copy = other.expand(sizes).clone()  # a copy, because the vector may be written to later
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
     return replace(state, token_vectors=(*state.token_vectors, copy)).with_op(name, len(state.token_vectors))
 
 
 def _divide_by_token_vector(state: LazyState, other: Tensor) -> Any:
-    """A temperature for each token. Such a temperature gets no gradient."""
+    """Divide by a temperature for each token, which gets no gradient."""
     require_lazy(not (other.requires_grad and torch.is_grad_enabled()))
     if other.device.type == "cpu" and not torch.compiler.is_compiling():
-        require_lazy(bool((other > 0.0).all()))  # else no temperature; a GPU does not wait for that, and gives NaN
+        require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
     return _apply_token_vector(state, "div_row", other.detach())
 
 
 def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
-    """A 0-d factor multiplies the inputs of the products, because reading its value would make the host wait."""
+    """Scale the inputs of the products by a 0-d tensor. Reading its value would make the host wait."""
     require_lazy(other.is_floating_point() and not (other.requires_grad and torch.is_grad_enabled()))
     if name == "div" and other.dim() > 0:
         return _divide_by_token_vector(state, other)
@@ -80,24 +82,26 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
 
 
 def add(state: LazyState, other: Any) -> Any:
-    """A head and its adapter, or logits and a vector that is the same for every token."""
+    """Add the logits of an adapter to those of a head, or add the same vector to the logits of each token."""
     if isinstance(other, LazyState):
         return _add_adapter(state, other)
     require_lazy(
         isinstance(other, Tensor) and other.is_floating_point() and other.device == state.device == state.product_device
     )
     require_lazy(0 < other.dim() <= state.ndim and other.numel() == state.vocab_size == other.shape[-1])
-    require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # else wider than flce computes
+    require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     term = Term(None, None, other.reshape(-1))
     if not torch.compiler.is_compiling():
-        require_lazy(other.device.type != "cpu" or bool(other.isfinite().all()))  # a GPU does not wait for that
+        require_lazy(
+            other.device.type != "cpu" or bool(other.isfinite().all())
+        )  # not checked on a GPU: the host would wait
         term = term.with_snapshot()
     dtype = torch.promote_types(state.dtype, other.dtype)
     return state.with_terms((*_as_terms(state), term), ops=(), normal_form=IDENTITY, dtype=dtype)
 
 
 def _add_adapter(state: LazyState, other: LazyState) -> Any:
-    """The sum of products that different layers have computed for the same tokens."""
+    """Add the products of several layers for the same tokens."""
     require_lazy((state.shape, state.device) == (other.shape, other.device))
     require_lazy(state.autocast_dtype == other.autocast_dtype and state.product_device == other.product_device)
     terms = (*_as_terms(state), *_as_terms(other))
@@ -107,23 +111,23 @@ def _add_adapter(state: LazyState, other: LazyState) -> Any:
 
 
 def subtract(state: LazyState, other: Any) -> Any:
-    """Logits minus their own normalizer, as ``torch.distributions.Categorical`` normalizes them."""
+    """Subtract the logsumexp of the same logits, as ``torch.distributions.Categorical`` does."""
     require_lazy(isinstance(other, Tensor) and state.is_own_logsumexp(other))
     return _apply_token_vector(state, "sub_row", other)
 
 
 def _as_terms(state: LazyState) -> tuple[Term, ...]:
-    """The terms with the state's operations in them, if a sum of terms allows that."""
+    """Return the terms of the state, with the operations of the state as operations of its only term."""
     require_lazy(state.normal_form.is_linear)
     if not state.ops:
         return state.terms
-    require_lazy(len(state.terms) == 1)  # else rounded after the sum, which no term alone can repeat
+    require_lazy(len(state.terms) == 1)  # the logits of several terms are rounded after the sum
     (term,) = state.terms
     return (replace(term, ops=(*term.ops, *state.ops)),)
 
 
 def make_softmax(name: str) -> Callable[..., Any]:
-    """``log_softmax`` or ``softmax``."""
+    """Return the operation ``log_softmax`` or ``softmax``."""
 
     def handler(
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -140,21 +144,19 @@ def exp(state: LazyState) -> Any:
 
 
 def _to_autocast_dtype(state: LazyState) -> LazyState:
-    """In the dtype in which autocast computes a softmax, or an exponential."""
-    kind = state.device.type
-    return (
-        state if kind == "cpu" else to_dtype(state, autocast_result_dtype(state.dtype, kind))
-    )  # it leaves those of a CPU alone
+    """Cast to the dtype in which autocast computes a softmax or an exponential. On a CPU autocast casts neither."""
+    device_type = state.device.type
+    return state if device_type == "cpu" else to_dtype(state, autocast_result_dtype(state.dtype, device_type))
 
 
 def clamp(state: LazyState, min: Any = None, max: Any = None) -> Any:
-    """By the least number of the dtype, as ``torch.distributions`` does it: only -inf is changed."""
+    """Clamp by the least number of the dtype, which changes only -inf, as ``torch.distributions`` does."""
     require_lazy(max is None and isinstance(min, (int, float)) and min <= torch.finfo(state.dtype).min)
     return state.with_op("clamp", min)
 
 
 def make_unary(name: str, value: Any = None) -> Callable[..., Any]:
-    """An operation without arguments."""
+    """Return an operation without arguments."""
     return lambda state: state.with_op(name, value)
 
 
@@ -168,13 +170,13 @@ def to_dtype(state: LazyState, dtype: Any) -> LazyState:
 
 
 def to(state: LazyState, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
-    """``Tensor.to``: PyTorch reads the arguments, for a tensor without entries."""
+    """Apply ``Tensor.to``. A call with an empty tensor interprets the arguments."""
     require_lazy(kwargs.pop("memory_format", torch.preserve_format) == torch.preserve_format)
     args = tuple([_empty_like(arg) if isinstance(arg, LazyState) else arg for arg in args])
     before = _empty_like(state)
     after: Tensor = before.to(*args, copy=copy, **kwargs)  # type: ignore[call-overload]
-    same = (after.dtype, after.device) == (before.dtype, before.device)
-    if same and not copy and (after is before or torch.compiler.is_compiling()):
+    is_unchanged = (after.dtype, after.device) == (before.dtype, before.device)
+    if is_unchanged and not copy and (after is before or torch.compiler.is_compiling()):
         return state
     return to_dtype(replace(state, device=after.device), after.dtype)
 

@@ -1,4 +1,4 @@
-"""Lazy logits under ``torch.compile``: a plain object."""
+"""`TracedLazyLogits`: the plain object that lazy logits are within a graph of ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from flce.huggingface.lazy.state import LazyState
 
 
 def _functions_by_forward_code() -> dict[Any, type]:
-    """The class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
-    found: dict[Any, type] = {}
+    """Return the class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
+    functions: dict[Any, type] = {}
     classes: list[Any] = [torch.autograd.Function]
     while classes:
-        kind = classes.pop()
-        classes += kind.__subclasses__()
-        found[getattr(inspect.unwrap(kind.forward), "__code__", None)] = kind
-    return found
+        function = classes.pop()
+        classes += function.__subclasses__()
+        functions[getattr(inspect.unwrap(function.forward), "__code__", None)] = function
+    return functions
 
 
 def _contains(value: Any, values: Iterable[Any]) -> bool:
-    """Whether this very object is there, or in a tuple that is."""
+    """Return True if this object is one of the values, or an item of a tuple among the values."""
     return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
 class TracedLazyLogits(LazyBase):
-    """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
+    """Lazy logits under ``torch.compile``: a plain object, which the compiler can create and trace."""
 
     @staticmethod
     def _wrap(state: LazyState, view: Any = None, meta_tensor: Tensor | None = None) -> TracedLazyLogits:
@@ -52,7 +52,7 @@ class TracedLazyLogits(LazyBase):
         return LazyBase._get_real(self)
 
     def _check_caller(self) -> None:
-        """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
+        """Raise TypeError within an ``autograd.Function`` with this object as argument: autograd would not see it."""
         functions = _functions_by_forward_code()
         frame: Any = sys._getframe(1)
         while frame is not None:
@@ -60,8 +60,8 @@ class TracedLazyLogits(LazyBase):
             if function is not None and _contains(self, frame.f_locals.values()):
                 raise TypeError(
                     f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as "
-                    "a plain object would lose their gradient. Give it logits.materialize(), or patch the module that "
-                    "is compiled: flce.patch_model(module)"
+                    "a plain object would lose their gradient. Pass logits.materialize(), or patch the compiled "
+                    "module: flce.patch_model(module)"
                 )
             frame = frame.f_back
 
@@ -97,7 +97,7 @@ class TracedLazyLogits(LazyBase):
         return self.materialize().__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
-        # Only what the class does not define gets here.
+        # Python calls this for attributes that the class does not define.
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"lazy logits have no attribute {name!r}")
         member = getattr(torch.Tensor, name)
@@ -107,7 +107,7 @@ class TracedLazyLogits(LazyBase):
 
 
 def _define_methods() -> None:
-    """Give the plain class the lazy operations, and the operators, which Python looks up on classes."""
+    """Define the lazy operations and the operators as methods. Python looks operators up on the class."""
 
     def method(name: str, member: Any) -> Callable[..., Any]:
         def call(self: TracedLazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -121,10 +121,10 @@ def _define_methods() -> None:
         rmatmul neg abs eq ne lt le gt ge getitem setitem float int bool array
     """.split()  # noqa: SIM905
     members = [(name, getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
-    lazy = [name for name, member in members if callable(member) and member in tables.OPERATIONS]
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):  # what the state tells
+    operations = [name for name, member in members if callable(member) and member in tables.OPERATIONS]
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
         setattr(TracedLazyLogits, name, property(lambda lazy, name=name: getattr(lazy._state, name)))  # type: ignore[misc]
-    for name in [f"__{op}__" for op in operators] + lazy:
+    for name in [f"__{op}__" for op in operators] + operations:
         if name not in TracedLazyLogits.__dict__:
             setattr(TracedLazyLogits, name, method(name, getattr(torch.Tensor, name)))
     TracedLazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]

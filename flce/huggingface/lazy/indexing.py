@@ -1,4 +1,4 @@
-"""Views, indices and slices of the state of lazy logits."""
+"""Views, indices and slices of the state of lazy logits; called by `tables`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from flce.huggingface.lazy.values import class_values
 
 
 def with_token_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
-    """The state of the same tokens in other dimensions."""
+    """Return the state of the same tokens with other token dimensions."""
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
 def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A method that gives the tokens other dimensions, such as ``view``; the vocabulary stays last."""
+    """Return the operation of a method such as ``view`` that changes the token dimensions. Classes stay last."""
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
         before = state.shape
-        after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # PyTorch's error, if it is one
+        after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
         if after[-1:] != before[-1:]:
             raise NoLazyFormError
         if method is Tensor.flatten and after == before:
-            return state  # as stock's, itself
+            return state  # stock returns the tensor itself
         return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
 
     return handler
 
 
 def transpose(state: LazyState, dim0: int, dim1: int) -> Any:
-    """Of token dimensions."""
+    """Transpose two token dimensions."""
     dims = normalized_dim(state, dim0), normalized_dim(state, dim1)
     require_lazy(state.ndim - 1 not in dims)
     return state.with_hidden(lambda hidden: hidden.transpose(*dims))
@@ -55,18 +55,18 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 
 
 def _split_tokens(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
-    """Tokens cut apart along ``dim``."""
+    """Split the tokens along ``dim``."""
     require_lazy(normalized_dim(state, dim) != state.ndim - 1)
-    of_tokens = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors]
-    pieces = [iter(together) for together in zip(*map(cut, of_tokens), strict=True)]
-    return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
+    token_tensors = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors]
+    pieces = [iter(tensors_of_piece) for tensors_of_piece in zip(*map(cut, token_tensors), strict=True)]
+    return tuple(state.with_hidden(lambda _, piece=piece: next(piece)) for piece in pieces)  # type: ignore[misc]
 
 
 def getitem(state: LazyState, index: Any) -> Any:
-    """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
+    """Index tokens by indexing the hidden states, and classes by indexing the rows of the head."""
     items, classes = _expand_index(state, index)
     advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
-    if advanced and isinstance(classes, Tensor):  # it goes together with the tokens' index
+    if advanced and isinstance(classes, Tensor):  # PyTorch combines both indices
         raise NoLazyFormError
     tokens = state
     if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
@@ -77,15 +77,15 @@ def getitem(state: LazyState, index: Any) -> Any:
         if classes != slice(None):
             return _slice_classes(tokens, classes)
         return replace(state) if tokens is state else tokens
-    if advanced or torch.compiler.is_compiling():  # a copy, or in a graph, where writes to it would not show
+    if advanced or torch.compiler.is_compiling():  # a copy, or in a graph, which has no writes
         return _select_classes(tokens, torch.tensor(classes))
-    require_lazy(-state.vocab_size <= classes < state.vocab_size)  # else an error that is PyTorch's to raise
+    require_lazy(-state.vocab_size <= classes < state.vocab_size)  # PyTorch raises an error
     first = classes % state.vocab_size
     return replace(_slice_classes(tokens, slice(first, first + 1)), is_single_class=True)
 
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:
-    require_lazy(state.normal_form.form == "logits")  # over the whole vocabulary
+    require_lazy(state.normal_form.form == "logits")  # other forms depend on all classes
     require_lazy(state.normal_form.normalizer is None)
     with state.gathered_weights():
         sliced = state.with_terms(
@@ -96,43 +96,44 @@ def _slice_classes(state: LazyState, classes: slice) -> LazyState:
 
 
 def _select_classes(state: LazyState, index: Tensor) -> Any:
-    """The same classes of all tokens: a product with a copy of their rows of the head.
+    """Select the same classes of all tokens, by a product with a copy of their rows of the head.
 
-    The copy is written, and read beside the rows: from a third of the classes on, all logits cost no more.
+    The copy reads and writes the rows, and the product reads them again. With a third of the classes or more, computing
+    all logits is not slower.
     """
     require_lazy(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
-    require_lazy(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
+    require_lazy(index.device.type == "cpu" or index.device == state.device)  # PyTorch raises an error
     columns = index.flatten()
-    kept = (columns >= 0) | (columns < -state.vocab_size)  # the latter is an error
-    values = class_values(state, columns.where(kept, columns + state.vocab_size))
+    is_kept = (columns >= 0) | (columns < -state.vocab_size)  # the latter is an error
+    values = class_values(state, columns.where(is_kept, columns + state.vocab_size))
     return values.contiguous().reshape((*values.shape[:-1], *index.shape))
 
 
 def _expand_index(state: LazyState, index: Any) -> tuple[list[Any], Any]:
-    """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
+    """Split an index into one item for each token dimension (and new axes, masks) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    at, ellipsis_at, ndim = 0, None, state.hidden.dim()
-    for place, item in enumerate(items):
+    dim, ellipsis_position, ndim = 0, None, state.hidden.dim()
+    for position, item in enumerate(items):
         if isinstance(item, slice) or type(item) is int:
-            at += 1
-        elif item is Ellipsis and ellipsis_at is None:
-            ellipsis_at = place
+            dim += 1
+        elif item is Ellipsis and ellipsis_position is None:
+            ellipsis_position = position
         elif isinstance(item, list) and all(type(i) is int for i in item):
-            items[place] = torch.tensor(item, dtype=torch.int64)
-            at += 1
+            items[position] = torch.tensor(item, dtype=torch.int64)
+            dim += 1
         elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 0:
-            # Of another shape it raises an error that is PyTorch's to raise.
-            require_lazy(ellipsis_at is None and item.shape == state.shape[at : at + item.dim()])
-            at += item.dim()
+            # PyTorch raises an error for a mask of another shape.
+            require_lazy(ellipsis_position is None and item.shape == state.shape[dim : dim + item.dim()])
+            dim += item.dim()
         elif isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32):
             if item.dim() == 0 and not torch.compiler.is_compiling():
-                items[place] = int(item)  # a view, as of an int
-            at += 1
+                items[position] = int(item)  # a view, as of an int
+            dim += 1
         elif item is not None:
             raise NoLazyFormError
-    place = len(items) if ellipsis_at is None else ellipsis_at
-    items[place : place + 1] = [slice(None)] * (ndim - at)
-    last = items.pop() if at <= ndim and items else None
+    position = len(items) if ellipsis_position is None else ellipsis_position
+    items[position : position + 1] = [slice(None)] * (ndim - dim)
+    last = items.pop() if dim <= ndim and items else None
     if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool):
         raise NoLazyFormError
     return items, last

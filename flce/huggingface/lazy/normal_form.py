@@ -1,4 +1,7 @@
-"""Operations on logits, recorded: their normal form, which flce's functions compute, and their replay."""
+"""Recorded operations on logits: their normal form, which flce's operators compute, and their replay on real logits.
+
+`state` and `terms` call this module.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,36 @@ from torch import Tensor
 # One recorded operation, without tensors:
 #   ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), ("clamp", the least number)
 #   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
-#   ("div_row" | "sub_row", place), by the vector of one number a token that the state has at that place
-#   ("times", operations): the product with what these would make of the same sum
+#   ("div_row" | "sub_row", i), by the vector `token_vectors[i]` of the state, which has one number for each token
+#   ("times", operations): the product with the result of these operations on the same sum
 Op = tuple[str, Any]
 
 
 class NoLazyFormError(Exception):
-    """An operation has no lazy form: it is done to the real logits."""
+    """An operation has no lazy form, so the real logits are computed."""
 
 
 def require_lazy(condition: bool) -> None:
-    """Ends an operation that would be lazy only on this condition."""
+    """Raise `NoLazyFormError` if ``condition`` is False."""
     if not condition:
         raise NoLazyFormError
 
 
 Form = Literal["logits", "log-probabilities", "probabilities", "weighted logits", "weighted log-probabilities"]
-"""Weighted: by their probabilities, for a sum over the vocabulary."""
+"""Weighted values are multiplied by their probabilities, for a sum over the vocabulary."""
 
 
 class NormalForm(NamedTuple):
-    """``z = softcap * tanh(logit_scale * x / softcap) / divisor``, and what was made of it.
+    """The logits ``z = softcap * tanh(logit_scale * x / softcap) / divisor``, or a function of them.
 
     Attributes:
-        logit_scale: of x, the sum of the terms.
-        softcap: None: no tanh.
-        form: what was made of z.
-        is_negative: minus that; of the logits themselves the sign is in `logit_scale`.
-        divisor: the place of a vector of one number a token; None: none.
-        normalizer: the place of the vector of logsumexps that was subtracted from the logits; None: none.
-        is_clamped: no class is -inf.
+        logit_scale: the scale of x, the sum of the terms.
+        softcap: the softcap; None: no tanh.
+        form: the function of z.
+        is_negative: whether the values have the opposite sign. The sign of the logits themselves is in `logit_scale`.
+        divisor: the index of the temperatures in the state's `token_vectors`, or None.
+        normalizer: the index of the logsumexps that were subtracted from the logits, or None.
+        is_clamped: whether -inf was replaced by the least number of the dtype.
     """
 
     logit_scale: float
@@ -59,12 +62,12 @@ class NormalForm(NamedTuple):
 
     @property
     def is_logprob(self) -> bool:
-        """Whether these are log-probabilities, and not their negatives."""
+        """True for log-probabilities, but not for their negatives."""
         return self.form == "log-probabilities" and not self.is_negative
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss of these is one of z, which has no divisor."""
+        """True if the cross-entropy of the values is the cross-entropy of z, and z has no divisor."""
         plain = self.divisor is None and self.normalizer is None and not self.is_clamped and not self.is_negative
         return plain and self.form in ("logits", "log-probabilities")
 
@@ -73,13 +76,13 @@ IDENTITY = NormalForm(1.0, None)
 
 
 def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
-    """Bring recorded operations into the normal form.
+    """Return the normal form of recorded operations.
 
-    Casts and copies are skipped: flce computes in float32 (or float64) whatever the model rounds to. So is a
-    log-softmax of log-probabilities, which are normalised already.
+    Casts and copies are skipped, because flce computes in float32 (or float64) in any case. A log-softmax of
+    log-probabilities is skipped, because they are normalised already.
 
     Returns:
-        None where the operations do not fit (two tanh, a factor that is not finite).
+        The normal form, or None if the operations have none (two tanh, a factor that is not finite).
     """
     normal_form: NormalForm | None = IDENTITY
     for name, value in ops:
@@ -89,75 +92,78 @@ def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
     return normal_form
 
 
-def _multiplied(f: NormalForm, number: Any) -> NormalForm | None:
+def _multiplied(normal_form: NormalForm, number: Any) -> NormalForm | None:
     factor = float(number)
-    if f.form != "logits":
-        return f._replace(is_negative=not f.is_negative, is_clamped=False) if factor == -1.0 else None
-    if not math.isfinite(factor) or f.normalizer is not None:
+    if normal_form.form != "logits":
+        is_negative = not normal_form.is_negative
+        return normal_form._replace(is_negative=is_negative, is_clamped=False) if factor == -1.0 else None
+    if not math.isfinite(factor) or normal_form.normalizer is not None:
         return None
-    cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
-    # A softcap of nothing leaves nothing.
-    scale, cap = (0.0, None) if cap == 0.0 else (f.logit_scale * factor, cap)
-    if abs(scale - 1.0) < 1e-14:  # of ``x / c * c``, by a rounding error: let the operator see that there is no scale
+    # tanh is odd, so `scale` has the sign.
+    cap = None if normal_form.softcap is None else normal_form.softcap * abs(factor)
+    scale, cap = (0.0, None) if cap == 0.0 else (normal_form.logit_scale * factor, cap)
+    if abs(scale - 1.0) < 1e-14:  # ``x / c * c`` with a rounding error: the operator is faster without a scale
         scale = 1.0
     fits = math.isfinite(scale) and math.isfinite(cap or 0.0)
-    return f._replace(logit_scale=scale, softcap=cap, is_clamped=False) if fits else None
+    return normal_form._replace(logit_scale=scale, softcap=cap, is_clamped=False) if fits else None
 
 
-def _divided(f: NormalForm, number: Any) -> NormalForm | None:
-    return None if number == 0 else _multiplied(f, 1.0 / float(number))
+def _divided(normal_form: NormalForm, number: Any) -> NormalForm | None:
+    return None if number == 0 else _multiplied(normal_form, 1.0 / float(number))
 
 
-def _tanh(f: NormalForm, _: Any) -> NormalForm | None:
-    return f._replace(softcap=1.0) if f.is_linear else None
+def _tanh(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    return normal_form._replace(softcap=1.0) if normal_form.is_linear else None
 
 
-def _log_softmax(f: NormalForm, _: Any) -> NormalForm | None:
-    if f.form == "logits" or f.is_logprob:
-        return f._replace(form="log-probabilities", normalizer=None, is_clamped=False)
+def _log_softmax(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    if normal_form.form == "logits" or normal_form.is_logprob:
+        return normal_form._replace(form="log-probabilities", normalizer=None, is_clamped=False)
     return None
 
 
-def _softmax(f: NormalForm, _: Any) -> NormalForm | None:
-    normalised = _log_softmax(f, None)
+def _softmax(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    normalised = _log_softmax(normal_form, None)
     return None if normalised is None else normalised._replace(form="probabilities")
 
 
-def _exp(f: NormalForm, _: Any) -> NormalForm | None:
-    return f._replace(form="probabilities", is_clamped=False) if f.is_logprob else None
+def _exp(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    return normal_form._replace(form="probabilities", is_clamped=False) if normal_form.is_logprob else None
 
 
-def _clamp(f: NormalForm, _: Any) -> NormalForm | None:
-    return f._replace(is_clamped=True) if f.form in ("logits", "log-probabilities") else None
+def _clamp(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    return normal_form._replace(is_clamped=True) if normal_form.form in ("logits", "log-probabilities") else None
 
 
-def _divided_by_row(f: NormalForm, place: int) -> NormalForm | None:
-    fits = f.form == "logits" and f.divisor is None and f.normalizer is None
-    return f._replace(divisor=place, is_clamped=False) if fits else None
+def _divided_by_row(normal_form: NormalForm, index: int) -> NormalForm | None:
+    fits = normal_form.form == "logits" and normal_form.divisor is None and normal_form.normalizer is None
+    return normal_form._replace(divisor=index, is_clamped=False) if fits else None
 
 
-def _normalised_by_row(f: NormalForm, place: int) -> NormalForm | None:
-    fits = f.form == "logits" and f.normalizer is None
-    return f._replace(normalizer=place, is_clamped=False) if fits else None
+def _normalised_by_row(normal_form: NormalForm, index: int) -> NormalForm | None:
+    fits = normal_form.form == "logits" and normal_form.normalizer is None
+    return normal_form._replace(normalizer=index, is_clamped=False) if fits else None
 
 
-def _times(f: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
-    """Probabilities times the logits that they are of, or times the logarithms of the probabilities."""
+def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
+    """Multiply probabilities by their logits, or by their logarithms."""
     other = to_normal_form(ops)
     if other is None:
         return None
-    p, x = (f, other) if f.form == "probabilities" else (other, f)
-    if p.form != "probabilities" or p.is_negative or p[:2] != x[:2] or p.divisor != x.divisor:
+    weights, values = (normal_form, other) if normal_form.form == "probabilities" else (other, normal_form)
+    if weights.form != "probabilities" or weights.is_negative:
         return None
-    form = _WEIGHTED.get(x.form)
-    return None if form is None else x._replace(form=form)
+    if weights[:2] != values[:2] or weights.divisor != values.divisor:
+        return None
+    form = _WEIGHTED.get(values.form)
+    return None if form is None else values._replace(form=form)
 
 
 _WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
 
 
 class Step(NamedTuple):
-    """One operation: on the normal form, and on real logits. None: it changes no value, but for roundings."""
+    """An operation on the normal form (None: it only rounds or copies), and the same operation on real logits."""
 
     fold: Callable[[NormalForm, Any], NormalForm | None] | None
     replay: Callable[[Tensor, Any], Tensor]
@@ -180,12 +186,12 @@ NORMAL_FORM_UPDATES: dict[str, Step] = {
 
 
 def replay(z: Tensor, ops: tuple[Op, ...], token_vectors: Sequence[Tensor] = ()) -> Tensor:
-    """Do to real logits, vocabulary last, what was recorded.
+    """Apply recorded operations to real logits.
 
     Args:
-        z: the logits.
-        ops: what was recorded.
-        token_vectors: ``(..., 1)``, the vectors of one number a token.
+        z: the logits, with classes last.
+        ops: the recorded operations.
+        token_vectors: ``(..., 1)``, vectors with one number for each token.
     """
     start = z
     for name, value in ops:

@@ -1,8 +1,8 @@
-"""What lazy logits would be computed from: the sum of some :mod:`.terms`, and what has been done to it since.
+"""`LazyState`: the record from which lazy logits are computed, a sum of :mod:`.terms` and operations on this sum.
 
-:class:`LazyState` is immutable; every operation makes another. It knows how to compute the logits as the model
-would have, bit for bit, and how to do without them: the fused loss, and the values that models and trainers
-take from logits. Nothing here knows how tensors come to be intercepted.
+A state is immutable; each operation returns a new one. It computes the real logits, bit for bit as the model would,
+and results without logits: the fused loss, and the values that models and trainers read from logits. The classes of
+lazy logits wrap a state; this module does not depend on them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OnMaterialize = Literal["warn", "ignore", "raise"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user of ``patch_model`` has chosen."""
+    """The arguments of ``patch_model``."""
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
@@ -47,18 +47,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class LazyState:
-    """The sum of some terms of one shape, and what was done to it. The last dimension are the classes.
+    """A sum of terms with equal token dimensions, and the operations on it. The last dimension contains the classes.
 
     Attributes:
-        terms: the head's product first, then those of its adapters, and biases.
-        dtype: of the logits.
-        ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
-        normal_form: their normal form.
-        autocast_dtype: what the head ran under, None for no autocast.
-        device: where the logits are wanted.
-        calls: the calls of the head and its adapters that made the terms; none under the compiler.
-        token_vectors: ``(..., 1)``, vectors of one number a token, which operations refer to by their place here.
-        is_single_class: there is one class, and no dimension of classes.
+        terms: the product of the head first, then products of adapters, and biases.
+        dtype: the dtype of the logits.
+        autocast_dtype: the dtype of autocast in the call of the head, or None.
+        device: the device of the logits. The products may be on another one, see `product_device`.
+        settings: the arguments of ``patch_model``.
+        ops: elementwise operations on the sum in order, so that real logits are bit for bit the model's.
+        normal_form: the normal form of `ops`.
+        calls: the calls of the head and its adapters; empty under the compiler.
+        token_vectors: ``(..., 1)``, vectors with one number for each token. Operations contain indices of this tuple.
+        is_single_class: whether one class is selected, so that the logits have no dimension of classes.
     """
 
     terms: tuple[Term, ...]
@@ -72,9 +73,9 @@ class LazyState:
     token_vectors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     is_single_class: bool = False
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was computed from the same terms; states that elementwise operations make share this dict."""
+    """Results from the same terms. States before and after elementwise operations share this dict."""
 
-    # -- what it looks like
+    # -- metadata and tensors
 
     @property
     def hidden(self) -> Tensor:
@@ -108,17 +109,17 @@ class LazyState:
 
     @property
     def product_device(self) -> torch.device:
-        """Where the products are made."""
+        """The device of the products."""
         return self.hidden.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
-        return (*[tensor for tensor in found if tensor is not None], *self.token_vectors)
+        tensors = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
+        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors)
 
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
-        """The terms with their values, within :meth:`gathered_weights`."""
+        """The terms with gathered ZeRO-3 parameters instead of stand-ins. Read it within :meth:`gathered_weights`."""
         return tuple([term.resolve_stand_ins() for term in self.terms])
 
     @property
@@ -127,13 +128,13 @@ class LazyState:
 
     @property
     def is_outside_checkpoint(self) -> bool:
-        """Whether this code runs within a checkpoint that a call was not made in."""
+        """True if the running code is within a checkpoint, and a call of the head was outside of it."""
         return not torch.compiler.is_compiling() and any(call.is_outside_checkpoint for call in self.calls)
 
-    # -- others like it
+    # -- changed states
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
-        """The state after one more elementwise operation, if that has a lazy form."""
+        """Return the state after one more elementwise operation. Raise NoLazyFormError if it has no normal form."""
         step = NORMAL_FORM_UPDATES[name].fold
         normal_form = self.normal_form if step is None else step(self.normal_form, value)
         if normal_form is None:
@@ -142,21 +143,21 @@ class LazyState:
         return replace(self, ops=(*self.ops, (name, value)), normal_form=normal_form, dtype=dtype)
 
     def as_copy(self) -> LazyState:
-        """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
+        """Return the state of a copy. Autograd saves the result of some operations, so these are cloned for a copy."""
         saves_result = self.ops and self.ops[-1][0] in ("tanh", "log_softmax", "softmax", "exp")
         return replace(self, ops=(*self.ops, ("clone", None))) if saves_result else self
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
-        """The state after an operation on the token dimensions, which is done to the hidden states instead."""
+        """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
         return replace(self, terms=terms, token_vectors=tuple(map(function, self.token_vectors)), cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
-        """The state of another sum."""
+        """Return the state with other terms."""
         return replace(self, terms=tuple(terms), cached_results={}, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
-        """The state on the next of other tensors, in the order of :attr:`tensors`."""
+        """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
         terms = [term.with_tensors(tensors) for term in self.terms]
         return self.with_terms(terms, token_vectors=tuple(islice(tensors, len(self.token_vectors))))
 
@@ -166,26 +167,26 @@ class LazyState:
         return replace(self, terms=terms, token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
-        """The state of logits that are made in float32, outside of autocast."""
+        """Return the state with terms in float32, without autocast."""
         with self.gathered_weights():
             return self.with_terms(
                 [term.map_tensors(in_float32, *TENSOR_NAMES) for term in self.terms], autocast_dtype=None
             )
 
     def with_calls(self, calls: tuple[HeadCall, ...]) -> LazyState:
-        """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
+        """Return the state with snapshots. Later changes of ``requires_grad`` have no effect, others raise errors."""
         return self.with_terms([term.with_snapshot() for term in self.terms], calls=calls)
 
-    # -- what it is for
+    # -- results
 
     def gathered_weights(self, can_synchronize: bool = False) -> AbstractContextManager[None]:
-        """Around whatever reads the weights: FSDP or ZeRO-3 may have freed them.
+        """Return a context for reads of the weights, which gathers weights that FSDP or ZeRO-3 has freed.
 
         Args:
-            can_synchronize: wait for a GPU to compare values, even if nothing points to a change.
+            can_synchronize: compare values on a GPU even if nothing indicates a change. The host waits for the GPU.
 
         Raises:
-            RuntimeError: something that the logits are made from has changed since the model ran.
+            RuntimeError: a tensor that the logits are computed from has changed since the model ran.
         """
         for term in self.terms:
             if term.snapshot is not None:
@@ -201,7 +202,7 @@ class LazyState:
             return logits.squeeze(-1) if self.is_single_class else logits
 
     def of_classes(self, index: Tensor) -> Tensor:
-        """The logits of some classes, which are last: ``index`` is ``(..., K)``, of each token, or ``(K,)``, of all."""
+        """Compute the logits ``(..., K)`` of classes. ``index``: ``(..., K)`` for each token, or ``(K,)`` for all."""
         index = index.to(self.product_device)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -215,7 +216,7 @@ class LazyState:
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
     def note_values(self) -> None:
-        """Note that values are computed without the logits. They may differ from real logits in the last bits."""
+        """Note that values are computed without the logits, so that their last bits may differ from real logits."""
         for call in self.calls:
             call.has_returned_values = True
 
@@ -236,32 +237,28 @@ class LazyState:
         return self.apply_ops(total, self.ops)
 
     def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
-        """Logits or results of all tokens, with the classes last, after some operations."""
+        """Apply operations to logits or results of all tokens, with classes last."""
         return replay(z, ops, [row.to(z.device) for row in self.token_vectors])
 
     def normalizer(self) -> Tensor | float:
-        """What was subtracted from each token's logits, of the tokens' shape."""
-        place = self.normal_form.normalizer
-        return 0.0 if place is None else self.token_vectors[place].squeeze(-1)
+        """Return the logsumexp that was subtracted from each token's logits, of the tokens' shape, or 0.0."""
+        index = self.normal_form.normalizer
+        return 0.0 if index is None else self.token_vectors[index].squeeze(-1)
 
     def is_own_logsumexp(self, vector: Tensor) -> bool:
-        """Whether a vector is what ``logsumexp`` has returned for these logits."""
-        return any(
-            [  # noqa: C419
-                vector is own and version == versions_of(own)
-                for own, version in self.cached_results.get("logsumexp", ())
-            ]
-        )
+        """Return True if a vector is an unchanged result of ``logsumexp`` for these logits."""
+        results = self.cached_results.get("logsumexp", ())
+        return any([vector is own and version == versions_of(own) for own, version in results])  # noqa: C419 - faster
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
-        """The loss without the logits. ``target``: class indices, of the tokens' shape."""
+        """Compute the loss without logits in memory. ``target``: class indices, of the tokens' shape."""
         with self.gathered_weights():
             loss = self.fused_loss(target, weight=weight, **spec)
-        # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
+        # Autocast runs stock's cross-entropy in float32. Without autocast the loss has the dtype of the logits.
         return loss.to(self.device, autocast_result_dtype(self.dtype, self.device.type))
 
     def argmax(self) -> Tensor:
-        """The most probable class of each token."""
+        """Compute the most probable class of each token."""
         target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.product_device)
         with self.gathered_weights(can_synchronize=True):
             output = self.detach().fused_loss(target, reduction="none", ignore_index=-100, stats=("argmax",))
@@ -269,9 +266,9 @@ class LazyState:
         return largest
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`gathered_weights`.
+        """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`.
 
-        Not of tokens with a divisor each.
+        Logits with a temperature for each token have no such call (NoLazyFormError).
         """
         require_lazy(self.normal_form.divisor is None)
         if spec.get("reduction") == "none":
@@ -282,56 +279,51 @@ class LazyState:
     def token_results(
         self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
     ) -> LinearLogprobsOutput:
-        """What :func:`flce.linear_logprobs` returns for these logits, with gradients.
+        """Call :func:`flce.linear_logprobs` for these logits, with gradients.
 
-        The same bits with and without gradients, so that the ratio of two policies is 1 as long as they are one.
+        Results have the same bits with and without gradients, so that the ratio of two equal policies is 1.
         """
         options = self.settings.options
-        if isinstance(options, ChunkOptions) and options.logits_dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # for the loss
-            options = replace(options, logits_dtype=None)
-        place = self.normal_form.divisor
-        if place is not None:
-            spec["temperature"] = self.token_vectors[place].squeeze(-1) * spec.get("temperature", 1.0)
+        if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
+            options = replace(options, logits_dtype=None)  # linear_logprobs does not round logits
+        index = self.normal_form.divisor
+        if index is not None:
+            spec["temperature"] = self.token_vectors[index].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.product_device)
         self.note_values()
         with self.gathered_weights():
-            made: LinearLogprobsOutput = self._call_operator(
+            results: LinearLogprobsOutput = self._call_operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
             )
-        return made
+        return results
 
     def lse_and_entropy(self) -> tuple[Tensor, Tensor]:
-        """The normalizer and the entropy of each token's z, by one call for both.
+        """Compute the logsumexp and the entropy of each token's z in one call, and cache them.
 
-        A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
-        difference is small where probabilities are nearly equal.
+        A formula that subtracts the two reads them separately. The gradients of two calls would be rounded separately,
+        and their difference is small if probabilities are nearly equal.
         """
-        # Known results are no part of a graph. Both passes of a checkpoint save the same tensors.
+        # Cached results are not part of a graph, and both passes of a checkpoint have to save the same tensors.
         if torch.compiler.is_compiling() or self.is_outside_checkpoint:
-            made = self.token_results("lse", "entropy")
+            results = self.token_results("lse", "entropy")
         else:
             normal_form = self.normal_form
             divisor = None if normal_form.divisor is None else self.token_vectors[normal_form.divisor]
             modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
             key = id(divisor), normal_form.logit_scale, normal_form.softcap, *modes
-            with self.gathered_weights():  # known results are of weights that have not changed
+            with self.gathered_weights():  # raises if the weights of cached results have changed
                 if key not in self.cached_results:
-                    self.cached_results[key] = (
-                        divisor,
-                        self.token_results("lse", "entropy"),
-                    )  # kept, the divisor keeps its id
-            made = self.cached_results[key][1]
-        assert made.lse is not None
-        assert made.entropy is not None
-        return made.lse, made.entropy
+                    # The cache holds the divisor, so that its id is not used again.
+                    self.cached_results[key] = divisor, self.token_results("lse", "entropy")
+            results = self.cached_results[key][1]
+        assert results.lse is not None
+        assert results.entropy is not None
+        return results.lse, results.entropy
 
     def _call_operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
     ) -> Any:
-        """One of flce's functions of a head and its input."""
+        """Call one of flce's functions with the products, biases and normal form of this state."""
         products, biases = [], []
         dtype = self.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
@@ -343,10 +335,10 @@ class LazyState:
             if term.hidden is not None and term.weight is not None:
                 hidden, weights = term.hidden, term.weight
                 hidden = hidden if factor == 1.0 else hidden * factor
-                if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
+                if self.autocast_dtype is None:  # cast an adapter in float32 to the dtype of the head
                     hidden, weights = hidden.to(dtype), weights.to(dtype)
                 products.append((hidden, weights))
-        if len(products) > 1:  # not an argument otherwise: one product is what most models have
+        if len(products) > 1:
             spec["adapters"] = tuple(products[1:])
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
@@ -354,12 +346,15 @@ class LazyState:
             call.usage.has_gradient_use |= call.has_bypassing_gradient
         normal_form = self.normal_form
         hidden, weights = products[0]
-        # What was subtracted before a normalisation gets a gradient of zeros.
+        # A vector that was subtracted before a softmax cancels. It gets a gradient of zeros through `torch.where`.
         cancelled = [
-            row for place, row in enumerate(self.token_vectors) if row.requires_grad and place != normal_form.normalizer
+            vector
+            for index, vector in enumerate(self.token_vectors)
+            if vector.requires_grad and index != normal_form.normalizer
         ]
-        for row in cancelled if requires_grad else ():
-            hidden = torch.where(torch.ones((), dtype=torch.bool, device=row.device), hidden, row.to(hidden.dtype))
+        for vector in cancelled if requires_grad else ():
+            always = torch.ones((), dtype=torch.bool, device=vector.device)
+            hidden = torch.where(always, hidden, vector.to(hidden.dtype))
         return self._in_head_autocast(
             function,
             hidden,
@@ -373,13 +368,13 @@ class LazyState:
         )
 
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call with the autocast state the head was called with, which may have been left since."""
-        kind = self.product_device.type
-        now = autocast_dtype(kind)
-        if now == self.autocast_dtype:
+        """Call ``function`` with the autocast state of the head's call."""
+        device_type = self.product_device.type
+        current_dtype = autocast_dtype(device_type)
+        if current_dtype == self.autocast_dtype:
             return function(*args, **kwargs)
         enabled = self.autocast_dtype is not None
-        with torch.autocast(kind, dtype=self.autocast_dtype if enabled else now, enabled=enabled):
+        with torch.autocast(device_type, dtype=self.autocast_dtype if enabled else current_dtype, enabled=enabled):
             return function(*args, **kwargs)
 
 
@@ -390,14 +385,14 @@ def head_state(
     settings: Settings | None = None,
     call: HeadCall | None = None,
 ) -> LazyState:
-    """The state of ``F.linear(hidden, weight, bias)``, called now.
+    """Return the state of ``F.linear(hidden, weight, bias)``, with the current autocast state.
 
     Args:
         hidden: ``(..., H)``, floating.
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
-        settings: what ``patch_model`` was called with.
-        call: what wrappers and weights are watched by; None under the compiler.
+        settings: the arguments of ``patch_model``.
+        call: the record of the head's call; None under the compiler.
     """
     device = hidden.device
     autocast = autocast_dtype(device.type)

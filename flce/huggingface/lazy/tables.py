@@ -1,4 +1,7 @@
-"""Which function of PyTorch does what to lazy logits: one line an operation, and sets of functions of one kind."""
+"""Tables of the functions of PyTorch: the operation of each on lazy logits, and sets of functions of one kind.
+
+`dispatch` and `graphs` read these tables.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from flce.huggingface.lazy.state import LazyState
 
 
 def torch_functions(names: str) -> list[Callable[..., Any]]:
-    """The functions, methods and getters of PyTorch with these names, as ``__torch_function__`` is given them."""
-    found = [getattr(Tensor, name, None) for name in names.split()]
-    plain = [name for name in names.split() if not name.startswith("__")]  # Python gives modules the others, too
-    found += [getattr(home, name, None) for name in plain for home in (torch, F, torch.special)]
-    found = [member if callable(member) else getattr(member, "__get__", None) for member in found]
-    return [member for member in found if member is not None and not isinstance(member, type)]
+    """Return the functions, methods and getters of PyTorch with these names, as in ``__torch_function__``."""
+    members = [getattr(Tensor, name, None) for name in names.split()]
+    plain = [name for name in names.split() if not name.startswith("__")]  # `__eq__` of a module is Python's
+    members += [getattr(namespace, name, None) for name in plain for namespace in (torch, F, torch.special)]
+    members = [member if callable(member) else getattr(member, "__get__", None) for member in members]
+    return [member for member in members if member is not None and not isinstance(member, type)]
 
 
 class Operation(NamedTuple):
-    """What one function of PyTorch does to lazy logits.
+    """The operation of one function of PyTorch on lazy logits.
 
     Attributes:
-        run: the function of the state and its other arguments.
-        used_by: who needs it: an architecture of Transformers, or code that people use with it.
-        kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
-            it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
-            the logits become.
+        run: the operation: a function of the state and the other arguments.
+        used_by: an architecture of Transformers, or a library, that needs the operation.
+        kind: ``"new"``: the result has separate memory. ``"elementwise"``: the result has separate memory and the
+            strides of the logits. ``"view"``: the result shares the memory of the logits, so that a write to one is
+            visible in the other. ``"in place"``: the result replaces the state of the logits.
     """
 
     run: Callable[..., Any]
@@ -40,7 +43,7 @@ class Operation(NamedTuple):
 
 
 _cast = elementwise.make_cast
-# An operation without a reason here computes the real logits: a wrong result is worse than a warning.
+# Functions that are not in this table compute the real logits: a warning is better than a wrong result.
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(indexing.reshaped(Tensor.reshape), "Transformers: its loss of causal models", "view"),
     "flatten": Operation(indexing.reshaped(Tensor.flatten), "training loops: tokens as rows", "view"),
@@ -89,15 +92,16 @@ OPERATIONS = {function: operation for names, operation in _TABLE.items() for fun
 
 OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_entropy")
 
-# Give views of their arguments that have one shape.
+# Functions that expand their arguments to one shape.
 BROADCAST = frozenset(torch_functions("broadcast_tensors"))
 
 COMMUTATIVE = frozenset(torch_functions("mul multiply __mul__ add __add__"))
 
-# What the compiler takes `logits - tensor` for, with the tensor first. It cannot compare these functions.
+# Within a graph, `logits - tensor` calls `__rsub__` with the tensor first. The keys are names, because the compiler
+# cannot compare these functions.
 REFLECTED: dict[str, Callable[..., Any]] = {"__rsub__": Tensor.__sub__, "__rdiv__": Tensor.__truediv__}
 
-# Answered by lazy logits themselves, which know their shape, dtype and device.
+# Functions that read metadata, which lazy logits have without real logits.
 METADATA = frozenset(
     torch_functions("""
     shape dtype device layout ndim requires_grad is_leaf grad names itemsize nbytes
@@ -108,19 +112,19 @@ METADATA = frozenset(
     """)
 )
 
-# Ask for the logits' place in the autograd graph.
+# Functions that need the node of the logits in the autograd graph.
 GRAPH_ACCESS = frozenset(torch_functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
 
-# Make a new tensor of their first argument's shape, dtype or device, without reading it.
+# Functions that create a tensor with the shape, dtype or device of their first argument, without reading its values.
 LIKE = frozenset(torch_functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
 
 NEW = frozenset(torch_functions("new_empty new_zeros new_ones new_full new_tensor"))
 
-# Read no more than the shape, dtype or device of their second argument.
+# Functions that read only the shape, dtype or device of their second argument.
 READS_METADATA_OF_SECOND = frozenset(torch_functions("to type_as view_as expand_as reshape_as"))
 
-# Of a small view these compute only its values. They do not change their arguments, return memory of their own, and do
-# not ask for a place in the graph. Schemas do not say so of each function that has this property.
+# Functions for which only the values of a small view are computed, not all logits. They do not change their arguments,
+# return separate memory, and do not need a node in the graph. PyTorch's schemas do not state this for all of them.
 READ_ONLY = frozenset(
     torch_functions("""
     topk max min amax amin argmax argmin sort argsort softmax log_softmax logsumexp exp sigmoid multinomial sum mean std

@@ -1,4 +1,4 @@
-"""Lazy logits in eager mode: a tensor without storage that stands in the autograd graph."""
+"""`LazyLogits`: the tensor without storage that lazy logits are in eager mode, and its node in the autograd graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flce.torch_ops.frames import skip_frame_and_callees
 
 
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
-    """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
+    """Lazy logits in eager mode: a tensor without storage. A patched output embedding returns it."""
 
     @staticmethod
     def _wrap(state: LazyState, view: View | None = None, meta_tensor: Tensor | None = None) -> LazyLogits:
@@ -57,10 +57,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     def _update_before_operation(self, real: Tensor) -> None:
         self._update_nodes()
         if self._node is None and real.requires_grad:
-            self._take_over_node(written=True)
+            self._take_over_node(is_written=True)
 
     def _handle_function_output(self, node: Any) -> None:
-        """An autograd.Function, which does not ask ``__torch_function__``, has returned this tensor."""
+        """Compute real logits, because an autograd.Function has returned this tensor without ``__torch_function__``."""
         real, self._node, self._family.is_written = self._real, node, True
         if real is None:
             memory = materialize_and_report(self._state, "an autograd.Function", self._compute).detach()
@@ -70,20 +70,20 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             _TakeNode.apply(self, memory)
         if real is None:
             self._set_real(memory)
-        else:  # it was changed in place: those who have the memory see where it comes from now
+        else:  # the Function changed the logits in place, so the family needs the new node
             with torch.enable_grad():
                 real.copy_(memory)
             self._update_nodes()
 
-    def _take_over_node(self, written: bool) -> None:
-        """Take the place of the real logits in the graph."""
-        # A view that autograd no longer allows is an error where it is used.
+    def _take_over_node(self, is_written: bool) -> None:
+        """Move to the place of the real logits in the autograd graph."""
+        # If autograd no longer allows a view, the next use of the view raises the error.
         with contextlib.suppress(RuntimeError):
             real = LazyBase._get_real(self)
-            if real is None or not (written or real.requires_grad):
+            if real is None or not (is_written or real.requires_grad):
                 return
-            # What a Function saved is as it was, if nothing was written.
-            version = contextlib.nullcontext() if written else private.preserve_version(self)
+            # Without a write, tensors that a Function has saved are unchanged, so the version must not increase.
+            version = contextlib.nullcontext() if is_written else private.preserve_version(self)
             with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), version:
                 _TakeNode.apply(real, self) if real.requires_grad else self.detach_()
             self._node = self._current_node()
@@ -93,13 +93,13 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return (self.grad_fn or True) if self.requires_grad else None
 
     def _adopt_wrapper_copy(self, node: Any) -> bool:
-        """Take the state of what a wrapper has copied without gradients; its part of backward becomes a hook."""
+        """Restore the state after a wrapper's autograd function has copied the logits. Its backward becomes a hook."""
         hook = hook_from_node(node)
         if hook is None:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             copied: Any = node.next_functions[self.output_nr][0]
-        while hook_from_node(copied) is not None:  # the copied logits have taken over that one's part
+        while hook_from_node(copied) is not None:  # an earlier copy, whose hook the copied logits have
             copied = copied.next_functions[0][0]
         if not private.is_node_of(copied, _LogitsNode):
             return False
@@ -110,17 +110,17 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return True
 
     def register_hook(self, hook: Any) -> Any:
-        """As of any tensor. Dynamo fails where it finds PyTorch's own method on a subclass."""
+        """Call ``Tensor.register_hook``. Dynamo fails if a subclass does not define this method."""
         return torch.Tensor.register_hook(self, hook)
 
     def as_subclass(self, cls: Any) -> Any:
-        """What it is of the real logits: PyTorch does not ask ``__torch_function__`` here."""
+        """Call ``as_subclass`` of the real logits. PyTorch does not call ``__torch_function__`` for this method."""
         return dispatch(torch.Tensor.as_subclass, (self, cls), {})
 
     @classmethod
     @skip_frame_and_callees
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # an eager model's logits in a compiled function: this runs outside of it
+        if torch.compiler.is_compiling():  # logits of an eager model in a compiled function: end the graph
             torch._dynamo.graph_break()
         return dispatch(func, args, kwargs or {})
 
@@ -129,7 +129,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # C++ code that does not ask __torch_function__. Gradients are recorded above this level.
+        # C++ code that skips __torch_function__ gets here. Autograd has recorded the operation before.
         with private.disable_torch_function():
             args, kwargs = (
                 materialize_arguments(args, func, detach=True),
@@ -142,16 +142,16 @@ CLASS_BY_COMPILING[False] = LazyLogits
 
 
 class _LogitsNode(torch.autograd.Function):
-    """A :class:`LazyLogits`'s place in the autograd graph, for code that skips ``__torch_function__``."""
+    """The autograd function that creates a :class:`LazyLogits`, for code that skips ``__torch_function__``."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: LazyState, meta_tensor: Any, *tensors: Tensor) -> Tensor:
         ctx.state, ctx.hooks = state, None
         ctx.set_materialize_grads(False)
-        if lazy is not None:  # changed in place: from here on this is where it stands
+        if lazy is not None:  # an in-place operation: this becomes the node of the logits
             ctx.mark_dirty(lazy)
             return lazy
-        made: LazyLogits = private.make_wrapper_subclass(
+        logits: LazyLogits = private.make_wrapper_subclass(
             LazyLogits,
             meta_tensor.shape,
             strides=meta_tensor.stride(),
@@ -159,31 +159,31 @@ class _LogitsNode(torch.autograd.Function):
             dtype=state.dtype,
             device=state.device,
         )
-        private.set_throw_on_mutable_data_ptr(made)  # rather than a null pointer
-        return made
+        private.set_throw_on_mutable_data_ptr(logits)  # an error instead of a null pointer
+        return logits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted, state = ctx.needs_input_grad[3:], ctx.state
+        needs_grad, state = ctx.needs_input_grad[3:], ctx.state
         if grad is None:
-            return None, None, None, *(None for _ in wanted)
+            return None, None, None, *(None for _ in needs_grad)
         if ctx.hooks:
             raise RuntimeError(
-                "a hook was set on logits, or retain_grad() called, after an autograd.Function had been given them: "
-                "its gradient does not pass there. Call logits.materialize() before both, and use what it returns."
+                "a hook was set on logits, or retain_grad() called, after they were passed to an autograd.Function: "
+                "its gradient does not reach the hook. Call logits.materialize() before both, and use its result."
             )
         grad = run_wrapper_hooks(grad, state.calls)
         with gather_weights(state.calls):
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, wanted, strict=True)]
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, needs_grad, strict=True)]
             with torch.enable_grad():
                 logits = state.with_tensors(iter(leaves)).logits()
             grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
-        return None, None, None, *(next(grads) if need else None for need in wanted)
+        return None, None, None, *(next(grads) if need else None for need in needs_grad)
 
 
 class _TakeNode(torch.autograd.Function):
-    """Gives the second tensor the place in the graph that the first one has."""
+    """An autograd function that moves ``behind`` to the place of ``front`` in the graph."""
 
     @staticmethod
     def forward(ctx: Any, front: Tensor, behind: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What logits are sums of: matrix products, and vectors that were added to them."""
+"""`Term`: one summand of logits, a matrix product or an added vector. `state` and `elementwise` create terms."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ class Term:
     """One summand of logits: a matrix product, or a vector that was added to the logits of every token.
 
     Attributes:
-        hidden: the logits' shape, with the hidden size H in place of the vocabulary V. Everything that
-            happens to the token dimensions of the logits happens to this tensor. None of a vector.
-        weight: ``(V, H)``; None of a vector.
-        bias: ``(V,)``, of a product or by itself, where it may be wider than the logits; or None.
-        ops: factors and casts, before the term was added to others.
-        snapshot: the first of `tensors` as it was at the call, if that or a view of it is the term's; None: nothing
-        else
-            can change it. The head's call watches its parameters.
+        hidden: hidden states ``(..., H)`` with the token dimensions of the logits ``(..., V)``. Operations on the token
+            dimensions of the logits are applied to this tensor. None for a vector.
+        weight: ``(V, H)``; None for a vector.
+        bias: ``(V,)``: the bias of the product, or the vector, whose dtype may be wider than the logits'; or None.
+        ops: factors and casts that were applied before the term was added to others.
+        snapshot: the snapshot of the first of `tensors` at the call; None if `tensors` has a copy, which other code
+            cannot change. The `HeadCall` has the snapshots of the head's parameters.
     """
 
     hidden: Tensor | None
@@ -48,7 +47,7 @@ class Term:
         return normal_form.logit_scale
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
-        """The term with ``function`` done to the tensors of these names, those that there are; others replaced."""
+        """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
         for name in names:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -56,11 +55,11 @@ class Term:
         return replace(self, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
-        """The term on the next of other tensors, which are not changed in place."""
+        """Return the term with the next of other tensors, which nothing changes in place."""
         return self.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None)
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
-        """The term after an operation on the token dimensions."""
+        """Return the term after an operation on the token dimensions."""
         if self.hidden is None:
             return self
         hidden, snapshot = function(self.hidden), self.snapshot
@@ -72,22 +71,22 @@ class Term:
         return self.map_tensors(Tensor.detach, *TENSOR_NAMES)
 
     def resolve_stand_ins(self) -> Term:
-        """The term with the values of parameters that are only gathered for a while, which they have to be now."""
+        """Return the term with gathered ZeRO-3 parameters instead of their stand-ins."""
         return self.map_tensors(resolve_stand_in, "weight", "bias") if stand_in_parameters(self.tensors) else self
 
     def with_snapshot(self) -> Term:
-        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
-        now = [alias_in_graph(tensor) for tensor in self.tensors]
-        what = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
-        return replace(self.with_tensors(iter(now)), snapshot=TensorSnapshot(now[0], what))
+        """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
+        aliases = [alias_in_graph(tensor) for tensor in self.tensors]
+        name = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
+        return replace(self.with_tensors(iter(aliases)), snapshot=TensorSnapshot(aliases[0], name))
 
 
 def alias_in_graph(tensor: Tensor) -> Tensor:
-    """The same memory, at the place in the autograd graph that the tensor has now.
+    """Return an alias of a leaf with the leaf's present ``requires_grad``, or the tensor if it is not a leaf.
 
-    A leaf's ``requires_grad`` may be changed later, as PEFT's ``disable_adapter()`` does for a while. Stock's logits
-    have recorded by then whether it needs a gradient. The alias shares the leaf's version, and its storage also where a
-    wrapper frees that and fills it again. Of a parameter of ZeRO-3 it is a stand-in.
+    The ``requires_grad`` of a leaf may change later: PEFT's ``disable_adapter()`` changes it for a while. Stock logits
+    record at the call whether the leaf needs a gradient. The alias shares the version and the storage of the leaf, even
+    if a wrapper frees the storage and fills it again. The alias of a ZeRO-3 parameter is a stand-in.
     """
     if not tensor.is_leaf:
         return tensor
@@ -96,5 +95,5 @@ def alias_in_graph(tensor: Tensor) -> Tensor:
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32, within :meth:`LazyState.gathered_weights`."""
+    """Return the tensor in float32. Call it within :meth:`LazyState.gathered_weights`."""
     return tensor if tensor.dtype == torch.float32 else resolve_stand_in(tensor).float()

@@ -1,4 +1,4 @@
-"""Losses and values that are computed without the logits: cross entropy, argmax, logsumexp, gather."""
+"""Operations with results without logits: cross entropy, argmax, logsumexp, gather; called by `tables`, `indexing`."""
 
 from __future__ import annotations
 
@@ -19,39 +19,38 @@ from flce.ops.arguments import autocast_result_dtype
 
 
 def class_values(state: LazyState, index: Tensor) -> Tensor:
-    """The logits of some classes, classes last; or their log-probabilities.
+    """Return the logits ``(..., K)`` of some classes, or their log-probabilities or probabilities, as the state has.
 
     Args:
-        state: of the logits.
-        index: in [0, V): ``(..., K)``, of the tokens' shape, or ``(K,)``.
+        state: the state of the logits.
+        index: classes in [0, V): ``(..., K)`` with the tokens' shape, or ``(K,)`` for all tokens.
     """
     if state.normal_form.form == "logits":
         return state.as_copy().of_classes(index)
     require_lazy(not state.normal_form.form.startswith("weighted"))
-    at, dtype = next((at, value) for at, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
-    count, normal_form = index.shape[-1], to_normal_form(state.ops[:at])
+    first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
+    count, normal_form = index.shape[-1], to_normal_form(state.ops[:first])
     assert normal_form is not None
-    logits = replace(state, ops=state.ops[:at], normal_form=normal_form, dtype=dtype)
+    logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
     with logits.gathered_weights():
         if count == 1 and index.dim() == state.ndim:
-            made = logits.token_results("logprob", target=index.squeeze(-1)).logprob
-            assert made is not None
-            values = made.unsqueeze(-1)
+            logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
+            assert logprob is not None
+            values = logprob.unsqueeze(-1)
         elif 0 < count <= MAX_ENTRIES:
-            made = logits.token_results(candidates=index).candidate_logprob
-            assert made is not None
-            values = made
+            candidate_logprob = logits.token_results(candidates=index).candidate_logprob
+            assert candidate_logprob is not None
+            values = candidate_logprob
         else:
             values = logits.of_classes(index) - logsumexp_of(logits).unsqueeze(-1)
-    # They are normalised already, and not over these few classes. A log-probability of 0 is a positive zero, as
-    # stock's: 1 / x tells them apart.
+    # The values are normalised over all classes already. `+ 0.0` turns a log-probability of -0.0 into 0.0, as in stock.
     values = (values + 0.0).to(state.device, logits.dtype)
-    return state.apply_ops(
-        values, tuple([op for before in state.ops[at:] for op in _OPS_AFTER_LOGPROBS.get(before[0], (before,))])
-    )
+    remaining = [op for recorded in state.ops[first:] for op in _OPS_AFTER_LOGPROBS.get(recorded[0], (recorded,))]
+    return state.apply_ops(values, tuple(remaining))
 
 
-# What is left of these where log-probabilities are known. Autograd keeps what `exp` returns: see `LazyState.as_copy`.
+# Recorded operations, and the operations that replace them if the values are log-probabilities already. Autograd saves
+# the result of `exp`: see `LazyState.as_copy`.
 _EXP: tuple[Op, ...] = (("exp", None), ("clone", None))
 _OPS_AFTER_LOGPROBS = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
@@ -69,10 +68,10 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
     )
     lse = logsumexp_of(state)
     if lse.is_cpu and not torch.compiler.is_compiling():
-        require_lazy(not bool(lse.isnan().any()))  # of infinities, which stock's logsumexp gives back
-    own = _with_kept_dim(state, lse.to(state.dtype), keepdim)
-    state.cached_results.setdefault("logsumexp", []).append((own, versions_of(own)))
-    return own
+        require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
+    result = _with_kept_dim(state, lse.to(state.dtype), keepdim)
+    state.cached_results.setdefault("logsumexp", []).append((result, versions_of(result)))
+    return result
 
 
 def logsumexp_of(state: LazyState) -> Tensor:
@@ -81,9 +80,9 @@ def logsumexp_of(state: LazyState) -> Tensor:
 
 
 def equals_itself(state: LazyState, other: Any) -> Any:
-    """``x == x``, by which ``torch.distributions`` validates logits that it has normalised: True, unless one is NaN.
+    """Return the result of ``x == x``, with which ``torch.distributions`` validates its normalised logits.
 
-    The result has no memory of its own.
+    The result is an expanded ``True``. If a logit is NaN, the operation has no lazy form.
     """
     require_lazy(other is state and state.normal_form.normalizer is not None and not torch.compiler.is_compiling())
     require_lazy(state.normal_form.form == "logits" and not bool(logsumexp_of(state).isnan().any()))
@@ -91,16 +90,16 @@ def equals_itself(state: LazyState, other: Any) -> Any:
 
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    """Some classes of each token, whose logits or log-probabilities are made without the others."""
+    """Gather the values of some classes of each token, without computing other classes' logits in memory."""
     require_lazy(normalized_dim(state, dim) == state.ndim - 1 and isinstance(index, Tensor) and not sparse_grad)
     require_lazy((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     count = index.shape[-1]
     require_lazy(index.shape[:-1] == state.shape[:-1])
-    # Each token's rows of the head are copied for its logits: more than those, if they are many.
+    # The rows of the head are copied for each token. With many classes the copies are larger than all logits.
     few = count <= (1 if state.normal_form.form == "logits" else MAX_ENTRIES)
     require_lazy(few or count * state.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
+        # PyTorch raises an error for such an index, whereas flce ignores tokens with -100.
         require_lazy(not bool(((index < 0) | (index >= state.vocab_size)).any()))
     return _not_a_view(class_values(state, index).contiguous())
 
@@ -108,7 +107,7 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
 def sum_over_vocabulary(
     state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """The sum over the vocabulary of log-probabilities, or of what is weighted by probabilities."""
+    """Sum log-probabilities, or values that are weighted by probabilities, over the vocabulary."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     require_lazy(
@@ -121,9 +120,9 @@ def sum_over_vocabulary(
 
 
 def _sum_of_logprobs(state: LazyState) -> Tensor:
-    """The cross entropy with a uniform distribution, times -V."""
+    """Return the cross entropy with a uniform distribution, times -V."""
     require_lazy(state.normal_form.divisor is None and not state.normal_form.is_clamped)
-    # Any target would do, but for one whose logit is -inf.
+    # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
         return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
 
@@ -141,7 +140,7 @@ def _expected_logit(state: LazyState) -> Tensor:
 
 
 def _require_finite_bias(state: LazyState) -> None:
-    """Stock's product of a probability of 0 and a logarithm of -inf is NaN. A GPU does not wait for this check."""
+    """Raise NoLazyFormError for an infinite bias on a CPU: stock computes 0 * -inf. On a GPU the host would wait."""
     if state.normal_form.is_clamped or torch.compiler.is_compiling() or state.product_device.type != "cpu":
         return
     with state.gathered_weights():
@@ -160,7 +159,7 @@ def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
 
 
 def _not_a_view(values: Tensor) -> Tensor:
-    """Stock's is no view: one that is made without gradients could not be written to with them."""
+    """Return a copy if gradients are disabled: autograd forbids later writes with gradients to such a view."""
     return values if torch.is_grad_enabled() else values.clone()
 
 
@@ -174,7 +173,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
+    """Compute ``torch.nn.functional.cross_entropy``. Invalid arguments run stock code, which raises stock's errors."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
     normal_form = state.normal_form
@@ -185,10 +184,10 @@ def cross_entropy(
         and (weight is None or (weight.shape == state.shape[-1:] and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, autocast_result_dtype(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
-        # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
+        # Class probabilities are as large as the logits, so a loss without logits would save no memory.
         and target.dtype == torch.int64
         and target.shape == state.shape[:-1]
-        and state.ndim <= 2  # else the second dimension are the classes
+        and state.ndim <= 2  # with more dimensions, stock's classes are in the second one
         and normal_form.has_loss
     )
     return state.cross_entropy(
@@ -205,7 +204,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """``torch.nn.functional.nll_loss`` of log-probabilities."""
+    """Compute ``torch.nn.functional.nll_loss`` of log-probabilities."""
     require_lazy(state.normal_form.form == "log-probabilities")
     return cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
@@ -222,15 +221,14 @@ def flce_cross_entropy(
     vocab_size: int | None = None,
     **spec: Any,
 ) -> Any:
-    """:func:`flce.cross_entropy`. There is nothing that ``inplace`` could save."""
+    """Compute :func:`flce.cross_entropy`. ``inplace`` has no effect, because no logits are in memory."""
     require_lazy(process_group is None and vocab_size is None and isinstance(target, Tensor))
     scaled = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
     if softcap is not None:
         scaled = scaled.with_op("div", softcap).with_op("tanh").with_op("mul", softcap)
     require_lazy(scaled.normal_form.has_loss and not target.is_floating_point())
-    if (
-        scaled.normal_form.form == "log-probabilities"
-    ):  # what is fused are the logits before that, whose logsumexp is not 0
+    if scaled.normal_form.form == "log-probabilities":
+        # The fused loss reads the logits before log_softmax. Their logsumexp is not 0, which z-loss and lse would need.
         stats = spec.get("stats")
         require_lazy(not spec.get("z_loss") and not (isinstance(stats, (tuple, list)) and "lse" in stats))
     with scaled.gathered_weights():
