@@ -193,7 +193,7 @@ def test_the_curve_is_drawn_with_every_name_in_the_legend():
 
 
 def test_targets_of_calls_and_of_the_device_are_separate():
-    """Of two cases of one problem, each target reads its own case, and rules read the case of the device."""
+    """Each target reads its own one of two cases of a problem, and rules read the case of the device."""
     results = [measured("floor", 10.0), measured("ours", 10.4, 1), measured("cce", 20.0, 1, "peer")]
     called, device = run_of(Entry(call_case(MAIN), results)), run_of(Entry(OperatorCase(*MAIN), results))
     titles = [f"Targets met: 1 of {len(TARGETS)}", f"Targets of calls met: 1 of {len(CALL_TARGETS)}"]

@@ -92,7 +92,7 @@ class Family:
                     lazy._update_nodes(always=True)
 
     def _copy_from_nearest_view(self, steps: Steps, real: Tensor) -> Tensor:
-        """Apply steps to the real logits. Start from the last live view on their way, whose hooks receive the gradient."""
+        """Apply steps to real logits. Start from the last live view on the way, whose hooks receive the gradient."""
         count = 0
         for lazy in live_objects(self.views):
             view_steps = lazy._view.steps
