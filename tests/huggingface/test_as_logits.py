@@ -400,6 +400,11 @@ AUTOCAST = """
 """
 
 
+def test_a_write_after_a_view_of_the_only_class() -> None:
+    steps = ("lg = a(ids)", "t1 = lg[..., 0]", "lg.div_(noise(lg.shape[:-1]).abs().unsqueeze(-1))")
+    assert fuzz.compare(fuzz.Program(fuzz.Setup(bias=False, head=(1, 5)), steps, (), False), fuzz.Comparison()) is None
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside: bool) -> None:
     """Autocast around the head only, and around the operations on logits too."""

@@ -285,9 +285,8 @@ def _make_view(
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
         return _make_copy(lazy, state.as_copy(), cut)
-    is_full = (
-        is_full and not has_sibling_results and meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
-    )
+    has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
+    is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, (*steps, (cut, mode)), is_full), meta_tensor)
 
