@@ -19,10 +19,10 @@ from flce.core.shard import HeadSplit
 class DefaultBytes:
     """Maximum bytes of the logits in memory if there is no budget."""
 
-    one_chunk: int  # if all tokens are one chunk
-    chunk: int  # of a chunk otherwise
-    chunk_without_sum: int  # of a chunk if dW is not of half precision, so that its sum needs no copy
-    statistics: int | None  # in a forward without gradients; None: as many as for gradients
+    one_chunk: int  # up to this size, all tokens are one chunk
+    chunk: int  # maximum size of one of several chunks
+    chunk_without_sum: int  # the same if dW has the dtype of its sum, so that no separate sum is allocated
+    statistics: int | None  # maximum size in a forward without gradients; None: as with gradients
 
 
 # Measured on an H200, in half precision (docs/notes.md):
@@ -99,9 +99,9 @@ class Dtypes:
     """dW that a schedule returns."""
 
     @functools.cached_property
-    def has_gradient_scale(self) -> bool:
-        """True if gradients of logits are multiplied by a gradient scale, and their sums are divided by it when they
-        are rounded: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
+    def unscales_sums(self) -> bool:
+        """True if sums of gradients are divided by the gradient scale when they are rounded. float16 gradients of
+        logits have a scale: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
         return self.logits_grad == torch.float16 == self.weight_grad
 
     @property

@@ -40,7 +40,7 @@ class Exponentials:
         tile if logits do not stay in registers."""
         ctx, factors = self._context, self.factors
         if ctx.in_registers:
-            call, count = ctx.statistics_call(part), ctx.selection.count
+            call, count = ctx.statistics_call(part), ctx.selection.device_count
             on_device = None if count is None or part.start > 0 else count.on_device
             ctx.backend.product_exponentials(
                 xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, part), on_device
@@ -84,7 +84,7 @@ class Exponentials:
         """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for dropped rows. Return `out`."""
         # The factor of an ignored row is 0. If the row is not dropped it is read, so that a NaN in it reaches dW, as in
         # every other schedule. Dropped rows have no factor.
-        are_dropped = self._context.selection.count is not None
+        are_dropped = self._context.selection.device_count is not None
         ignore_index = self._context.problem.spec.ignore_index if are_dropped else NO_TARGET
         self._combine_rows(x, part, out, None, None, ignore_index)
         return out

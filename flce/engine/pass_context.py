@@ -18,7 +18,7 @@ from flce.core.slices import slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
-from flce.engine.shards import FullVocab
+from flce.engine.shards import AllClasses
 from flce.engine.top_k import TopK
 
 
@@ -41,13 +41,13 @@ class PassContext:
         arena: allocator.
         dtypes: dtypes of tiles, sums and gradients.
         in_registers: True if fused products keep logits in registers, for statistics and for recomputed gradients.
-        gradient_scale: () factor of the gradients of logits, see `Dtypes.has_gradient_scale`; None: 1.
+        gradient_scale: () divisor of sums of gradients when they are rounded, see `Dtypes.unscales_sums`; None: 1.
         row_gradient: (slots, rows), see `TileCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
     """
 
-    vocab: FullVocab
+    vocab: AllClasses
     backend: Backend
     arena: Arena
     dtypes: Dtypes
@@ -89,7 +89,7 @@ class PassContext:
     def chunks(self, step: int) -> Iterator[slice]:
         """Yield the selected tokens, at most `step` at a time. If their number is counted on the device, the host waits
         for it after the first chunk."""
-        start, stop = 0, self.selection.upper_bound_rows
+        start, stop = 0, self.selection.known_row_bound
         while start < stop:
             yield slice(start, min(start + step, stop))
             start, stop = start + max(1, step), self.selection.num_rows
@@ -135,7 +135,7 @@ class PassContext:
 
     def has_to_unscale(self, memory: Tensor) -> bool:
         """Return True if gradients must be divided by the gradient scale before they are written to this memory."""
-        return self.dtypes.has_gradient_scale and memory.dtype == self.dtypes.weight_grad
+        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.weight_grad
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
         """Write a part of the selected rows of `x`, (N, H), to `out`."""

@@ -29,7 +29,7 @@ from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import FullVocab, build_vocab, gather_class_weights
+from flce.engine.shards import AllClasses, build_vocab, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def runtime_on(device: torch.device, backend: str) -> Runtime:
 
 class ForwardResult(NamedTuple):
     outputs: RowOutputs  # of all N rows; losses are () or (N,)
-    grads: list[Tensor]  # of the loss, times gradient_scale; empty if the plan defers them
+    grads: list[Tensor]  # of the loss, times gradient_scale; empty if they were not requested
     gradient_scale: Tensor | None  # () divisor of the upstream gradient; None: 1
     # (N,) gradient of the loss, or of each row's loss, with respect to token weights; None: not requested
     token_weight_gradient: Tensor | None
@@ -131,7 +131,7 @@ def backward(
     problem = gather_class_weights(problem)
     runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.has_gradient_scale
+    upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.unscales_sums
     row_upstream = None if upstream.dim() == 0 else selection.take(upstream)
     scales = vectors.LossScales(
         problem, runtime.backend, with_gradients=True, has_gradient_scale=has_gradient_scale, upstream=upstream
@@ -143,6 +143,6 @@ def backward(
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, vocab: FullVocab, **more: Any) -> PassContext:
+def build_context(plan: Plan, runtime: Runtime, vocab: AllClasses, **more: Any) -> PassContext:
     """Return the context of a pass over the classes of `vocab`. `more`: other fields of `PassContext`."""
     return runtime.context_type(vocab, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

@@ -149,7 +149,7 @@ def backward(
     row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream), None
     if candidate_upstream is not None:
         candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
-    if plan.dtypes.has_gradient_scale:
+    if plan.dtypes.unscales_sums:
         gradient_scale = _compute_gradient_scale(selection, row_gradient, candidate_grads)
         for gradients in (row_gradient, None if candidate_grads is None else candidate_grads.values):
             if gradients is not None:

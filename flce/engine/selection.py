@@ -50,7 +50,7 @@ class Selection:
     problem: LinearCrossEntropyProblem
     index: Tensor | None  # (rows,) into the N rows; None: all rows
     # The number of selected rows, if it is counted on the device. `index` then has all N rows, the selected rows first.
-    count: _DeviceCount | None = None
+    device_count: _DeviceCount | None = None
 
     @staticmethod
     def from_problem(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, count_on_device: bool) -> Selection:
@@ -75,13 +75,13 @@ class Selection:
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property
-    def upper_bound_rows(self) -> int:
+    def known_row_bound(self) -> int:
         """`num_rows` if the host has read it, else `row_capacity`."""
-        return self.row_capacity if "num_rows" not in vars(self) and self.count is not None else self.num_rows
+        return self.row_capacity if "num_rows" not in vars(self) and self.device_count is not None else self.num_rows
 
     @functools.cached_property
     def num_rows(self) -> int:
-        return self.row_capacity if self.count is None else self.count.wait()
+        return self.row_capacity if self.device_count is None else self.device_count.wait()
 
     @functools.cached_property
     def target(self) -> Tensor:

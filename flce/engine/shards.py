@@ -1,7 +1,7 @@
 """The classes of a pass: all classes, or the shard of one process of a divided head. `passes.py` builds them.
 
 Each process of a divided head has a shard of the classes, and all processes have the same tokens. A shard is a separate
-problem (`VocabShard.problem`), which schedules and kernels process like any other. If a token's target is in another
+problem (`ShardClasses.problem`), which schedules and kernels process like any other. If a token's target is in another
 shard, a class of the process's own shard is its stand-in. Statistics of a shard are a few numbers for each row. One
 collective gathers the statistics of all shards, and every process merges them into the same results
 (`formulas.merge_shards`).
@@ -84,8 +84,8 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 
 @dataclass
-class FullVocab:
-    """The classes of a pass that has all classes. `VocabShard` overrides the methods that merge results of processes.
+class AllClasses:
+    """The classes of a pass that has all classes. `ShardClasses` overrides the methods that merge results of processes.
 
     Attributes:
         full_problem: the problem of all classes.
@@ -165,7 +165,7 @@ class FullVocab:
         """Wait for the sums of dX of a term. If none was started, sum all of dX."""
 
 
-class VocabShard(FullVocab):
+class ShardClasses(AllClasses):
     """The shard of this process in a pass, with the results of all classes."""
 
     is_sharded = True
@@ -335,9 +335,9 @@ class VocabShard(FullVocab):
             work.wait()
 
 
-def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> FullVocab:
-    """Return the classes of a problem that this process has. The arguments are the fields of `FullVocab`."""
-    return (FullVocab if problem.shard is None else VocabShard)(problem, *rest)
+def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> AllClasses:
+    """Return the classes of a problem that this process has. The arguments are the fields of `AllClasses`."""
+    return (AllClasses if problem.shard is None else ShardClasses)(problem, *rest)
 
 
 def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:

@@ -93,8 +93,8 @@ class WeightSum:
         self._is_started = True
 
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Round the sums after the last chunk. `before_rounding` is called before with the sums, of consecutive
-        classes."""
+        """Call `before_rounding` with the sums of consecutive classes, and round them, after the last chunk. Subclasses
+        whose sums are rounded already do nothing."""
         if self._is_started:
             if before_rounding is not None:
                 before_rounding(self._sums())
@@ -150,9 +150,9 @@ class PieceSum(WeightSum):
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
         """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A piece has at most half of the bytes of the gradients of a block's logits. If it had more, blocks would be
-        chosen for a budget that is large enough for the logits of all classes. The logits of blocks are computed twice,
-        by products of other shapes.
+        A piece has at most half of the bytes of the gradients of a block's logits. With larger pieces, a budget that is
+        large enough for the logits of all classes would be too small for logits and a piece. The planner would then
+        choose several blocks, whose logits are computed twice, by products of other shapes.
         """
         (tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         piece_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
@@ -207,7 +207,7 @@ class HalvedSum(WeightSum):
 def build_weight_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
     """Return the sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
     stop, dtypes, is_single = ctx.vocab_size if stop is None else stop, ctx.dtypes, ctx.is_single_chunk(rows)
-    if is_single and dtypes.has_gradient_scale:
+    if is_single and dtypes.unscales_sums:
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
     if not is_single and dtypes.weight_grad == ctx.problem.dtype != dtypes.sums:
         return {k: HalvedSum(ctx, k, stop) for k in ctx.dw_terms}
@@ -230,7 +230,7 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
 
     def build_for_term(k: int, block: slice) -> WeightSum:
         is_single = ctx.is_single_chunk(rows)
-        if ctx.dtypes.sums == ctx.problem.dtype or (is_single and not ctx.dtypes.has_gradient_scale):
+        if ctx.dtypes.sums == ctx.problem.dtype or (is_single and not ctx.dtypes.unscales_sums):
             return WeightSum(ctx, k, block)
         if is_single and ctx.in_registers:
             return DividedSum(ctx, k, block)

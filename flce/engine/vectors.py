@@ -185,7 +185,7 @@ def can_read_values(device: torch.device) -> bool:
 def check_num_items(num_items: Tensor) -> None:
     """Raise ValueError for a negative number."""
     if bool(num_items < 0):
-        raise ValueError(f"num_items must be > 0, got {num_items.item()}")
+        raise ValueError(f"num_items must be >= 0, got {num_items.item()}")
 
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:

@@ -100,7 +100,7 @@ class _Patch:
         return self if isinstance(root, nn.Linear) else replace(self, usage=copy.deepcopy(self.usage, memo))
 
     def count_forward(self, backbone_module: nn.Module, args: Any) -> None:
-        """Count a forward of the model below the head, which trainers with another kernel for the head call too."""
+        """Count a forward of the backbone. A trainer with its own loss kernel calls the backbone without the head."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.on_forward_begin(backbone_module.training)
 
@@ -501,7 +501,7 @@ def patch_model(
     check_on_materialize(on_materialize)
     settings = Settings(options, on_materialize)
     _check_model("patch_model", model)
-    if private.make_wrapper_subclass is None:
+    if private.make_wrapper_subclass is None:  # Lazy logits cannot exist; `core.private` has warned.
         return model
     optimizer_steps.register()
     owners, unpatchable = find_owners(model)

@@ -43,8 +43,8 @@ _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants",
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
-    """Compute loss and statistics of a problem. Differentiable in ``loss``, once; if the logits stay, any number of
-    times.
+    """Compute loss and statistics of a problem. ``loss`` has a gradient, which itself has none. If `inplace` is False,
+    several backward passes can use the graph.
 
     Raises:
         RuntimeError: the logits cannot be overwritten.

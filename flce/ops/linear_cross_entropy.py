@@ -172,8 +172,8 @@ def _compute_gradients(
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
-        # Matrices are cast. The bias gradient is copied too: a caller of the operator still has the results of forward,
-        # and an upstream gradient of 1 must not change them.
+        # Write to new memory. dX and dW change dtype. The bias gradient does not, but a caller of the operator may have
+        # it, and the division would change it even if the upstream gradient is 1.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
     steps: Any = get_backend(factor.device) if can_bypass else torch.ops.flce

@@ -50,8 +50,8 @@ _DIFFERENTIABLE = 4
 def linear_logprobs(
     problem: LinearCrossEntropyProblem, candidates: Tensor | None, options: ChunkOptions
 ) -> dict[str, Tensor | None]:
-    """Return the results of all tokens by name, None if not requested. Differentiable once, for any number of
-    backwards.
+    """Return the results of all tokens by name, None if not requested. Their gradients have no gradients. Several
+    backward passes can use the graph.
 
     Args:
         candidates: (N, K) int64. With K = 0 the result is differentiable, too: its gradients are 0.

@@ -130,7 +130,7 @@ SCALARS: list[Case] = [
         (ValueError, f"num_items must be > 0…got {count}", {"num_items": count, "reduction": "sum"})
         for count in (0, -3, math.nan)
     ),
-    (ValueError, "num_items must be > 0, got -3", {"num_items": torch.tensor(-3), "reduction": "sum"}),
+    (ValueError, "num_items must be >= 0, got -3", {"num_items": torch.tensor(-3), "reduction": "sum"}),
     (
         ValueError,
         "num_items must be a number or a 0-d tensor, got shape (2,)",
@@ -256,7 +256,7 @@ CASES: list[Case] = [
     (ValueError, "ignore_index=2 needs class-index targets", {"target": PROBABILITIES, "ignore_index": 2}),
     (
         ValueError,
-        "num_items must be > 0, got -3",
+        "num_items must be >= 0, got -3",
         {**K_DIMENSIONAL, "num_items": torch.tensor(-3.0), "reduction": "sum"},
     ),
     # ---- adapters
