@@ -100,8 +100,8 @@ class Dtypes:
 
     @functools.cached_property
     def unscales_sums(self) -> bool:
-        """True if sums of gradients are divided by the gradient scale when they are rounded. float16 gradients of
-        logits have a scale: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
+        """True if sums of gradients are divided by the gradient scale when they are rounded. Gradients of logits have a
+        scale in float16, which has no numbers below 6e-8: the probability of a class times 1 / N is smaller."""
         return self.logits_grad == torch.float16 == self.weight_grad
 
     @property
