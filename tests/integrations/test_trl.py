@@ -197,5 +197,7 @@ def test_trl_bypasses_the_head(create: Callable[..., Any], fused: bool, tmp_path
         trainer, _ = train(create, str(tmp_path), 2, fused=fused, common={"callbacks": [FlceCallback()]})
     messages = [str(w.message) for w in caught if w.category is NotFusedWarning]
     assert len(messages) == (0 if fused else 1)
-    assert all("another kernel instead of the head" in text and "flce.huggingface.trl.install()" in text for text in messages)
+    assert all(
+        "another kernel instead of the head" in text and "flce.huggingface.trl.install()" in text for text in messages
+    )
     assert (flce.report(trainer.model).fused > 0) == fused
