@@ -133,6 +133,7 @@ lazy  {y} = {x}[[0]]
 lazy  {y} = {x}[torch.tensor([0])]
 lazy  {y} = {x}[[0, -1]]
 lazy  {y} = {x}[index({x}, 0)]
+real  {y} = {l}[..., 5].sigmoid()
 value {y} = {x}[..., index({x}, -1)]
 value {y} = {x}[..., []]
 lazy  {y} = {g}[:, index({g}, 1)]
