@@ -94,6 +94,7 @@ def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch, "device_record", lambda device: current.record)
     current.record = KNOWN_KINDS["RTX-3090"]
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8, "maxnreg": 64}
+    assert launch.overlap_options(CUDA) == {"OVERLAP": False}
     current.record = KNOWN_KINDS["MI300X"]
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 4}
     assert launch.thread_options(CUDA, 1) == {"num_warps": 1}
