@@ -171,7 +171,7 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _is_contiguous(lazy: Any) -> bool:
-    return lazy._base is None if lazy._meta_tensor is None else bool(lazy._meta_tensor.is_contiguous())
+    return lazy._view is None if lazy._meta_tensor is None else bool(lazy._meta_tensor.is_contiguous())
 
 
 def _is_permuted(meta_tensor: Tensor) -> bool:
