@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.borrowing import BlockLayout
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Unnormalized
@@ -87,7 +87,7 @@ ROUTES = [
 
 
 def blocks_of_16(rows: int) -> Blocks:
-    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+    return Blocks(Statistics(rows, 16), BlockLayout(rows, 16))
 
 
 @pytest.fixture(params=ROUTES, ids=lambda route: f"{route.name}, {route.dtype}".replace("torch.", ""))

@@ -1,6 +1,6 @@
 """Kernels around the product that writes exponentials, which are normalized after the matrix products of the gradients.
 
-`exponentials_launch` launches them: `Backend.product_exponentials`, `combine_rows` and `add_target_terms`.
+`exponentials_launch` launches them: `Backend.fused_exponentials`, `combine_rows` and `add_target_terms`.
 
 With a reference c of each row, e_k = exp(z_k - c) (0 for the target y), S = sum_k e_k and Z = S + exp(z_y - c), the
 gradient of the loss with respect to the logits is

@@ -51,7 +51,7 @@ SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
 WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 256, 64, 16, 16
 
 
-def product_exponentials(
+def fused_exponentials(
     x: Tensor, weight: Tensor, exps: Sequence[Tensor], call: TileCall, factors: Tensor, count: Tensor | None
 ) -> None:
     if len(x) == 0:
