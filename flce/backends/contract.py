@@ -58,9 +58,10 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
-# Classes of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers of the
-# accumulation dtype for each row and block, `fused_exponentials` one.
+# Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
+# of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
+FUSED_PRODUCT_ROWS = 128
 # Bytes for each row that `weight_gradient` and `add_target_terms` allocate to sort targets.
 SORT_ROW_BYTES = 48
 # Fields of a LossSpec that fused products support. With any other field, logits are written to memory.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import FUSED_PRODUCT_BLOCK
+from flce.backends.contract import FUSED_PRODUCT_BLOCK, FUSED_PRODUCT_ROWS
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 
 # The number of classes of a block is divisible by this, the widest block of a result in a vendor's product.
@@ -45,7 +45,9 @@ class TilePlacement(NamedTuple):
         return slice(self.start, self.stop)
 
 
-def place_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tuple[TilePlacement, ...]:
+def place_tiles(
+    rows: int, hidden: int, vocab_size: int, count: int, multiprocessors: int = 1
+) -> tuple[TilePlacement, ...]:
     """Return the places of the tiles of all classes: of one tile in separate memory, then of `count` borrowed tiles. If
     the memory of dW is too small for these, one tile in separate memory has all classes.
 
@@ -53,12 +55,14 @@ def place_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tuple[Ti
     of dW of all classes before its own classes. The k borrowed tiles have equally many classes, as many as possible.
     With r = N / H a tile of c classes needs the memory of dW of r c classes, rounded up. If r >= 1, the borrowed tiles
     lie next to each other, and only the classes of the last tile lie behind them: c + k (r c + 1) <= V. If r < 1, each
-    tile lies directly before its own classes: k c + r c + 1 <= V.
+    tile lies directly before its own classes: k c + r c + 1 <= V. They have a few classes less than possible if the
+    products of the tiles then have fewer waves of blocks.
     """
     max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
     if max_cols < FUSED_PRODUCT_BLOCK:
         return (TilePlacement(0, vocab_size, None),)
-    cols = max_cols // FUSED_PRODUCT_BLOCK * FUSED_PRODUCT_BLOCK
+    blocks = -(-vocab_size // FUSED_PRODUCT_BLOCK), max_cols // FUSED_PRODUCT_BLOCK
+    cols = _borrowed_blocks(*blocks, count, -(-rows // FUSED_PRODUCT_ROWS), multiprocessors) * FUSED_PRODUCT_BLOCK
     tiles = []
     stop = borrowed_class = vocab_size
     for _ in range(count):
@@ -67,6 +71,18 @@ def place_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tuple[Ti
         tiles.append(TilePlacement(start, stop, borrowed_class))
         stop = start
     return (TilePlacement(0, stop, None), *reversed(tiles))
+
+
+def _borrowed_blocks(blocks: int, max_blocks: int, count: int, row_blocks: int, multiprocessors: int) -> int:
+    """Return the blocks of classes of each borrowed tile: as many as possible with the fewest waves of all tiles. The
+    tile in separate memory becomes at most a sixteenth larger."""
+
+    def count_waves(borrowed: int) -> int:
+        waves = [-(-n * row_blocks // multiprocessors) for n in (borrowed, blocks - count * borrowed)]
+        return count * waves[0] + waves[1]
+
+    fewer = (blocks - count * max_blocks) // (16 * count)
+    return min(range(max_blocks, max(0, max_blocks - fewer - 1), -1), key=count_waves)
 
 
 @dataclass(frozen=True)

@@ -415,10 +415,11 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
     hidden=st.integers(1, 1024).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
     count=st.sampled_from(BORROWED_TILE_COUNTS),
+    multiprocessors=st.sampled_from([1, 114, 132]),
 )
-def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int) -> None:
+def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int, multiprocessors: int) -> None:
     """Tiles are in memory that is written after they have been read: before their own classes, without overlap."""
-    own, *tiles = place_tiles(tokens, hidden, vocab, count)
+    own, *tiles = place_tiles(tokens, hidden, vocab, count, multiprocessors)
     assert own.start == 0
     assert own.borrowed_class is None
     assert len(tiles) in (0, count)

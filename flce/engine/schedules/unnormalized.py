@@ -212,5 +212,6 @@ class Borrowed(Schedule):
 def _possible_placements(c: Case) -> list[tuple[TilePlacement, ...]]:
     """Return the tiles for each number of borrowed tiles. With few classes or very many tokens no tile can be
     borrowed."""
-    placements = [place_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count) for count in BORROWED_TILE_COUNTS]
+    shape, processors = (c.num_tokens, c.hidden_sizes[0], c.vocab_size), max(1, c.device.multiprocessors)
+    placements = [place_tiles(*shape, count, processors) for count in BORROWED_TILE_COUNTS]
     return [tiles for tiles in placements if len(tiles) > 1]
