@@ -5,12 +5,16 @@ Each benchmark has one table of contenders. Optional packages are imported when 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -118,15 +122,42 @@ def needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a CUDA device"
 
 
-def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavailable:
-    """Return a function that returns why a contender of an optional package cannot run on a device."""
+class StandIn(ModuleType):
+    """A module from which any name can be imported, as an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextlib.contextmanager
+def stand_ins(modules: Sequence[str]) -> Iterator[None]:
+    """Replace missing modules by stand-ins while other modules are imported."""
+    absent = [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is None]
+    for name in absent:
+        sys.modules[name] = StandIn(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+def needs_package(module: str, distribution: str, cuda: bool = True, stands_in: Sequence[str] = ()) -> Unavailable:
+    """Return a function that returns why a contender of an optional package cannot run on a device.
+
+    `stands_in` are modules that the package imports and the contender does not use.
+    """
 
     def unavailable(device: torch.device) -> str | None:
         # A missing package and a package that is broken here have different reasons.
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             return f"not installed (pip install {distribution})"
         try:
-            importlib.import_module(module)
+            with stand_ins(stands_in):
+                importlib.import_module(module)
         except Exception as error:
             return f"cannot be imported: {type(error).__name__}: {error}"
         return needs_cuda(device) if cuda else None

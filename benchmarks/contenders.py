@@ -7,12 +7,9 @@ or their own trainer calls them, and imported inside. Any workspace budget of fl
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import re
-import sys
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,18 +217,10 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() / valid.sum()
 
 
-def needs_trl(device: torch.device) -> str | None:
-    """Return why TRL's kernel cannot run. Replace TRL's utilities if they cannot be imported.
-
-    The backward of the kernel calls a context of `trl.trainer.utils` that does nothing without DeepSpeed. These
-    utilities import many packages. If that fails, a module with this context alone replaces them.
-    """
-    utilities = "trl.trainer.utils"
-    reason = needs_cuda(device) or needs_package("trl.kernels.chunked_logprob", "trl")(device)
-    if reason is None and needs_package(utilities, "trl")(device) is not None:
-        sys.modules[utilities] = types.ModuleType(utilities)
-        vars(sys.modules[utilities])["maybe_gather_lm_head_ctx"] = lambda *parameters: contextlib.nullcontext()
-    return reason
+# Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
+TRL_UNUSED = ("datasets", "datasets.fingerprint", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")
+# The backward pass of the kernel imports `trl.trainer.utils`.
+needs_trl = needs_package("trl.trainer.utils", "trl", stands_in=TRL_UNUSED)
 
 
 def peer(name: str, title: str, needs: cases.Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:

@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +22,8 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import Contender, needs_package, select_contenders
+from benchmarks.cases import Contender, needs_package, select_contenders, stand_ins
+from benchmarks.contenders import TRL_UNUSED
 from benchmarks.measure import Prepared, release
 from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, make_batch, share_model
 from flce.huggingface import NotFusedWarning
@@ -90,7 +87,7 @@ def hidden_states(model: Any, batch: Completions) -> Tensor:
 OfModel = Callable[[Any, Completions], Tensor]
 
 
-def dapo(logprob: Tensor, batch: Completions) -> Tensor:
+def dapo_loss(logprob: Tensor, batch: Completions) -> Tensor:
     ratio, advantage = (logprob - batch.old).exp(), batch.advantages[:, None]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
 
@@ -98,40 +95,14 @@ def dapo(logprob: Tensor, batch: Completions) -> Tensor:
 @dataclass(frozen=True)
 class GrpoContender(Contender):
     logprobs: OfModel  # (B, T), of the completions
-    loss: OfModel | None = field(default=None, kw_only=True)  # None: DAPO's loss of the log-probabilities
+    fused_loss: OfModel | None = field(default=None, kw_only=True)  # None: DAPO's loss of the log-probabilities
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
 
-
-# Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
-STAND_INS = ("datasets", "datasets.fingerprint", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")
-
-
-class StandIn(ModuleType):
-    """A module from which any name can be imported, as an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
+    def loss(self, model: Any, batch: Completions) -> Tensor:
+        return (self.fused_loss or (lambda *given: dapo_loss(self.logprobs(*given), batch)))(model, batch)
 
 
-@contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Replace missing packages while other modules are imported."""
-    absent = [name for name in STAND_INS if importlib.util.find_spec(name.partition(".")[0]) is None]
-    for name in absent:
-        sys.modules[name] = StandIn(name)
-        sys.modules[name].__spec__ = ModuleSpec(name, None)
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
-
-
-def needs_trl(device: torch.device) -> str | None:
-    with stand_ins():
-        return needs_package("trl.trainer.grpo_trainer", "trl", cuda=False)(device)
+needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
 
 
 @contextlib.contextmanager
@@ -141,7 +112,7 @@ def trl_head(model: Any, ours: bool) -> Iterator[None]:
     A `NotFusedWarning` is an error, because TRL's kernel would be measured.
     """
     before = dict(vars(model))
-    with stand_ins():
+    with stand_ins(TRL_UNUSED):
         trainer = importlib.import_module("trl.trainer.grpo_trainer")
         integration = importlib.import_module("flce.huggingface.trl")
         if ours:
@@ -199,7 +170,7 @@ of_trl = functools.partial(GrpoContender, logprobs=fused_logprobs, unavailable=n
 CONTENDERS = [
     of_trl("ours", "flce", "ours", applied=functools.partial(trl_head, ours=True)),
     of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, ours=False)),
-    C("liger", "Liger's GRPO loss", "peer", liger_logprobs, loss=liger_loss, unavailable=needs_liger),
+    C("liger", "Liger's GRPO loss", "peer", liger_logprobs, fused_loss=liger_loss, unavailable=needs_liger),
     C("stock", "stock, all logits", "stock", stock_logprobs),
 ]
 
@@ -220,11 +191,7 @@ class GrpoStep:
                 self.loss = self.contender.logprobs(self.model, self.batch).mean()
             return
         try:
-            contender = self.contender
-            if contender.loss is None:
-                loss = dapo(contender.logprobs(self.model, self.batch), self.batch)
-            else:
-                loss = contender.loss(self.model, self.batch)
+            loss = self.contender.loss(self.model, self.batch)
             loss.backward()
             self.loss = loss.detach()
         finally:

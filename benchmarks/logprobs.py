@@ -25,7 +25,7 @@ from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
-from benchmarks.measure import Entrant, Prepared
+from benchmarks.measure import ReadyContender, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
 from benchmarks.tables import Table
@@ -162,9 +162,9 @@ CONTENDERS = [
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    meter, enter = operator.prepare(case, device)
+    meter, get_ready = operator.prepare(case, device)
 
-    def enter_and_record_plan(contender: OperatorContender, result: BenchResult) -> Entrant:
+    def get_ready_and_record_plan(contender: OperatorContender, result: BenchResult) -> ReadyContender:
         """Enter the contender and record the larger of its plans: one of forward, one of the gradients."""
         plans: list[ChunkPlan] = []
 
@@ -173,12 +173,12 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
             return plans[-1]
 
         with mock.patch.object(ops, "plan_for_problem", record_plan):
-            entrant = enter(contender, result)
+            ready = get_ready(contender, result)
         if contender.family != "peer":
             result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
-        return entrant
+        return ready
 
-    return meter, enter_and_record_plan
+    return meter, get_ready_and_record_plan
 
 
 def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:

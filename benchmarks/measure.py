@@ -105,8 +105,7 @@ class BenchMeter:
 
 
 def release(everything: bool = True) -> None:
-    """Free unreferenced objects and the allocator's cache; with `everything` also objects that `compete` froze, which
-    takes longer."""
+    """Free unreferenced objects and the allocator's cache; with `everything` also objects that `compete` froze."""
     if everything:
         gc.unfreeze()
     gc.collect()
@@ -115,7 +114,7 @@ def release(everything: bool = True) -> None:
 
 
 @dataclass
-class Entrant:
+class ReadyContender:
     """A contender that has warmed up on a case."""
 
     step: Step
@@ -124,7 +123,7 @@ class Entrant:
     spent: float = 0.0  # seconds of timed calls
 
 
-Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]  # of a case: its meter, and the warm-up
+Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], ReadyContender]]  # of a case: its meter, and the warm-up
 
 
 def compete(
@@ -135,11 +134,11 @@ def compete(
     report: Callable[[str], object] = do_nothing,
 ) -> Entry:
     """Warm up all contenders that apply and time them in turn, the first of flce twice. Results record failures."""
-    meter, enter = prepared
+    meter, get_ready = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
     contenders = with_repeat(contenders) if case.is_timed else contenders
     results = [BenchResult.of(contender) for contender in contenders]
-    entrants: list[tuple[BenchResult, Entrant]] = []
+    ready: list[tuple[BenchResult, ReadyContender]] = []
     # Collections before first and timed calls skip the objects that exist now, so they are quick; see `release`.
     gc.freeze()
     for contender, result in zip(contenders, results, strict=True):
@@ -149,13 +148,13 @@ def compete(
             result.status, result.reason = "unavailable", reason
         else:
             report(f"first call of {contender.title}")
-            if (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
-                entrants.append((result, entrant))
+            if (warm := attempt(result, functools.partial(get_ready, contender, result))) is not None:
+                ready.append((result, warm))
     if case.is_timed:
         gc.collect()
         gc.freeze()
         report("all in turn")
-        interleave(entrants, meter, effort)
+        interleave(ready, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
                 result.status, result.reason = SKIPPED
@@ -165,46 +164,45 @@ def compete(
 SKIPPED = "skipped", "the deadline had passed"
 
 
-def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort) -> None:
-    """Time every entrant once, then in rounds until its seconds or the deadline have passed.
+def interleave(ready: list[tuple[BenchResult, ReadyContender]], meter: BenchMeter, effort: Effort) -> None:
+    """Time every contender once, then in rounds until its seconds or the deadline have passed.
 
     Heat of the previous call slows down a GPU. From the second round on the order is therefore random, so that no
-    entrant always follows the same one. The first round has the given order, because of the deadline.
+    contender always follows the same one. The first round has the given order, because of the deadline.
     """
     order = random.Random(0)
     for _ in range(effort.rounds):
-        for result, entrant in entrants:
+        for result, contender in ready:
             if effort.expired():
                 return
-            if not result.samples_ms or not effort.enough(entrant.spent):
-                take_sample(result, entrant, meter)
-        entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
-        order.shuffle(entrants)
+            if not result.samples_ms or not effort.enough(contender.spent):
+                take_sample(result, contender, meter)
+        ready = [(result, contender) for result, contender in ready if result.status == "ok"]
+        order.shuffle(ready)
 
 
-def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> None:
+def take_sample(result: BenchResult, contender: ReadyContender, meter: BenchMeter) -> None:
     def measure() -> Sample:
-        with entrant.turn():
+        with contender.turn():
             gc.collect()  # before a timed call, so that no collection runs during it
             gc.disable()
             try:
-                sample = meter.sample(entrant.step)
+                sample = meter.sample(contender.step)
             finally:
                 gc.enable()
-        if entrant.on_sample is not None:
-            entrant.on_sample(sample)
+        if contender.on_sample is not None:
+            contender.on_sample(sample)
         return sample
 
     start = time.perf_counter()
     sample = attempt(result, measure)
     if sample is None:
         return
-    entrant.spent += time.perf_counter() - start
-    result.samples_ms.append(sample.milliseconds)
-    if sample.host_milliseconds is not None:
-        result.host_samples_ms.append(sample.host_milliseconds)
-    if sample.alone_milliseconds is not None:
-        result.alone_samples_ms.append(sample.alone_milliseconds)
+    contender.spent += time.perf_counter() - start
+    times = (sample.milliseconds, sample.host_milliseconds, sample.alone_milliseconds)
+    for samples, time_ms in zip((result.samples_ms, result.host_samples_ms, result.alone_samples_ms), times, strict=True):
+        if time_ms is not None:
+            samples.append(time_ms)
     if sample.workspace_bytes is not None and result.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 

@@ -22,7 +22,7 @@ from torch import nn
 import flce
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
-from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, Sample, release
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
 from flce.core.sizes import MIB
@@ -183,7 +183,7 @@ def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> M
 # have to the loss.
 CONTENDERS = [
     ModelContender("ours", "flce", "ours", ours),
-    ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `entrants`
+    ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `contenders_of`
     peer("liger-loss", "Liger, only the loss", only_the_loss),
     peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
@@ -192,7 +192,7 @@ CONTENDERS = [
 ]
 
 
-def entrants(case: ModelCase) -> list[ModelContender]:
+def contenders_of(case: ModelCase) -> list[ModelContender]:
     """Return the contenders of a case in the order of the table, with one for each budget."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
@@ -266,7 +266,7 @@ def share_model(
     """Return the meter and the warm-up of contenders that change one model in turn."""
     meter = BenchMeter(device)
 
-    def enter(contender: Any, result: BenchResult) -> Entrant:
+    def get_ready(contender: Any, result: BenchResult) -> ReadyContender:
         step = step_of(contender)
         record = functools.partial(record_step, step, optimizer, result)
 
@@ -280,9 +280,9 @@ def share_model(
         with turn():
             _, sample = meter.warm_up(step)
         record(sample)
-        return Entrant(step, turn, record)
+        return ReadyContender(step, turn, record)
 
-    return meter, enter
+    return meter, get_ready
 
 
 def prepare(case: ModelCase, device: torch.device) -> Prepared:
@@ -343,7 +343,7 @@ MODEL = Benchmark(
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,
-    contenders=entrants,
+    contenders=contenders_of,
     prepare=prepare,
     table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),

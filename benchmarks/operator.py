@@ -17,7 +17,7 @@ import torch
 from benchmarks import tables, targets
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
-from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
 from benchmarks.row_calls import CallMeter
@@ -106,7 +106,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter = (CallMeter if case.calls else BenchMeter)(device, head_start=HEAD_START)
     turn = functools.partial(products, case.own_products)
 
-    def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: OperatorContender, result: BenchResult) -> ReadyContender:
         with turn():
             try:
                 result.planned_bytes = contender.planned_bytes(case, device)
@@ -120,9 +120,9 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
                 result.errors = exactness(outcome, oracle)
             if isinstance(meter, CallMeter):
                 result.note = meter.capture(step)
-        return Entrant(step, turn)
+        return ReadyContender(step, turn)
 
-    return meter, enter
+    return meter, get_ready
 
 
 WORKSPACE = "MiB: the peak of memory above the inputs and the returned gradients"

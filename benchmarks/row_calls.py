@@ -3,29 +3,22 @@
 A row of 128 columns takes a microsecond of a GPU and fifty microseconds of the host. The time of the device is
 measured:
 
-* K calls are timed together. Each call has a separate input. All inputs together are more than four times the L2 cache,
-  so no call finds its input in the cache. The results of all K calls are kept until the last call, so each call also
-  writes separate memory. On a GPU K is large enough that the timed region takes at least a tenth of a millisecond; for
-  inputs of a gigabyte K is 1. `RowCase.calls_for` computes K.
-* The K calls are captured in a CUDA graph. The replay of the graph is timed, without work of the host ("captured").
-* A call that waits for the device (because it reads a number back, for example) cannot be captured. Then the K calls
-  are launched one by one, while the device is busy with other work for as long as launching takes ("launched"). The
-  waiting is part of their time, as in training. PyTorch's synchronization debug mode finds these calls; the result has
-  the reason.
-* Of a backward pass alone, K forward passes run before each timed region, and K backward passes are timed. Captured,
-  they are two graphs in one memory pool: the first is replayed before the second is timed.
-* A contender that overwrites its logits gets new logits before each timed region. That copy is not timed.
-* On a CPU calls are launched.
+* K calls are timed together (`RowCase.calls_for`). Each call has a separate input. All inputs together are more than
+  four times the L2 cache, so no call finds its input in the cache. The results of all calls are stored until the last.
+* "captured": the K calls are captured in a CUDA graph, and its replay is timed. Of a backward pass alone, the K forward
+  passes are another graph in the same memory pool, which is replayed before.
+* "launched": the K calls are launched one by one, while the device is busy with other work. This holds on a CPU, and
+  for calls that wait for the device, which cannot be captured. PyTorch's synchronization debug mode finds such calls;
+  the result has the reason. The waiting is part of their time, as in training.
+* If a contender overwrites its logits, they are restored before each timed region.
 
-`CallMeter` measures three times of one call:
+`CallMeter` measures three times of one call, after an untimed call, because any capture empties the allocator's cache:
 
 * Called: from before the first Python statement of the call until the idle GPU has finished.
 * Host: of the same call, until it returns. The host does not wait: a launch queue holds some thousand kernels.
-* Alone: the GPU by itself. The call is captured as above. A call that waits for the device has no such figure; the
-  result has the reason.
+* Alone: the GPU by itself, captured as above. If the call cannot be captured, the result has the reason.
 
-An untimed call precedes, because any capture empties the cache of the allocator. On a CPU only the first time is
-measured.
+On a CPU only the first time is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +35,8 @@ import torch
 from benchmarks.cases import Step
 from benchmarks.measure import BenchMeter, Sample, do_nothing, first_line
 
-LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
+# Seconds for which the device is busy while the host launches a graph, or a thousand calls.
+GRAPH_HEAD_START, CALLS_HEAD_START = 2e-3, 5e-2
 
 
 @dataclass(frozen=True)
@@ -72,12 +66,11 @@ class Region:
     method: str  # "captured" or "launched"
     before: Callable[[], object] = do_nothing
     note: str | None = None  # why it is not captured
-    head_start: float = LEAST_HEAD_START
 
     @contextlib.contextmanager
     def turn(self, meter: BenchMeter) -> Iterator[None]:
         self.before()
-        meter.head_start = self.head_start
+        meter.head_start = GRAPH_HEAD_START if self.method == "captured" else CALLS_HEAD_START
         yield
 
 
@@ -87,24 +80,14 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     if device.type != "cuda":
         return launched_region(calls)
     torch.cuda.synchronize(device)
-    note = find_synchronization(calls)
-    if note is not None:
-        return launched_region(calls, note)
     current = torch.cuda.current_stream(device)
     try:
-        region = captured_region(calls, device)
-    except Exception as error:
+        note = find_synchronization(calls)
+        return captured_region(calls, device) if note is None else launched_region(calls, note)
+    except Exception as error:  # caused by the capture: the call has worked before
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves another stream as the current one
         torch.cuda.synchronize(device)
-        region = launched_region(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
-    # The head start is twice the time of the host.
-    region.before()
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    region.step()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    return replace(region, head_start=min(max(2 * spent, LEAST_HEAD_START), MOST_HEAD_START))
+        return launched_region(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
 
 
 def find_synchronization(calls: Calls) -> str | None:
@@ -172,10 +155,7 @@ class CallMeter(BenchMeter):
         """Capture the step. Return the reason if this fails."""
         if self.device.type != "cuda":
             return None
-        try:
-            region = make_region(Calls(1, lambda index, ready: step()), self.device)
-        except Exception as error:  # caused by the capture: the step has worked before
-            return f"{type(error).__name__}: {first_line(error)[:200]}"
+        region = make_region(Calls(1, lambda index, ready: step()), self.device)
         if region.method == "captured":
             count = math.ceil(REPLAYED_MS / self.on_cuda(region.step)[1].milliseconds)
             self.replays[step] = region.step, min(max(count, LEAST_REPLAYS), MOST_REPLAYS)

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, needs_cuda, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, do_nothing, release
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, do_nothing, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.row_calls import Calls, make_region
 from benchmarks.runs import BenchResult, Entry, Run
@@ -121,25 +121,22 @@ class RowContender(Contender):
         return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
 
 
-class Produced(torch.autograd.Function):
+class LayerOutput(torch.autograd.Function):
     """Logits as the output of a layer. They are not a leaf, whose value may not be overwritten."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
-        ctx.arrived = arrived
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
         return logits.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.arrived.append(grad)
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
     """Return the calls: call i processes input i and returns its result."""
     direction, function, count = problem.case.direction, contender.function(problem.case), len(problem.x)
     overwrites = contender.overwrites and direction == "in-place forward+backward"
-    layer = torch.ones((), device=problem.x.device, requires_grad=True)
 
     def forward(index: int, ready: Any = None) -> Tensor:
         with torch.no_grad():
@@ -157,13 +154,9 @@ def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
         return grad
 
     def both(index: int, ready: Any = None) -> Tensor:
-        x = problem.x[index].detach()
-        if not overwrites:
-            (grad,) = torch.autograd.grad(function(x.requires_grad_(), problem.target), x)
-            return grad
-        arrived: list[Tensor] = []
-        function(Produced.apply(layer, x, arrived), problem.target).backward()
-        return arrived[0]
+        x = problem.x[index].detach().requires_grad_()
+        (grad,) = torch.autograd.grad(function(LayerOutput.apply(x) if overwrites else x, problem.target), x)
+        return grad
 
     if contender.roof or direction == "forward":
         return Calls(count, forward)
@@ -312,13 +305,13 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
     release(everything=False)
     problem, meter = RowProblem(case, device), BenchMeter(device)
 
-    def enter(contender: RowContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: RowContender, result: BenchResult) -> ReadyContender:
         result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
         region = make_region(make_calls(contender, problem), device)
         result.method, result.note = region.method, region.note
-        return Entrant(region.step, functools.partial(region.turn, meter))
+        return ReadyContender(region.step, functools.partial(region.turn, meter))
 
-    return meter, enter
+    return meter, get_ready
 
 
 def run_tables(run: Run, brief: bool) -> list[Table]:

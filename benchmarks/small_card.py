@@ -22,7 +22,7 @@ import torch
 import flce
 from benchmarks import models
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.measure import BenchMeter, Entrant, Prepared, release
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, release
 from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
@@ -88,7 +88,7 @@ def predicted(case: ModelCase, patched: bool) -> int:
 def prepare(case: CardCase, device: torch.device) -> Prepared:
     cuda = device.type == "cuda"
 
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: ModelContender, result: BenchResult) -> ReadyContender:
         guess = predicted(case, contender.family != "stock") if cuda else 64
         result.predicted_tokens = guess if cuda and contender.family != "peer" else None
         release()
@@ -121,9 +121,9 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
         with contender.applied(model):
             steps(MULTIPLE)  # allocates the optimizer's states
             result.tokens = longest(trains, guess)
-        return Entrant(lambda: None)
+        return ReadyContender(lambda: None)
 
-    return BenchMeter(device), enter
+    return BenchMeter(device), get_ready
 
 
 def simulate(device: torch.device) -> None:
@@ -169,7 +169,7 @@ SMALL_CARD = replace(
     noun="small cards",
     case_type=CardCase,
     presets=PRESETS,
-    contenders=lambda case: sorted(models.entrants(case), key=lambda c: c.family == "peer"),
+    contenders=lambda case: sorted(models.contenders_of(case), key=lambda c: c.family == "peer"),
     prepare=prepare,
     begin=simulate,
     table=table,

@@ -26,7 +26,7 @@ import flce
 from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, do_nothing
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, do_nothing
 from benchmarks.runs import BenchResult
 from flce.core import shard
 from flce.core.shard import shard_bounds
@@ -189,7 +189,7 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
                 stack.enter_context(mock.patch("flce.ops.split_head.can_read_values", return_value=False))
             yield
 
-    def enter(contender: SplitContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: SplitContender, result: BenchResult) -> ReadyContender:
         with turn():
             outcome, sample = meter.warm_up(lambda: contender.step(operands))
         if isinstance(outcome, StepOutcome):
@@ -197,9 +197,9 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
             if not all(bool(t.isfinite().all()) for t in found):
                 raise ArithmeticError("a result is not finite")
             result.loss, result.workspace_bytes = float(found[0]), sample.workspace_bytes
-        return Entrant(lambda: contender.step(operands), turn)
+        return ReadyContender(lambda: contender.step(operands), turn)
 
-    return meter, enter
+    return meter, get_ready
 
 
 SHAPES = [(8192, 8192, 128256), (16384, 4096, 128256), (8192, 4096, 128256)]

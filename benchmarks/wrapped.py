@@ -22,8 +22,8 @@ import torch.distributed as dist
 import flce
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
-from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
+from benchmarks.measure import BenchMeter, ReadyContender, Prepared, Sample, release
+from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, contenders_of, make_batch
 from benchmarks.runs import BenchResult
 
 
@@ -164,7 +164,7 @@ def record(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
 def contenders(case: WrappedCase) -> list[ModelContender]:
     if not dist.is_initialized():
         raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
-    way, found = WAYS[case.way], entrants(case)
+    way, found = WAYS[case.way], contenders_of(case)
     return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 
 
@@ -175,15 +175,15 @@ def prepare(case: WrappedCase, device: torch.device) -> Prepared:
     tokens = make_batch(case, device, seed=dist.get_rank() // (way.together or dist.get_world_size()))
     changes = contextlib.ExitStack()  # undone when the models are freed
 
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: ModelContender, result: BenchResult) -> ReadyContender:
         model = build(case, device)
         changes.enter_context(contender.applied(model))
         step = way.divided(model, tokens)
         for _ in range(2):  # the first allocates the states of the optimizer
             step()
-        return Entrant(step, on_sample=functools.partial(record, step, result))
+        return ReadyContender(step, on_sample=functools.partial(record, step, result))
 
-    return BenchMeter(device, dist.barrier), enter
+    return BenchMeter(device, dist.barrier), get_ready
 
 
 NAMES = ("ours", "liger-loss", "stock")

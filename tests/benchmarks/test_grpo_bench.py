@@ -19,7 +19,8 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 import flce
 from benchmarks import grpo
 from benchmarks.benchmark import save
-from benchmarks.cases import Effort, select_contenders
+from benchmarks.cases import Effort, StandIn, select_contenders, stand_ins
+from benchmarks.contenders import TRL_UNUSED
 from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Completions, GrpoStep
 from benchmarks.models import build
 from benchmarks.runs import Run
@@ -120,13 +121,13 @@ def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.
     there = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
     for name in there:
         monkeypatch.delitem(sys.modules, name)
-    with grpo.stand_ins():
+    with stand_ins(TRL_UNUSED):
         pandas, compute = (importlib.import_module(name) for name in ("pandas", "pyarrow.compute"))
-        assert isinstance(pandas, grpo.StandIn)
-        assert isinstance(compute, grpo.StandIn)
+        assert isinstance(pandas, StandIn)
+        assert isinstance(compute, StandIn)
         assert isinstance(pandas.DataFrame, type)
         assert not hasattr(pandas, "__version__")
-        assert not isinstance(sys.modules.get("datasets"), grpo.StandIn)
+        assert not isinstance(sys.modules.get("datasets"), StandIn)
     assert not any(name.partition(".")[0] in names for name in sys.modules)
 
 
