@@ -25,7 +25,7 @@ from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
-from benchmarks.measure import ReadyContender, Prepared
+from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
 from benchmarks.tables import Table

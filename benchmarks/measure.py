@@ -200,7 +200,9 @@ def take_sample(result: BenchResult, contender: ReadyContender, meter: BenchMete
         return
     contender.spent += time.perf_counter() - start
     times = (sample.milliseconds, sample.host_milliseconds, sample.alone_milliseconds)
-    for samples, time_ms in zip((result.samples_ms, result.host_samples_ms, result.alone_samples_ms), times, strict=True):
+    for samples, time_ms in zip(
+        (result.samples_ms, result.host_samples_ms, result.alone_samples_ms), times, strict=True
+    ):
         if time_ms is not None:
             samples.append(time_ms)
     if sample.workspace_bytes is not None and result.workspace_bytes is not None:

@@ -22,7 +22,7 @@ from torch import nn
 import flce
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
-from benchmarks.measure import BenchMeter, ReadyContender, Prepared, Sample, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, release
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
 from flce.core.sizes import MIB

@@ -16,11 +16,11 @@ import torch
 
 from benchmarks import tables, targets
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
+from benchmarks.call_meter import CallMeter
 from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
-from benchmarks.measure import BenchMeter, ReadyContender, Prepared, UnplannedError, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
-from benchmarks.row_calls import CallMeter
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases

@@ -60,8 +60,7 @@ class BenchResult:
     predicted_tokens: int | None = None
     # Passes over memory.
     moved_bytes: int | None = None  # bytes that a call has to read and write
-    calls: int = 1  # consecutive calls whose time is one sample
-    method: str | None = None  # "captured" or "launched", see `row_calls`
+    calls: int = 1  # in files of 2026-11-25 and older: consecutive calls whose time is one sample
 
     @classmethod
     def of(cls, contender: Contender, **figures: Any) -> BenchResult:

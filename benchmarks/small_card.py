@@ -22,7 +22,7 @@ import torch
 import flce
 from benchmarks import models
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.measure import BenchMeter, ReadyContender, Prepared, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, release
 from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate

@@ -26,7 +26,7 @@ import flce
 from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
-from benchmarks.measure import BenchMeter, ReadyContender, Prepared, do_nothing
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
 from benchmarks.runs import BenchResult
 from flce.core import shard
 from flce.core.shard import shard_bounds

@@ -22,8 +22,17 @@ import torch.distributed as dist
 import flce
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import needs_package
-from benchmarks.measure import BenchMeter, ReadyContender, Prepared, Sample, release
-from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, contenders_of, make_batch
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, release
+from benchmarks.models import (
+    ARCHITECTURES,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    TrainingStep,
+    build,
+    contenders_of,
+    make_batch,
+)
 from benchmarks.runs import BenchResult
 
 

@@ -102,7 +102,7 @@ def test_what_a_run_has_is_shown(small_run, tmp_path):
 
 
 def test_figures_of_a_small_run(small_run):
-    """The operator is as exact as stock, a model has stock's loss in less memory, and rows have their method."""
+    """The operator is as exact as stock, a model has stock's loss in less memory."""
     benchmark, path = small_run
     for entry in benchmark.load(path).cases:
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
@@ -112,8 +112,6 @@ def test_figures_of_a_small_run(small_run):
         elif benchmark.kind == "model":
             assert ours.loss == pytest.approx(stock.loss, abs=1e-3)
             assert ours.peak_bytes < stock.peak_bytes
-        elif benchmark.kind == "rows":
-            assert (ours.calls, ours.method) == (3, "launched")
 
 
 def test_a_package_that_is_not_there_is_named():
