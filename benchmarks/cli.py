@@ -44,31 +44,17 @@ option = typer.Option
 app.command()(quick)
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value of an option. Raise for infinity and NaN."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"expected a finite number, got {value}")
-    return value
-
-
 def measure(
     context: typer.Context,
     preset: Annotated[str | None, option(help="Cases and effort; a wrong name lists the presets.")] = None,
     shape: Annotated[list[str] | None, option(help="Sizes with commas; may be repeated.")] = None,
     changes: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            metavar="NAME=VALUES",
-            help="Values of a field of every case, with commas; a wrong name lists the fields.",
-        ),
+        list[str] | None, option("--set", metavar="NAME=VALUES", help="Values of a field of every case, with commas.")
     ] = None,
     device: Annotated[str | None, option(help="cpu or cuda; cuda if available.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
-    seconds: Annotated[
-        float | None, option(min=0.0, callback=finite, help="Limit of timed seconds for each contender and case.")
-    ] = None,
-    deadline: Annotated[float | None, option(callback=finite, help="Seconds after which no call begins.")] = None,
+    seconds: Annotated[float | None, option(min=0.0, help="Most seconds of timed calls of a contender.")] = None,
+    deadline: Annotated[float | None, option(help="Seconds after which no call begins.")] = None,
     out: Annotated[Path | None, option(help="Result file, saved after every case; results/COMMAND.json.")] = None,
 ) -> None:
     """Measure the cases, save after each, and print their tables; exit with 1 if figures are missing."""

@@ -109,6 +109,8 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
     return floor_step(OperatorProblem(problem.case.aligned(), problem.input.device))
 
 
+logits_twice = functools.partial(floor_step, again=(LOGITS,))
+weight_grad_twice = functools.partial(floor_step, again=(WEIGHT_GRAD,))
 our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
 
 
@@ -185,11 +187,13 @@ def stock_loss(
     return F.cross_entropy(logits.float(), y, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def stock_step(problem: OperatorProblem, compiled: bool = False) -> Step:
-    if compiled:
-        torch.compiler.reset()
-    loss = torch.compile(stock_loss, dynamic=False) if compiled else stock_loss
-    return autograd_step(problem, functools.partial(loss, **problem.more))
+def stock_step(problem: OperatorProblem) -> Step:
+    return autograd_step(problem, functools.partial(stock_loss, **problem.more))
+
+
+def compiled_step(problem: OperatorProblem) -> Step:
+    torch.compiler.reset()
+    return autograd_step(problem, functools.partial(torch.compile(stock_loss, dynamic=False), **problem.more))
 
 
 def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -256,9 +260,7 @@ CONTENDERS = [
     floor("floor", "bare products", floor_step, "products"),
     floor("floor-aligned", "bare products, next aligned shape", aligned_floor_step, "unaligned"),
     # With a small workspace a call has to compute the logits twice.
-    floor(
-        "floor-recomputed", "bare products, logits twice", functools.partial(floor_step, again=(LOGITS,)), "training"
-    ),
+    floor("floor-recomputed", "bare products, logits twice", logits_twice, "training"),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
@@ -266,13 +268,7 @@ CONTENDERS = [
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
-    C(
-        "torch-compile",
-        "stock, torch.compile",
-        "peer",
-        functools.partial(stock_step, compiled=True),
-        unavailable=needs_cuda,
-    ),
+    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
     peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_chunked_loss),
     peer("liger", "Liger, default", needs_liger, liger()),
     peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
@@ -298,7 +294,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 # Measured only if a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
+    C("floor-training", "bare products of training", "floor", weight_grad_twice),
 ]
 
 

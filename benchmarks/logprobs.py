@@ -39,14 +39,12 @@ from flce.testing.problem import IGNORED
 MODE: Mode = "reduction-none"  # the same four products, and an upstream gradient of each token
 BUDGETS_MIB = (64, 256, 512)
 CANDIDATES = 32
+EVERYTHING = f"flce, correct, {CANDIDATES} candidates, temperatures"
 SEQUENCE = 1024  # tokens, for kernels whose argument is a batch of sequences
 ENTROPY_WEIGHT = 0.01
 
 Changes = Callable[[OperatorProblem], dict[str, Any]]
-
-
-def unchanged(problem: OperatorProblem) -> dict[str, Any]:
-    return {}
+unchanged: Changes = lambda problem: {}  # noqa: E731
 
 
 def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
@@ -77,7 +75,12 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
 
 
 def ours(
-    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
+    name: str,
+    title: str,
+    *outputs: str,
+    changed: Changes = lambda problem: {},
+    arguments: Changes = lambda problem: {},
+    **options: Any,
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
         number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
@@ -145,12 +148,7 @@ CONTENDERS = [
     contenders.floor("floor-forward", "one bare product", forward_floor_step, "products"),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
-    ours(
-        "ours-all",
-        f"flce, correct, {CANDIDATES} candidates, temperatures",
-        *("logprob", "entropy", "correct"),
-        arguments=candidates_and_temperatures,
-    ),
+    ours("ours-all", EVERYTHING, "logprob", "entropy", "correct", arguments=candidates_and_temperatures),
     ours("ours-forward", "flce, no gradient", changed=without_gradients),
     ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),

@@ -199,12 +199,11 @@ def take_sample(result: BenchResult, contender: ReadyContender, meter: BenchMete
     if sample is None:
         return
     contender.spent += time.perf_counter() - start
-    times = (sample.milliseconds, sample.host_milliseconds, sample.alone_milliseconds)
-    for samples, time_ms in zip(
-        (result.samples_ms, result.host_samples_ms, result.alone_samples_ms), times, strict=True
-    ):
-        if time_ms is not None:
-            samples.append(time_ms)
+    result.samples_ms.append(sample.milliseconds)
+    if sample.host_milliseconds is not None:
+        result.host_samples_ms.append(sample.host_milliseconds)
+    if sample.alone_milliseconds is not None:
+        result.alone_samples_ms.append(sample.alone_milliseconds)
     if sample.workspace_bytes is not None and result.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 

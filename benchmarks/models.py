@@ -183,7 +183,6 @@ def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> M
 # have to the loss.
 CONTENDERS = [
     ModelContender("ours", "flce", "ours", ours),
-    ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `contenders_of`
     peer("liger-loss", "Liger, only the loss", only_the_loss),
     peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
@@ -193,16 +192,13 @@ CONTENDERS = [
 
 
 def contenders_of(case: ModelCase) -> list[ModelContender]:
-    """Return the contenders of a case in the order of the table, with one for each budget."""
+    """Return the contenders of a case: the first (flce), one for each budget, and the others."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = select_contenders(CONTENDERS, case.contenders)
-    found = []
-    for contender in (contender for contender in CONTENDERS if contender in chosen):
-        for mib in case.budgets_mib if contender.name == "ours-budget" else ():
-            applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
-            found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
-        found += [contender] if contender.name != "ours-budget" else []
+    found = list(select_contenders(CONTENDERS, case.contenders))
+    for mib in reversed(case.budgets_mib):
+        applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+        found.insert(1, ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
     if case.lora_rank and needs_peft(torch.device("cpu")) is not None:
         found = [replace(contender, unavailable=needs_peft) for contender in found]
     return found
@@ -211,8 +207,8 @@ def contenders_of(case: ModelCase) -> list[ModelContender]:
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
-FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
-QUOTED = replace(SHORT, budgets_mib=(), contenders=("stock", "ours", "liger-loss", "ours-liger-layers"))
+FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
+QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "ours-liger-layers", "stock"))
 SETTINGS: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"checkpointing": False}]  # stock has 118 GiB in the last
 LONGER = replace(TINY, batch=1, sequence=128, **SETTINGS[2])
 PRESETS: dict[str, Callable[[], Plan]] = {

@@ -7,6 +7,7 @@ the peak of a step of a tiny model is limited.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -110,13 +111,11 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
             if not cuda:
                 held = models.held_bytes(model, optimizer)
                 return held + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
-            enough = True
-            try:
+            with contextlib.suppress(torch.OutOfMemoryError):
                 steps(tokens)
-            except torch.OutOfMemoryError:
-                enough = False
-            release()  # not in `except`, because the exception refers to the step
-            return enough
+                return True
+            release()  # after the exception is gone, which refers to the step
+            return False
 
         with contender.applied(model):
             steps(MULTIPLE)  # allocates the optimizer's states

@@ -192,11 +192,10 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
     def get_ready(contender: SplitContender, result: BenchResult) -> ReadyContender:
         with turn():
             outcome, sample = meter.warm_up(lambda: contender.step(operands))
-        if isinstance(outcome, StepOutcome):
-            found = [t for t in outcome[:3] if t is not None]
-            if not all(bool(t.isfinite().all()) for t in found):
+        if isinstance(outcome, StepOutcome) and outcome.loss is not None:
+            if not all(bool(t.isfinite().all()) for t in outcome[:3] if t is not None):
                 raise ArithmeticError("a result is not finite")
-            result.loss, result.workspace_bytes = float(found[0]), sample.workspace_bytes
+            result.loss, result.workspace_bytes = float(outcome.loss), sample.workspace_bytes
         return ReadyContender(lambda: contender.step(operands), turn)
 
     return meter, get_ready

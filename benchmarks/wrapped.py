@@ -22,7 +22,7 @@ import torch.distributed as dist
 import flce
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import needs_package
-from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, do_nothing, release
 from benchmarks.models import (
     ARCHITECTURES,
     MODEL,
@@ -95,7 +95,11 @@ def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(engine, engine, batch, backward=engine.backward)
 
 
-def both_dimensions(device: torch.device) -> str | None:
+def by_transformers_in_pairs(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
+    return by_transformers(model, batch, together=2)
+
+
+def needs_both_dimensions(device: torch.device) -> str | None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     supported = hasattr(DistributedConfig, "dp_replicate_size")  # added in the same version
@@ -104,10 +108,11 @@ def both_dimensions(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Way:
-    name: str
+    """A way to divide a model over processes."""
+
     title: str
-    divided: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
-    unavailable: Callable[[torch.device], str | None]
+    divide: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
+    unavailable: Callable[[torch.device], str | None] = do_nothing
     processes: int = 1  # the number of processes is a multiple of this
     together: int = 1  # number of processes with the same tokens; 0: all
     dtype: str = "float32"  # of the weights on GPUs
@@ -120,27 +125,13 @@ class Way:
         return None if reason is None else f"{self.title}: {reason}"
 
 
-def anywhere(device: torch.device) -> None:
-    return None
-
-
 needs_accelerate, needs_deepspeed = (needs_package(name, name, cuda=False) for name in ("accelerate", "deepspeed"))
 WAYS = {
-    way.name: way
-    for way in (
-        Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
-        Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
-        Way(
-            "fsdp2-tp",
-            "FSDP2 x TP by Transformers",
-            functools.partial(by_transformers, together=2),
-            both_dimensions,
-            4,
-            2,
-        ),
-        Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
-        Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
-    )
+    "fsdp2": Way("FSDP2 by Accelerate", by_accelerate, needs_accelerate),
+    "tp": Way("TP by Transformers", by_transformers, processes=2, together=0, dtype="bfloat16"),
+    "fsdp2-tp": Way("FSDP2 x TP by Transformers", by_transformers_in_pairs, needs_both_dimensions, 4, 2),
+    "hsdp": Way("HSDP by PyTorch", by_pytorch, processes=4),
+    "zero3": Way("ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
 }
 
 
@@ -152,11 +143,9 @@ class WrappedCase(ModelCase):
 def divided(case: ModelCase, name: str) -> WrappedCase:
     """Return the case of this way for the processes of the process group."""
     way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
-    together = way.together or world
-    which = f"{world} processes together" if together == world else f"each of {world} processes"
-    which = f"every {together} of {world} processes together" if 1 < together < world else which
+    processes = f" for every {way.together or world} of {world} processes, {way.title}"
     dtype = way.dtype if torch.cuda.is_available() else "float32"
-    values = {**vars(case), "dtype": dtype, "processes": f" on {which}, {way.title}", "optimizer": "adamw"}
+    values = {**vars(case), "dtype": dtype, "processes": processes, "optimizer": "adamw"}
     return WrappedCase(**values, way=name)
 
 
@@ -187,7 +176,7 @@ def prepare(case: WrappedCase, device: torch.device) -> Prepared:
     def get_ready(contender: ModelContender, result: BenchResult) -> ReadyContender:
         model = build(case, device)
         changes.enter_context(contender.applied(model))
-        step = way.divided(model, tokens)
+        step = way.divide(model, tokens)
         for _ in range(2):  # the first allocates the states of the optimizer
             step()
         return ReadyContender(step, on_sample=functools.partial(record, step, result))

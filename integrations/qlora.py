@@ -16,7 +16,16 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, record_losses, require, train_and_record, trainer_settings
+from demo import (
+    Curve,
+    compare_runs,
+    examples,
+    has_gpu,
+    require_packages,
+    train_and_record,
+    trainer_settings,
+    trainer_with_curve,
+)
 from flce.testing.models import tiny_model
 
 
@@ -55,7 +64,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
     from flce.huggingface import FlceCallback
 
-    return record_losses(Trainer)(
+    return trainer_with_curve(Trainer)(
         model=model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),
@@ -73,8 +82,8 @@ def main(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
 ) -> None:
     """Train LoRA adapters on a model in 4 bits, stock and with FlceCallback, and compare the losses."""
-    require("bitsandbytes", "peft")
-    status = compare(
+    require_packages("bitsandbytes", "peft")
+    status = compare_runs(
         "QLoRA" + " with an adapter on the head" * adapt_head,
         lambda patched: train(patched, steps=steps, adapt_head=adapt_head, bf16=bf16),
         tolerance=1e-2 if bf16 else 1e-5,

@@ -136,9 +136,9 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
 
 
 def test_a_missing_package(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.require("pytest")
+    demo.require_packages("pytest")
     with pytest.raises(typer.Exit) as refusal:
-        demo.require("pytest", "no-such-package")
+        demo.require_packages("pytest", "no-such-package")
     assert refusal.value.exit_code == 2
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 
@@ -165,7 +165,7 @@ def test_a_head_in_4_bits_is_refused() -> None:
 @pytest.mark.parametrize("last, fused, status", [(2.0, True, 0), (2.1, True, 1), (math.nan, True, 1), (2.0, False, 1)])
 def test_a_difference_is_found(last: float, fused: bool, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     curves = {False: demo.Curve([1.0, 2.0], [False] * 2), True: demo.Curve([1.0, last], [fused, True])}
-    assert demo.compare("a trainer", curves.__getitem__) == status
+    assert demo.compare_runs("a trainer", curves.__getitem__) == status
     assert ("The loss curves agree." in capsys.readouterr().out) == (status == 0)
 
 
