@@ -196,9 +196,14 @@ def compiled_step(problem: OperatorProblem) -> Step:
     return autograd_step(problem, functools.partial(torch.compile(stock_loss, dynamic=False), **problem.more))
 
 
-def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    options = getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009 - not in every version
-    loss: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=options)  # noqa: B009
+def torch_loss(**options: Any) -> LossFunction:
+    """Return PyTorch's loss with these `torch.nn.LinearCrossEntropyOptions`."""
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        chosen = getattr(torch.nn, "LinearCrossEntropyOptions")(**options)  # noqa: B009 - not in every version
+        result: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=chosen)  # noqa: B009
+        return result
+
     return loss
 
 
@@ -207,8 +212,13 @@ def needs_torch_chunked(device: torch.device) -> str | None:
     return None if available else f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
 
 
+def needs_torch_kernel(device: torch.device) -> str | None:
+    """Return why PyTorch's CuTe kernel cannot run. Without nvidia-cutlass-dsl, PyTorch runs other code."""
+    kernel, language = "torch._native.ops.linear_cross_entropy", "nvidia-cutlass-dsl"
+    return needs_package(kernel, "'torch>=2.15'")(device) or needs_package("cutlass", language)(device)
+
+
 TRL_CHUNK = 32768  # classes; TRL's trainers pass this size
-QUACK_CHUNK = 4096  # tokens; the default of its function
 
 
 def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -219,6 +229,16 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     logprob, *_ = function.apply(x, w, None, y.clamp(min=0), temperature, TRL_CHUNK, softcap, logit_scale, outputs)
     losses: Tensor = -logprob.masked_fill(~valid, 0.0)
     return losses if reduction == "none" else losses.sum() / valid.sum()
+
+
+LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops"
+
+
+def liger_hopper_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    module = importlib.import_module(f"{LIGER_HOPPER}.fused_linear_cross_entropy_sm90")
+    result = module.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y, IGNORED, reduction)
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
 
 
 # Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
@@ -244,12 +264,17 @@ def floor(name: str, title: str, step: Callable[[OperatorProblem], Step], only: 
 LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
 CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
 needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
 needs_quack = needs_package(QUACK, "quack-kernels")
 liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
-quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
+quack = functools.partial(library_loss, QUACK, "chunked_linear_cross_entropy")
+one_chunk: dict[str, Any] = {"acc_dtype": torch.float32, "acc_policy": "compact", "chunking_method": None}
+torch_2048 = torch_loss(**one_chunk, batch_chunk_size=2048)
+quack_untuned = quack(chunk_size=4096, use_scaled_exp=False, tuned=False)
+quack_scaled = quack(chunk_size=8192, use_scaled_exp=True)
 fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
 
 C = OperatorContender
@@ -269,15 +294,20 @@ CONTENDERS = [
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
-    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_chunked_loss),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_loss()),
+    # PyTorch uses its CuTe kernel with these options: float32 logits, bfloat16 sums over chunks.
+    peer("torch-kernel", "PyTorch's kernel, one chunk", needs_torch_kernel, torch_loss(**one_chunk), "half precision"),
+    peer("torch-kernel-2048", "PyTorch's kernel, 2,048 tokens", needs_torch_kernel, torch_2048, "half precision"),
     peer("liger", "Liger, default", needs_liger, liger()),
     peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
+    peer("liger-hopper", "Liger, Hopper kernel", needs_liger_hopper, liger_hopper_loss, "bfloat16"),
     peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
     peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
     peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
     peer("trl", "TRL's fused head", needs_trl, trl_loss),
     peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
-    peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
+    peer("quack", "QuACK, chunked", needs_quack, quack_untuned, "reduced"),
+    peer("quack-scaled", "QuACK, scaled exponentials", needs_quack, quack_scaled, "reduced"),
 ]
 
 

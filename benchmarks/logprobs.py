@@ -104,6 +104,14 @@ def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return with_entropy(logprob, entropy)
 
 
+def liger_hopper_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    module = importlib.import_module(f"{contenders.LIGER_HOPPER}.fused_scaled_cross_entropy_sm90")
+    temperature, tiles, with_entropies = 1.0, 1, True
+    call = x, w, y, temperature, IGNORED, tiles, with_entropies
+    losses, entropy, *_ = module.LigerFusedScaledCrossEntropySM90Function.apply(*call)
+    return with_entropy(-losses, entropy)
+
+
 LIGER, VERL = "liger_kernel.chunked_loss", "verl.utils.kernel"
 
 
@@ -155,6 +163,7 @@ CONTENDERS = [
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
     peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
     OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
+    peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]
 
@@ -199,7 +208,7 @@ def targets_of(shape: Shape, logprob: float, usual: float, everything: float, fo
 
 TARGETS = [*targets_of(MAIN, 1.05, 1.07, 1.10, 1.06), *targets_of(NARROW, 1.09, 1.14, 1.18, 1.15)]
 SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # with the outputs of the peers
-RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "verl")]
+RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "liger-hopper", "verl")]
 
 
 def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:

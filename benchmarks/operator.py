@@ -46,9 +46,9 @@ CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for 
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
 
-def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
-    """Return the case of a shape with the settings of flce and all peers."""
-    names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
+def peer_case(shape: Shape, curve: Sequence[str] = CURVE, peers: Sequence[str] = PEERS) -> OperatorCase:
+    """Return the case of a shape with the settings of flce and the peers."""
+    names = ("floor", "floor-aligned", *curve, "stock", *peers)
     return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
@@ -84,6 +84,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-small": lambda: plan_cases(map(call_case, targets.SMALL), 25, 0.5) + plan_cases([call_case(MAIN)], 25, 1.2),
     # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.
     "h200-curve": lambda: plan_cases(map(targets.curve_case, targets.CURVE_SHAPES), rounds=7, seconds=0.4),
+    # The newest kernels of PyTorch, Liger and QuACK. Two minutes.
+    "h200-rivals": lambda: plan_cases([peer_case(s, ("ours",), targets.RIVALS) for s in targets.RIVAL_SHAPES], 9, 0.45),
     # Logits that are never rounded, rounded logits, and no fused products. Three minutes.
     "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
 }

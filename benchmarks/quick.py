@@ -21,6 +21,7 @@ from benchmarks.contenders import budget_name
 from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, figure, table
 from benchmarks.problem import OperatorCase, Shape
 from benchmarks.runs import Entry, Run, describe_run
+from benchmarks.targets import RIVALS
 from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
 from flce.testing.tolerances import Bound
@@ -29,8 +30,8 @@ from flce.tools.machine import DTYPES
 
 EFFORT = Effort(rounds=50, seconds=1.0)
 OTHERS = (
-    *("stock", "torch-compile", "torch-chunked"),
-    *("liger", "liger-float32-8x", "cce", "cce-exact", "trl", "fla", "quack"),
+    *("stock", "torch-compile", "torch-chunked", "liger", "liger-float32-8x"),
+    *("cce", "cce-exact", "trl", "fla", *RIVALS),
 )
 COLUMNS = ("", "median ms", "x products", "x stock", "MiB", *NAMES.values())
 option = typer.Option

@@ -156,11 +156,17 @@ EXACT_TARGETS = [
     ),
 ]
 
+# The newest kernels of PyTorch, Liger and QuACK: flce is at least as fast.
+RIVALS = ("torch-kernel", "torch-kernel-2048", "liger-hopper", "quack", "quack-scaled")
+RIVAL_SHAPES = parse_shapes(
+    "4096x4096x128256 8192x4096x128256 4096x8192x128256 8192x2304x256000 16384x1024x151936 2048x4096x128256"
+)
+
 # Time over budget, with the peers at their workspace.
 CURVE_SHAPES = (HEADS[1], MAIN, NARROW)
 CURVE_MIB = tuple(2**power for power in range(10))
-OTHERS, CCES = "torch-compile stock liger liger-float32-8x trl quack", "cce cce-flat cce-unfiltered cce-exact"
-CURVE_PEERS = (*OTHERS.split(), *CCES.split())
+OTHERS, CCES = "torch-compile stock liger liger-float32-8x trl", "cce cce-flat cce-unfiltered cce-exact"
+CURVE_PEERS = (*OTHERS.split(), *RIVALS, *CCES.split())
 
 
 def curve_case(shape: Shape) -> OperatorCase:
@@ -190,8 +196,7 @@ class Rule:
 
 
 RULES = [
-    Rule("torch-compile", 1.0),
-    Rule("quack", 1.0),
+    *[Rule(name, 1.0) for name in ("torch-compile", *RIVALS)],
     # Liger's default sums the weight gradient in bfloat16.
     Rule("liger", bfloat16_sums=True),
     Rule("liger", 1.0, least_mib=256),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demo import Curve, compare_runs, examples, has_gpu, require_packages
+from demo import Curve, compare_runs, examples, has_gpu, need_packages
 from flce.testing.models import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -73,7 +73,7 @@ def main(
     mixed_precision: Precision = Precision.no,
 ) -> None:
     """Train with Accelerate and FSDP2 in two processes, stock and patched by flce, and compare the losses."""
-    require_packages("accelerate")
+    need_packages("accelerate")
     raise typer.Exit(run_in_two_processes(run_process, steps, mixed_precision.value))
 
 

@@ -21,8 +21,8 @@ from demo import (
     compare_runs,
     excerpts,
     has_gpu,
+    need_packages,
     record_accelerate_losses,
-    require_packages,
     save_model,
     tiny_tokenizer,
 )
@@ -76,7 +76,7 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters.")] = False,
 ) -> None:
     """Train with Axolotl, stock and with the plugin, and compare the losses."""
-    require_packages("axolotl")
+    need_packages("axolotl")
     raise typer.Exit(compare_runs("Axolotl", lambda patched: train(patched, steps, lora)))
 
 

@@ -24,12 +24,12 @@ import accelerate_fsdp2
 from demo import (
     Curve,
     compare_runs,
+    curve_trainer,
     examples,
     has_gpu,
-    require_packages,
+    need_packages,
     train_and_record,
     trainer_settings,
-    trainer_with_curve,
 )
 from flce.testing.models import tiny_model
 from processes import average_over_processes, run_in_two_processes
@@ -90,7 +90,7 @@ def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve
 
     def create_trainer(patched: bool, folder: str) -> Any:
         config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
-        return trainer_with_curve(Trainer)(
+        return curve_trainer(Trainer)(
             model=tiny_model(),
             args=TrainingArguments(
                 **trainer_settings(folder, steps), deepspeed={**config, "zero_allow_untested_optimizer": True}
@@ -128,7 +128,7 @@ def main(
     by: Annotated[By, typer.Option(help="DeepSpeed's engine, Accelerate, or Transformers' Trainer.")] = By.engine,
 ) -> None:
     """Train with DeepSpeed in two processes, stock and patched by flce, and compare the losses."""
-    require_packages("deepspeed", *(["accelerate"] if by != By.engine else []))
+    need_packages("deepspeed", *(["accelerate"] if by != By.engine else []))
     raise typer.Exit(run_in_two_processes(run_process, steps, stage, by.value))
 
 

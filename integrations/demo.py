@@ -136,7 +136,7 @@ def cannot_run(reason: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def require_packages(*packages: str) -> None:
+def need_packages(*packages: str) -> None:
     """End the script if a package is missing. `packages` are names for pip."""
     for package in packages:
         try:
@@ -172,7 +172,7 @@ class Curve:
 
 
 @functools.cache
-def trainer_with_curve(trainer: Any) -> Any:
+def curve_trainer(trainer: Any) -> Any:
     """Return a subclass of a `Trainer` that records each loss in `curve`. The log of a trainer has only averages."""
     import torch
 
@@ -226,7 +226,7 @@ def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
 
 
 def train_and_record(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
-    """Create a trainer of `trainer_with_curve` in a temporary folder, train, and return the losses."""
+    """Create a trainer of `curve_trainer` in a temporary folder, train, and return the losses."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = create_trainer(patched, folder, **arguments)
         trainer.train()
@@ -398,7 +398,7 @@ def main(
     The exit status is 1 if the loss curves differ.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else PyTorch's profiler writes into the progress bars
-    require_packages("matplotlib", "numpy", "tokenizers", "transformers")
+    need_packages("matplotlib", "numpy", "tokenizers", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

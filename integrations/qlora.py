@@ -19,12 +19,12 @@ import typer
 from demo import (
     Curve,
     compare_runs,
+    curve_trainer,
     examples,
     has_gpu,
-    require_packages,
+    need_packages,
     train_and_record,
     trainer_settings,
-    trainer_with_curve,
 )
 from flce.testing.models import tiny_model
 
@@ -64,7 +64,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
     from flce.huggingface import FlceCallback
 
-    return trainer_with_curve(Trainer)(
+    return curve_trainer(Trainer)(
         model=model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),
@@ -82,7 +82,7 @@ def main(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
 ) -> None:
     """Train LoRA adapters on a model in 4 bits, stock and with FlceCallback, and compare the losses."""
-    require_packages("bitsandbytes", "peft")
+    need_packages("bitsandbytes", "peft")
     status = compare_runs(
         "QLoRA" + " with an adapter on the head" * adapt_head,
         lambda patched: train(patched, steps=steps, adapt_head=adapt_head, bf16=bf16),

@@ -19,12 +19,12 @@ import typer
 from demo import (
     Curve,
     compare_runs,
+    curve_trainer,
     excerpts,
-    require_packages,
+    need_packages,
     tiny_tokenizer,
     train_and_record,
     trainer_settings,
-    trainer_with_curve,
     trl_installed,
 )
 from flce.testing.models import tiny_model
@@ -57,8 +57,8 @@ def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", l
     if by == "dpo":
         args = DPOConfig(**{**settings, "learning_rate": 1e-4, **more})
         data = preferences(4 * steps)
-        return trainer_with_curve(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
-    return trainer_with_curve(SFTTrainer)(
+        return curve_trainer(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
+    return curve_trainer(SFTTrainer)(
         args=SFTConfig(**{**settings, **more}),
         train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,
@@ -77,7 +77,7 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters, with SFTTrainer.")] = False,
 ) -> None:
     """Train with a trainer of TRL, stock and with flce, and compare the losses."""
-    require_packages("trl", "peft")
+    need_packages("trl", "peft")
     name = f"{by.value.upper()}Trainer"
     raise typer.Exit(compare_runs(name, lambda patched: train(patched, steps=steps, by=by.value, lora=lora)))
 

@@ -136,9 +136,9 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
 
 
 def test_a_missing_package(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.require_packages("pytest")
+    demo.need_packages("pytest")
     with pytest.raises(typer.Exit) as refusal:
-        demo.require_packages("pytest", "no-such-package")
+        demo.need_packages("pytest", "no-such-package")
     assert refusal.value.exit_code == 2
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ def make_trainer(
     **arguments: Any,
 ) -> Any:
     """Return a trainer of the tiny model. `arguments` are `TrainingArguments`, `trainer` arguments of `Trainer`."""
-    return demo.trainer_with_curve(transformers.Trainer)(
+    return demo.curve_trainer(transformers.Trainer)(
         model=tiny_model() if model is None else model,
         args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
         train_dataset=demo.examples(4 * 50),
