@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 
@@ -64,6 +65,22 @@ class Effort:
 
     def enough(self, spent: float) -> bool:
         return spent >= self.seconds
+
+
+class AgreedEffort(Effort):
+    """An effort of several processes, whose answers are the answers of the first process."""
+
+    def expired(self) -> bool:
+        return broadcast(super().expired())
+
+    def enough(self, spent: float) -> bool:
+        return broadcast(super().enough(spent))
+
+
+def broadcast(answer: bool) -> bool:
+    answers = [answer]
+    dist.broadcast_object_list(answers)
+    return answers[0]
 
 
 AGAIN = "-again"

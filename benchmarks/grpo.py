@@ -216,7 +216,6 @@ GRPO = replace(
     MODEL,
     kind="grpo",
     about="Time and peak memory of a GRPO step of whole models, with random weights.",
-    noun="GRPO",
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,

@@ -229,7 +229,6 @@ LOGPROBS = replace(
     operator.OPERATOR,
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
-    noun="log-probabilities",
     presets=PRESETS,
     contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
     prepare=prepare,

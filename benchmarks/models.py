@@ -335,7 +335,6 @@ def cell(entry: Entry, result: BenchResult) -> str:
 MODEL = Benchmark(
     kind="model",
     about="Peak memory and tokens a second of the training step of whole models, with random weights.",
-    noun="models",
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,

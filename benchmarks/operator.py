@@ -16,9 +16,8 @@ import torch
 
 from benchmarks import tables, targets
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
-from benchmarks.call_meter import CallMeter
 from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
-from benchmarks.measure import BenchMeter, Prepared, ReadyContender, UnplannedError, release
+from benchmarks.measure import BenchMeter, CallMeter, Prepared, ReadyContender, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
@@ -175,13 +174,6 @@ def format_times(entry: Entry, result: BenchResult) -> str:
     return ", ".join([*parts, tables.milliseconds(result.host_ms)])
 
 
-def call_table(entries: Sequence[Entry]) -> Table:
-    title = "As called and alone, of the bare products alone; host ms"
-    summary = tables.summary(title, tables.SHAPE, entries, format_times)
-    notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
-    return replace(summary, notes=[*notes, *summary.notes])
-
-
 def target_and_plan_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the tables of targets, peers and plans of which the runs have figures."""
     measured = [table for table in (*targets.target_tables(runs), targets.dominance_table(runs)) if table.rows]
@@ -192,7 +184,8 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     found = target_and_plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
-    found += [call_table(called)] if called else []
+    title = "As called and alone, of the bare products alone; host ms"
+    found += [tables.summary(title, tables.SHAPE, called, format_times)] if called else []
     for label in dict.fromkeys(entry.case.label for entry in others):
         entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
@@ -251,7 +244,6 @@ shape_tables = tables.overview("Median ms, workspace MiB", tables.SHAPE, lambda 
 OPERATOR = Benchmark(
     kind="operator",
     about="Time, workspace and exactness of forward and backward.",
-    noun="the operator",
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,

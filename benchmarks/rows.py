@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -245,18 +245,7 @@ def format_speed(entry: Entry, result: BenchResult) -> str:
 
 
 def speed_table(title: str, entries: Sequence[Entry]) -> Table:
-    """Return the table of columns x contenders. Notes state missing figures and their reasons."""
-    notes: dict[str, list[str]] = {}
-    for name, contender in tried(entries).items():
-        results = {str(entry.case.columns): result for entry in entries if (result := entry.by_name(name)).contender}
-        if len(results) < len(entries):
-            notes[f"{contender.title} ran at {', '.join(results)} columns only"] = []
-        for columns, result in results.items():
-            if (reason := result.reason or result.note) is not None:
-                notes.setdefault(f"{contender.title}: {reason}", []).append(columns)
-    lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
-    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, format_speed, line="columns")
-    return replace(table, notes=[*lines, *table.notes])
+    return tables.summary(f"GB/s, of copy: {title}", "columns", entries, format_speed, line="columns")
 
 
 def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
@@ -319,7 +308,6 @@ def figure(run: Run) -> Any:
 ROWS = Benchmark(
     kind="rows",
     about="GB/s of losses and softmaxes over the length of a row, of flce, a copy, PyTorch and Liger.",
-    noun="rows",
     case_type=RowCase,
     sizes="rows,columns",
     presets=PRESETS,

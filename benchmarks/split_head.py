@@ -223,7 +223,6 @@ SPLIT_HEAD = replace(
     operator.OPERATOR,
     kind="split-head",
     about="Time and workspace of a head that is divided over processes.",
-    noun="divided heads",
     case_type=SplitCase,
     sizes="tokens,hidden,vocab,processes",
     presets=PRESETS,

@@ -138,7 +138,8 @@ def summary(
         found = [entry.by_name(name) for name in titles]
         cells = [cell(entry, result) if result.contender else NONE for result in found]
         rows.append([str(getattr(entry.case, line)), *cells])
-    return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
+    failures = dict.fromkeys(note for entry in entries for note in failure_notes(entry))
+    return Table(title, [first, *titles.values()], rows, [*failures, spread_note(entries)])
 
 
 def overview(

@@ -198,7 +198,6 @@ WRAPPED = replace(
     MODEL,
     kind="wrapped",
     about="Tokens a second and memory of a GPU, of models that are divided over processes.",
-    noun="divided models",
     case_type=WrappedCase,
     presets={
         "tiny": lambda: plan(SMALL),

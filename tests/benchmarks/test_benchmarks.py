@@ -83,7 +83,7 @@ def test_every_case_of_the_preset_is_measured(small_run):
             assert len(result.samples_ms) == 2 or result.family not in EVERYWHERE
     for other in BENCHMARKS.values():
         if other is not benchmark:
-            with pytest.raises(ValueError, match=f"no results of {other.noun}"):
+            with pytest.raises(ValueError, match=f"no results of {other.kind!r}"):
                 other.load(path)
 
 

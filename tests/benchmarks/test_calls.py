@@ -13,13 +13,12 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from benchmarks import call_meter
+from benchmarks import measure
 from benchmarks.benchmark import save
-from benchmarks.call_meter import CallMeter
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.contenders import OperatorContender, autograd_step, select, stock_loss
-from benchmarks.measure import Sample
+from benchmarks.measure import CallMeter, Sample
 from benchmarks.operator import OPERATOR
 from benchmarks.problem import OperatorCase, OperatorProblem
 from benchmarks.runs import BenchResult, Entry, Run
@@ -55,10 +54,10 @@ class Device:
 
 
 def meter_of(device: Device, monkeypatch: pytest.MonkeyPatch, capture_graph: Any) -> CallMeter:
-    monkeypatch.setattr(call_meter, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(call_meter, "check_no_synchronization", lambda step: None)
-    monkeypatch.setattr(call_meter, "capture_graph", capture_graph)
+    monkeypatch.setattr(measure, "check_no_synchronization", lambda step: None)
+    monkeypatch.setattr(measure, "capture_graph", capture_graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     meter = CallMeter(CUDA)
