@@ -75,7 +75,6 @@ class Benchmark:
         contenders: Sequence[Any] | None = None,
         report: Callable[[str], object] = do_nothing,
     ) -> Entry:
-        """Measure the given contenders; by default all contenders of the case."""
         chosen = self.contenders(case) if contenders is None else contenders
         return compete(case, chosen, self.prepare(case, device), effort, report)
 

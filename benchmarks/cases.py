@@ -32,7 +32,6 @@ class BenchCase:
 
     @property
     def is_measured(self) -> bool:
-        """True if anything is measured on this case."""
         return True
 
     @property

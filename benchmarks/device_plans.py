@@ -73,8 +73,6 @@ def plans(frozen: bool, share: float = MEMORY_SHARE) -> str:
 
 
 def known() -> str:
-    """Return a table of the device records."""
-
     def row(device: DeviceRecord) -> list[str]:
         assert device.memory is not None
         sizes = [f"{device.shared_memory >> 10}", f"{device.cache >> 20}", f"{device.memory / GIB:.1f}"]

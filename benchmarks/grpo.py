@@ -94,12 +94,8 @@ def dapo_loss(logprob: Tensor, batch: Completions) -> Tensor:
 
 @dataclass(frozen=True)
 class GrpoContender(Contender):
-    logprobs: OfModel  # (B, T), of the completions
-    fused_loss: OfModel | None = field(default=None, kw_only=True)  # None: DAPO's loss of the log-probabilities
+    compute: OfModel  # the log-probabilities of the completions (B, T), or the loss
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
-
-    def loss(self, model: Any, batch: Completions) -> Tensor:
-        return (self.fused_loss or (lambda *given: dapo_loss(self.logprobs(*given), batch)))(model, batch)
 
 
 needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
@@ -148,14 +144,6 @@ def stock_logprobs(model: Any, batch: Completions) -> Tensor:
 LIGER = "liger_kernel.chunked_loss"
 
 
-def liger_logprobs(model: Any, batch: Completions) -> Tensor:
-    """Call the function that Liger's loss calls for its log-probabilities."""
-    function = importlib.import_module(f"{LIGER}.fused_linear_ppo")._selective_logprob_forward
-    states = hidden_states(model, batch).flatten(0, 1)
-    values: Tensor = function(states, head(model), batch.chosen.flatten(), temperature=TEMPERATURE)[0]
-    return values.view(batch.chosen.shape)
-
-
 def liger_loss(model: Any, batch: Completions) -> Tensor:
     loss_class = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
     module = loss_class(beta=0.0, use_ref_model=False, temperature=TEMPERATURE, epsilon_low=CLIP, epsilon_high=CLIP)
@@ -166,11 +154,12 @@ def liger_loss(model: Any, batch: Completions) -> Tensor:
 
 
 C, needs_liger = GrpoContender, needs_package(LIGER, "liger-kernel", cuda=False)
-of_trl = functools.partial(GrpoContender, logprobs=fused_logprobs, unavailable=needs_trl)
+of_trl = functools.partial(GrpoContender, compute=fused_logprobs, unavailable=needs_trl)
+only_training: dict[str, Any] = {"applies": lambda case, device: case.part == TRAINING}
 CONTENDERS = [
     of_trl("ours", "flce", "ours", applied=functools.partial(trl_head, ours=True)),
     of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, ours=False)),
-    C("liger", "Liger's GRPO loss", "peer", liger_logprobs, fused_loss=liger_loss, unavailable=needs_liger),
+    C("liger", "Liger's GRPO loss", "peer", liger_loss, unavailable=needs_liger, **only_training),
     C("stock", "stock, all logits", "stock", stock_logprobs),
 ]
 
@@ -186,14 +175,14 @@ class GrpoStep:
     loss: Tensor | None = None
 
     def __call__(self) -> None:
-        if self.part == OLD:
-            with torch.no_grad():
-                self.loss = self.contender.logprobs(self.model, self.batch).mean()
-            return
+        training = self.part == TRAINING
         try:
-            loss = self.contender.loss(self.model, self.batch)
-            loss.backward()
-            self.loss = loss.detach()
+            with torch.set_grad_enabled(training):
+                found = self.contender.compute(self.model, self.batch)
+                value = found if found.dim() == 0 else dapo_loss(found, self.batch) if training else found.mean()
+            if training:
+                value.backward()
+            self.loss = value.detach()
         finally:
             self.model.zero_grad(set_to_none=True)
 

@@ -192,8 +192,6 @@ def release(everything: bool = True) -> None:
 
 @dataclass
 class ReadyContender:
-    """A contender that has warmed up on a case."""
-
     step: Step
     turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each of its timed calls
     on_sample: Callable[[Sample], None] | None = None  # records more figures of a sample

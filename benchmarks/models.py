@@ -60,8 +60,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 
 @dataclass(frozen=True)
 class ModelCase(BenchCase):
-    """One model at one batch shape."""
-
     model: str
     batch: int
     sequence: int
@@ -223,8 +221,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 
 @dataclass
 class TrainingStep:
-    """One step, and the loss of the latest."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     batch: torch.Tensor
@@ -299,7 +295,6 @@ def tokens_per_second(result: BenchResult, case: ModelCase) -> float | None:
 
 
 def rate(result: BenchResult, case: ModelCase) -> str:
-    """Return the tokens a second, or the reason for their absence, as text."""
     value = tokens_per_second(result, case)
     if value is None:
         return "out of memory" if result.status == "oom" else NONE

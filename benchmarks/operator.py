@@ -132,7 +132,6 @@ NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 
 def products_ms(entry: Entry) -> float | None:
-    """Return the time of the bare products on the device."""
     floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
@@ -212,7 +211,6 @@ def figure(run: Run) -> Any:
 
 
 def points(entry: Entry) -> list[Any]:
-    """Return the results that have both time and memory."""
     return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 

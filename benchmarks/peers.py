@@ -13,7 +13,6 @@ LIBRARIES = ("torch", "triton", "transformers", "trl", *PEERS, "nvidia-cutlass-d
 
 
 def released_version(library: str) -> str:
-    """Return the newest version on PyPI."""
     try:
         with urlopen(f"https://pypi.org/pypi/{library}/json", timeout=20) as answer:
             return str(json.load(answer)["info"]["version"])

@@ -57,8 +57,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class OperatorCase(BenchCase):
-    """One call of the operator. `time` and `errors` select what is measured."""
-
     tokens: int
     hidden: int
     vocab: int

@@ -52,8 +52,6 @@ COPY_ENTRIES = 2
 
 @dataclass(frozen=True)
 class RowCase(BenchCase):
-    """A matrix of rows, and a task."""
-
     rows: int
     columns: int
     dtype: str = "bfloat16"
@@ -67,7 +65,6 @@ class RowCase(BenchCase):
 
     @property
     def group(self) -> str:
-        """The name of its table."""
         return f"{self.operation} {self.direction}, {self.dtype}"
 
     @property
@@ -79,8 +76,6 @@ class RowCase(BenchCase):
 
 
 class RowProblem:
-    """The operands: random logits of standard deviation 4, random targets."""
-
     def __init__(self, case: RowCase, device: torch.device) -> None:
         self.case, generator = case, torch.Generator(device).manual_seed(0)
         size = case.rows, case.columns
@@ -103,7 +98,6 @@ class RowContender(Contender):
     roof: bool = field(default=False, kw_only=True)  # the same call for all tasks
 
     def bytes(self, case: RowCase) -> int:
-        """Return the fewest bytes that a call moves."""
         return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
 
 
@@ -225,7 +219,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 
 
 def group_entries(run: Run) -> dict[str, list[Entry]]:
-    """Return the entries of each task and dtype, ordered by columns."""
     dtypes = dict.fromkeys(entry.case.dtype for entry in run.cases)
     found: dict[str, list[Entry]] = {f"{' '.join(task)}, {dtype}": [] for task in TASKS for dtype in dtypes}
     for entry in sorted(run.cases, key=lambda entry: entry.case.columns):
@@ -234,7 +227,6 @@ def group_entries(run: Run) -> dict[str, list[Entry]]:
 
 
 def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
-    """Return a result of each contender, for its title and family."""
     results = [result for entry in entries for result in entry.results]
     return {result.contender: result for result in results if result.status != "unavailable"}
 

@@ -85,7 +85,6 @@ class BenchResult:
         return self.moved_bytes * self.calls / self.median_ms / 1e6
 
     def share_of(self, other: BenchResult) -> float | None:
-        """Return this bandwidth over the bandwidth of another result."""
         speed, base = self.gigabytes_per_second, other.gigabytes_per_second
         return None if speed is None or base is None else speed / base
 
@@ -111,8 +110,6 @@ NO_RESULT = BenchResult("", "", "")  # without figures; used if a contender was 
 
 @dataclass
 class Entry:
-    """All contenders on one case."""
-
     case: Any
     results: list[BenchResult] = field(default_factory=list)
 
@@ -130,8 +127,6 @@ class Entry:
 
 @dataclass
 class Run:
-    """All cases, with the device and the versions."""
-
     kind: str  # the benchmark
     head: dict[str, Any]  # date, command, versions, device: see `describe_run`
     cases: list[Entry] = field(default_factory=list)
@@ -144,7 +139,6 @@ class Run:
 def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
     """Return the head of a result file. Absolute paths in the command are shortened to their last part."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-    load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     facts = device_facts(device)
     if facts.get("profile"):
         facts["profile"] = Path(facts["profile"]).name
@@ -154,7 +148,7 @@ def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -
         "command": " ".join([program, *shown]),
         "commit": source_version(),
         "versions": {name: found for name, found in here.items() if found} | versions(),
-        "device": {"cpu": cpu_name(), **facts, **load},
+        "device": {"cpu": cpu_name(), **facts},
     }
 
 

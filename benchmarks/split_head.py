@@ -37,8 +37,6 @@ HEAD_START = 0.03  # seconds; the host launches a call in less
 
 @dataclass(frozen=True)
 class SplitCase(BenchCase):
-    """One shape in one group of processes."""
-
     tokens: int
     hidden: int
     vocab: int
@@ -54,8 +52,6 @@ class SplitCase(BenchCase):
 
 
 class Operands:
-    """The tensors of this process."""
-
     def __init__(self, case: SplitCase, device: torch.device) -> None:
         self.case, self.group = case, dist.group.WORLD
         rank, draw = dist.get_rank(), torch.Generator(device).manual_seed(1)

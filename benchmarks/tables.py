@@ -96,7 +96,6 @@ def spread_note(entries: Sequence[Entry]) -> str:
 
 
 def measured_on(run: Run) -> str:
-    """Return the device and the versions as text."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
@@ -112,7 +111,6 @@ def absences(run: Run) -> list[str]:
 
 
 def tried(run: Run) -> list[Entry]:
-    """Return the entries with at least one contender that could run."""
     return [entry for entry in run.cases if any(result.status != "unavailable" for result in entry.results)]
 
 

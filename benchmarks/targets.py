@@ -21,8 +21,6 @@ from flce.core.sizes import MIB
 
 @dataclass(frozen=True)
 class Target:
-    """One limit of time, of workspace, or of both."""
-
     call: str  # the call of the operator, in words
     case: OperatorCase  # the measured case, with any contenders
     # The limit of the time, as a multiple of the time of `reference`; or a function of the time of `reference`.
@@ -130,7 +128,6 @@ NAMES_OFF = ("ours", budget_name(512), budget_name(64))
 
 
 def without_products(shape: Shape, *limits: float) -> list[Target]:
-    """Return the targets of `NAMES_OFF` without fused products."""
     alone = replace(ALONE, reference="floor", also_measured=("ours-rounded",)).on(shape, own_products=False)
     pairs = zip(NAMES_OFF, limits, strict=True)
     return [replace(alone, call=name, contender=name, limit=limit) for name, limit in pairs]
@@ -211,8 +208,6 @@ VERDICTS = MET, NEARLY, MISSED, UNMEASURED = "met", "met within 2%", "MISSED", "
 
 
 class Finding(NamedTuple):
-    """A target or rule, and its measured figure."""
-
     key: Any  # identifies the target in every run
     value: float | None  # None if it was not measured
     verdict: str
@@ -287,7 +282,6 @@ def check(run: Run, target: Target) -> Finding:
 
 
 def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Finding]:
-    """Return a finding for each target, also for targets that no run has measured."""
     return median_findings([[check(run, target) for target in targets] for run in runs])
 
 
@@ -348,7 +342,6 @@ def best(entry: Entry, rule: Rule) -> BenchResult:
 
 
 def figures(result: BenchResult) -> str:
-    """Return the time and the workspace as text."""
     if not result.samples_ms:
         return "no plan" if result.status == "unplanned" else tables.NONE
     workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"

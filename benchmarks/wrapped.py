@@ -108,8 +108,6 @@ def needs_both_dimensions(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide a model over processes."""
-
     title: str
     divide: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
     unavailable: Callable[[torch.device], str | None] = do_nothing
@@ -118,7 +116,6 @@ class Way:
     dtype: str = "float32"  # of the weights on GPUs
 
     def missing(self, device: torch.device) -> str | None:
-        """Return why a model cannot be divided in this way here."""
         world = dist.get_world_size()
         number = f"needs a multiple of {self.processes} processes, got {world}" if world % self.processes else None
         reason = number or self.unavailable(device)
@@ -141,7 +138,6 @@ class WrappedCase(ModelCase):
 
 
 def divided(case: ModelCase, name: str) -> WrappedCase:
-    """Return the case of this way for the processes of the process group."""
     way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
     processes = f" for every {way.together or world} of {world} processes, {way.title}"
     dtype = way.dtype if torch.cuda.is_available() else "float32"

