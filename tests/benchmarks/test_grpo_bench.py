@@ -62,6 +62,8 @@ def test_passes_are_exact(
     name: str, part: str, problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values, and the gradients of the training step, are exact."""
+    if (name, part) == ("liger", OLD):
+        pytest.skip("Liger has a loss only")
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # Liger compiles
     model, batch = problem
     logprob, loss = exact(model, batch)

@@ -24,13 +24,6 @@ from tests.benchmarks.made_up import HEAD
 CPU = torch.device("cpu")
 OVER_THE_FLOOR = {"floor-forward": 0.25, "ours-forward": 0.25, "ours-skipping": 0.5}
 OVER_THE_FLOOR |= dict.fromkeys(("trl", "liger", "liger-hopper"), 1.1)
-    "floor-forward": 0.25,
-    "ours-forward": 0.25,
-    "ours-skipping": 0.5,
-    "trl": 1.1,
-    "liger": 1.1,
-    "liger-hopper": 1.1,
-}
 
 
 def made_up(slower: float, mib: float) -> Run:
