@@ -1,7 +1,4 @@
-"""Cases (problems) and contenders (ways to solve them), the base classes of every benchmark.
-
-Each benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
-"""
+"""Cases (problems) and contenders (ways to solve them), the base classes of every benchmark."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds over all contenders, and seconds of timed calls for each contender and case.
-
-    A slow contender is timed at least once, unless the deadline has passed.
-    """
+    """Rounds over all contenders, and seconds of timed calls for each contender and case."""
 
     rounds: int
     seconds: float
@@ -115,10 +109,7 @@ ContenderT = TypeVar("ContenderT", bound=Contender)
 
 
 def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
-    """Return the contenders, and at the end the first contender of flce once more under another name.
-
-    The difference between the two figures of this contender is the error bar of the table.
-    """
+    """Return the contenders, and at the end the first contender of flce again: their difference is the error bar."""
     first = next((contender for contender in contenders if contender.family == "ours"), None)
     if first is None:
         return list(contenders)

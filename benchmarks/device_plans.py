@@ -1,7 +1,4 @@
-"""Tables of docs/devices.md: the record of each kind of device, its default plans, and their predicted times.
-
-Nothing is measured here. `measured` compares predictions for an H200 with results that were measured there.
-"""
+"""Tables of docs/devices.md: the record of each kind of device, its default plans, and their predicted times."""
 
 from __future__ import annotations
 
@@ -40,12 +37,7 @@ HEADS = {
 
 
 def planned(kind: str, head: Head, frozen: bool, share: float = MEMORY_SHARE) -> flce.ChunkPlan:
-    """Return the default plan on a kind of device, in bfloat16.
-
-    Args:
-        frozen: the head is not trained.
-        share: share of the device's memory that limits the workspace.
-    """
+    """Return the default plan on a kind of device, whose workspace may have this share of the memory, in bfloat16."""
     memory = round((KNOWN_KINDS[kind].memory or 0) * share / MEMORY_SHARE)
     with use_backend(""):  # ignores FLCE_BACKEND
         sizes = TOKENS, head.hidden, head.vocab, torch.bfloat16

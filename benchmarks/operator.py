@@ -1,7 +1,4 @@
-"""Time, workspace and exactness of forward and backward of the fused linear cross entropy: the command `operator`.
-
-Contenders are in `contenders.CONTENDERS`, targets in `targets.TARGETS`.
-"""
+"""Time, workspace and exactness of forward and backward of the fused linear cross entropy: the command `operator`."""
 
 from __future__ import annotations
 
@@ -149,7 +146,6 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
     columns: Columns = {
         "": lambda r: r.title,
         "median ms": lambda r: tables.milliseconds(r.median_ms),
-        "least ms": lambda r: tables.milliseconds(min(r.samples_ms, default=None)),
         "calls": lambda r: str(len(r.samples_ms)) if r.samples_ms else tables.NONE,
         "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
         "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
@@ -158,7 +154,6 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
         "host ms": lambda r: tables.milliseconds(r.host_ms),
         "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
         "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
         **error_columns(),
     }
     results = [result for result in entry.results if result.samples_ms or result.errors]

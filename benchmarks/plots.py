@@ -14,7 +14,7 @@ WIDE = 5.4  # inches of a panel
 
 @dataclass(frozen=True)
 class Series:
-    """Points, joined by a line of style `line`. Without `x` it is a horizontal line, without `y` a vertical line."""
+    """Points, joined by a line of style `line`. Without `x` it is a horizontal line."""
 
     label: str
     family: str
@@ -51,8 +51,6 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
             look: dict[str, Any] = {"color": colour, "label": series.label, "linestyle": series.line or "none"}
             if not series.x:
                 axis.axhline(series.y[0], linewidth=1.2, **look)
-            elif not series.y:
-                axis.axvline(series.x[0], linewidth=0.8, **look)
             else:
                 marker = markers.setdefault(series.label, MARKERS[len(markers) % len(MARKERS)])
                 axis.plot(series.x, series.y, marker=marker, markersize=7, linewidth=1.5, **look)

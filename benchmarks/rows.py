@@ -29,7 +29,6 @@ from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
 
-ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
 HEAD_START = 3e-3  # seconds for which a GPU is busy while the host launches a call
 
 Operation = Literal["cross_entropy", "softmax", "log_softmax"]
@@ -241,7 +240,7 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
 
 
 def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
-    """Return GB/s over the number of columns, a line for each contender, and the longest row that fits on chip."""
+    """Return GB/s over the number of columns, a line for each contender."""
     series = []
     for name, contender in tried(entries).items():
         speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
@@ -249,8 +248,7 @@ def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
         line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"
         if speeds:
             series.append(Series(contender.title, contender.family, [*speeds], [*speeds.values()], line))
-    edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
-    return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
+    return Panel(group, series)
 
 
 @functools.lru_cache(maxsize=1)

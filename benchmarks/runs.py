@@ -1,8 +1,4 @@
-"""Results of one run of one benchmark, stored as one JSON document.
-
-The document has the device and the versions, so that figures can be judged later, and nothing that names a person's
-machine.
-"""
+"""Results of one run of one benchmark, stored as one JSON document. Nothing in it names a person's machine."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ links, and installed peers are measured, too.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -173,26 +172,19 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.processes)
+        # Collectives return at once: a gather, and a check of the arguments, which would communicate.
+        mock.patch("flce.engine.shards.all_gather", copied).start()
+        mock.patch("flce.ops.split_head.can_read_values", return_value=False).start()
     operands, number = Operands(case, device), torch.zeros(1, device=device)
     meter = BenchMeter(device, do_nothing if case.alone else lambda: dist.all_reduce(number), HEAD_START)
 
-    @contextlib.contextmanager
-    def turn() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if case.alone:
-                stack.enter_context(mock.patch("flce.engine.shards.all_gather", copied))
-                # The check would communicate.
-                stack.enter_context(mock.patch("flce.ops.split_head.can_read_values", return_value=False))
-            yield
-
     def get_ready(contender: SplitContender, result: BenchResult) -> ReadyContender:
-        with turn():
-            outcome, sample = meter.warm_up(lambda: contender.step(operands))
+        outcome, sample = meter.warm_up(lambda: contender.step(operands))
         if isinstance(outcome, StepOutcome) and outcome.loss is not None:
             if not all(bool(t.isfinite().all()) for t in outcome[:3] if t is not None):
                 raise ArithmeticError("a result is not finite")
             result.loss, result.workspace_bytes = float(outcome.loss), sample.workspace_bytes
-        return ReadyContender(lambda: contender.step(operands), turn)
+        return ReadyContender(lambda: contender.step(operands))
 
     return meter, get_ready
 

@@ -235,10 +235,7 @@ def median_findings(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
 def verdict_table(
     title: str, findings: Sequence[Finding], runs: Sequence[Run], entries: Sequence[Entry], notes: Sequence[str] = ()
 ) -> Table:
-    """Return a table with a row for each target; without rows if no target was measured.
-
-    The title has the number of targets that are met, the last note the difference between equal calls of the entries.
-    """
+    """Return a table with a row for each target; without rows if no target was measured."""
     verdicts = [finding.verdict for finding in findings]
     if set(verdicts) <= {UNMEASURED}:
         return Table(title, ["Not one of them was measured."], [])
