@@ -173,6 +173,7 @@ class GrpoStep:
     part: str
     contender: GrpoContender
     loss: Tensor | None = None
+    optimizer: None = None
 
     def __call__(self) -> None:
         training = self.part == TRAINING
@@ -191,7 +192,7 @@ def prepare(case: GrpoCase, device: torch.device) -> Prepared:
     release()
     model = build(case, device)
     batch = make_completions(case, model, device)
-    return share_model(model, device, lambda contender: GrpoStep(model, batch, case.part, contender), None)
+    return share_model(model, device, lambda contender: GrpoStep(model, batch, case.part, contender))
 
 
 TINY, LARGE = GrpoCase("tiny-llama", 2, 24, "float32", prompt=8), GrpoCase(MODELS[0], 8, 4096, prompt=2048)

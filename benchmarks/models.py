@@ -239,28 +239,26 @@ class TrainingStep:
             self.model.zero_grad()
 
 
-def record_step(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
+def record_step(step: Any, result: BenchResult, sample: Sample) -> None:
     """Record the loss and the memory of a step. `held_bytes` is used if the memory before the step cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
     if sample.workspace_bytes is None:
         return
-    held = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
     result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
     result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
     if result.reserved_bytes is None:  # of the first complete step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 
 
-def share_model(
-    model: nn.Module, device: torch.device, step_of: Callable[[Any], Step], optimizer: torch.optim.Optimizer | None
-) -> Prepared:
+def share_model(model: nn.Module, device: torch.device, step_of: Callable[[Any], Step]) -> Prepared:
     """Return the meter and the warm-up of contenders that change one model in turn."""
     meter = BenchMeter(device)
 
     def get_ready(contender: Any, result: BenchResult) -> ReadyContender:
         step = step_of(contender)
-        record = functools.partial(record_step, step, optimizer, result)
+        record = functools.partial(record_step, step, result)
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
@@ -285,9 +283,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # allocates its states before the first contender's step
-    return share_model(
-        model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer
-    )
+    return share_model(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call))
 
 
 def tokens_per_second(result: BenchResult, case: ModelCase) -> float | None:

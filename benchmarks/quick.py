@@ -132,10 +132,9 @@ def faults(entry: Entry) -> list[str]:
 
 
 def largest_error(case: OperatorCase, name: str) -> Bound:
-    """Return the bound of the error of flce over stock's error.
+    """Return the bound of the error of flce over stock's error. One call of each is compared, so either may be better.
 
-    One call of each is compared, so if both round alike, either may have a slightly larger error. The loss has an extra
-    tolerance, because rounding errors of single tokens partly cancel by chance.
+    The loss has an extra tolerance, because rounding errors of single tokens partly cancel by chance.
     """
     few = 1e-12 if case.torch_dtype == torch.float64 else 1e-6  # difference between sums in another order
     chance = torch.finfo(case.torch_dtype).eps / (4 * math.sqrt(case.tokens)) if name == "loss" else 0.0

@@ -46,7 +46,7 @@ TASKS: dict[tuple[Operation, Direction], int] = {
     ("log_softmax", "forward"): 2,
     ("log_softmax", "backward"): 3,
 }
-COPY_ENTRIES = 2
+COPY, COPY_ENTRIES = "copy", 2  # the same call for all tasks
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,9 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets
 class RowContender(Contender):
     function: Callable[[RowCase], RowFunction]
     overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
-    roof: bool = field(default=False, kw_only=True)  # the same call for all tasks
 
     def bytes(self, case: RowCase) -> int:
-        return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
+        return case.bytes(COPY_ENTRIES if self.name == COPY else TASKS[case.operation, case.direction])
 
 
 class LayerOutput(torch.autograd.Function):
@@ -139,7 +138,7 @@ def make_call(contender: RowContender, problem: RowProblem) -> tuple[Callable[[]
         (grad,) = torch.autograd.grad(function(LayerOutput.apply(x) if overwrites else x, problem.target), x)
         return grad
 
-    if contender.roof or direction == "forward":
+    if contender.name == COPY or direction == "forward":
         return forward, do_nothing
     if direction == "backward":
         return backward, run_forward
@@ -181,10 +180,10 @@ def liger_has(case: RowCase, device: torch.device) -> bool:
 
 
 needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
-COPY, C, by = "copy", RowContender, functools.partial
+C, by = RowContender, functools.partial
 only_compiled: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case, device: case.compiled}
 CONTENDERS = [
-    C(COPY, "copy", "floor", copy, roof=True),
+    C(COPY, "copy", "floor", copy),
     C("ours", "flce", "ours", by(library, module="flce"), overwrites=True),
     C("eager", "eager", "stock", by(library, module="torch.nn.functional")),
     C("torch-compile", "torch.compile", "peer", compiled, **only_compiled),

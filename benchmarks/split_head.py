@@ -126,9 +126,8 @@ def liger_of_logits(operands: Operands) -> StepOutcome:
 
 def liger_fused(operands: Operands) -> StepOutcome:
     library = importlib.import_module("liger_kernel.transformers.functional")
-    loss = library.liger_fused_linear_scaled_cross_entropy_tp(
-        operands.x, operands.weight, operands.target, operands.group
-    )
+    arguments = operands.x, operands.weight, operands.target, operands.group
+    loss = library.liger_fused_linear_scaled_cross_entropy_tp(*arguments)
     return operands.run_backward(loss.mean())
 
 

@@ -86,12 +86,8 @@ def spread_note(entries: Sequence[Entry]) -> str:
         return "spread: not known, no call of flce was measured twice"
     medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
     apart = [max(both) / min(both) - 1 for both in medians]
-    if len(pairs) == 1:
-        first, again = pairs[0]
-        times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
-        return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
-    middle, most, titles = median(apart), max(apart), " or ".join(dict.fromkeys(first.title for first, _ in pairs))
-    both = f"{middle:.1%} in the median and {most:.1%} at most"
+    titles = " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    both = f"{median(apart):.1%} in the median and {max(apart):.1%} at most"
     return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
 
 

@@ -336,7 +336,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert [result.family for result in entry.results] == ["ours", "stock", "repeat"]
     assert [result.median_ms for result in entry.results] == [2.0, 5.0, 2.2]
     note = spread_note([entry])
-    assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
+    assert note == "spread: 10.0% in the median and 10.0% at most between flce and the same again, 1 times"
     other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
     run = Run("operator", HEAD | {"device": {"type": "cpu", "name": "made up", "threads": 1}}, [entry, other])

@@ -50,7 +50,7 @@ def expected(x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
 
 
 def test_the_roof_reads_and_writes_every_element():
-    (copy,) = [contender for contender in CONTENDERS if contender.roof]
+    (copy,) = [contender for contender in CONTENDERS if contender.name == "copy"]
     for task in TASKS:
         problem = RowProblem(RowCase(3, 5, "float32", *task), CPU)
         result = make_call(copy, problem)[0]()
