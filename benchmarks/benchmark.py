@@ -68,15 +68,10 @@ class Benchmark:
         self.contenders(case)
 
     def measure(
-        self,
-        case: Any,
-        device: torch.device,
-        effort: Effort,
-        contenders: Sequence[Any] | None = None,
-        report: Callable[[str], object] = do_nothing,
+        self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
     ) -> Entry:
         chosen = self.contenders(case) if contenders is None else contenders
-        return compete(case, chosen, self.prepare(case, device), effort, report)
+        return compete(case, chosen, self.prepare(case, device), effort)
 
     def load(self, path: Path) -> Run:
         document = read(path)

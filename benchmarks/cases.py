@@ -71,8 +71,7 @@ class AgreedEffort(Effort):
 
 
 def broadcast(answer: bool) -> bool:
-    answers = [answer]
-    dist.broadcast_object_list(answers)
+    dist.broadcast_object_list(answers := [answer])
     return answers[0]
 
 
@@ -153,10 +152,7 @@ def stand_ins(modules: Sequence[str]) -> Iterator[None]:
 
 
 def needs_package(module: str, distribution: str, cuda: bool = True, stands_in: Sequence[str] = ()) -> Unavailable:
-    """Return a function that returns why a contender of an optional package cannot run on a device.
-
-    `stands_in` are modules that the package imports and the contender does not use.
-    """
+    """Return a function that returns why a contender cannot run. It does not use the modules `stands_in`."""
 
     def unavailable(device: torch.device) -> str | None:
         # A missing package and a package that is broken here have different reasons.

@@ -1,8 +1,7 @@
 """Contenders on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
 
 To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
-or their own trainer calls them, and imported inside. Any workspace budget of flce is a contender too, see
-`contender_of_budget`.
+or their own trainer calls them. Any workspace budget of flce is a contender, too (`contender_of_budget`).
 """
 
 from __future__ import annotations
@@ -204,11 +203,6 @@ def torch_loss(**options: Any) -> LossFunction:
     return loss
 
 
-def needs_torch_chunked(device: torch.device) -> str | None:
-    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return None if available else f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
-
-
 def needs_torch_kernel(device: torch.device) -> str | None:
     """Return why PyTorch's CuTe kernel cannot run. Without nvidia-cutlass-dsl, PyTorch runs other code."""
     kernel, language = "torch._native.ops.linear_cross_entropy", "nvidia-cutlass-dsl"
@@ -263,6 +257,7 @@ CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "q
 needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
 needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
+needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
 needs_quack = needs_package(QUACK, "quack-kernels")
 liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")

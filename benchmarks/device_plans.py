@@ -45,8 +45,7 @@ def planned(kind: str, head: Head, frozen: bool, share: float = MEMORY_SHARE) ->
 
 
 def time_over_products(plan: flce.ChunkPlan) -> float:
-    """Return the predicted time over the time of the bare products: logits, gradient of the inputs and, if the head is
-    trained, of the weight."""
+    """Return the predicted time over the time of the bare products: logits and the needed gradients."""
     c = plan.case
     n, (h, *_), v = c.num_tokens, c.hidden_sizes, c.vocab_size
     shapes = [(n, v, h), (n, h, v), *([(v, h, n)] if c.needs.weights[0] else [])]
@@ -78,16 +77,14 @@ def known() -> str:
 
 
 def measured(run: Run) -> str:
-    """Return a table of large calls that were measured on an H200 with today's default plan, and their predictions.
-
-    Vocabularies and hidden sizes are aligned, because the bare products of other sizes are slow.
-    """
+    """Return a table of large calls that were measured on an H200 with today's default plan, and their predictions."""
     rows: dict[str, list[str]] = {}
     for entry in run.cases:
         case, names = entry.case, {result.contender for result in entry.results}
         trained = {"forward+backward": True, "frozen-head": False}.get(case.mode)
         if trained is None or case.feature or case.dtype != "bfloat16" or not {"floor", "ours"} <= names:
             continue
+        # The bare products of sizes that are not aligned are slow.
         if case.tokens < TOKENS // 2 or case.vocab % ALIGNMENT or case.hidden % ALIGNMENT:
             continue
         floor, ours = (entry.by_name(name) for name in ("floor", "ours"))

@@ -1,8 +1,7 @@
 """Time and memory of a GRPO step of a whole model: the old policy's pass without gradients, and the training step.
 
-The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, for
-log-probabilities of the completions, without a trainer. The loss is the trainer's default (of DAPO: a mean over all
-tokens of clipped ratios times advantages, without a divergence). A case is one of the two passes.
+The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, without a trainer.
+The loss is the trainer's default (of DAPO, without a divergence). A case is one of the two passes.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def make_completions(case: GrpoCase, model: Any, device: torch.device) -> Comple
     batch = Completions(ids, count, advantages, torch.empty(0))
     with torch.no_grad():
         states = hidden_states(model, batch)
-        out: Any = flce.linear_logprobs(states, head(model), batch.chosen, temperature=TEMPERATURE)
+        out: Any = flce.linear_logprobs(states, model.lm_head.weight, batch.chosen, temperature=TEMPERATURE)
     drift = torch.randn(out.logprob.shape, generator=torch.Generator(device).manual_seed(2), device=device)
     return replace(batch, old=out.logprob + DRIFT * drift)
-
-
-def head(model: Any) -> Tensor:
-    weight: Tensor = model.get_output_embeddings().weight
-    return weight
 
 
 def hidden_states(model: Any, batch: Completions) -> Tensor:
@@ -103,10 +97,7 @@ needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_
 
 @contextlib.contextmanager
 def trl_head(model: Any, ours: bool) -> Iterator[None]:
-    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`.
-
-    A `NotFusedWarning` is an error, because TRL's kernel would be measured.
-    """
+    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`."""
     before = dict(vars(model))
     with stand_ins(TRL_UNUSED):
         trainer = importlib.import_module("trl.trainer.grpo_trainer")
@@ -115,7 +106,7 @@ def trl_head(model: Any, ours: bool) -> Iterator[None]:
             integration.install()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", NotFusedWarning)
+            warnings.simplefilter("error", NotFusedWarning)  # TRL's kernel would be measured
             trainer.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
             yield
     finally:
@@ -148,7 +139,7 @@ def liger_loss(model: Any, batch: Completions) -> Tensor:
     loss_class = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
     module = loss_class(beta=0.0, use_ref_model=False, temperature=TEMPERATURE, epsilon_low=CLIP, epsilon_high=CLIP)
     chosen = batch.chosen
-    call = hidden_states(model, batch), head(model), chosen, torch.ones_like(chosen), batch.advantages
+    call = hidden_states(model, batch), model.lm_head.weight, chosen, torch.ones_like(chosen), batch.advantages
     loss: Tensor = module(*call, old_per_token_logps=batch.old)[0]
     return loss
 

@@ -24,7 +24,7 @@ import flce
 from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
-from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
+from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
@@ -84,17 +84,13 @@ def ours(
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
         number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
-        return step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
+        return contenders.step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
 
     return OperatorContender(name, title, "ours", prepare)
 
 
-def forward_floor_step(problem: OperatorProblem) -> Step:
-    return contenders.floor_step(problem.changed(**without_gradients(problem)))
-
-
 def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    step = partial(step_on_changed_problem, loss=number)
+    step = partial(contenders.step_on_changed_problem, loss=number)
     return OperatorContender(name, title, "peer", step, unavailable=unavailable)
 
 
@@ -132,7 +128,7 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
         result: Tensor = loss_of_batch(states, w, labels, mask, advantages, old_per_token_logps=old)[0]
         return result
 
-    return step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
+    return contenders.step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -152,8 +148,8 @@ def needs_verl(device: torch.device) -> str | None:
 
 needs_liger = needs_package(LIGER, "liger-kernel")
 CONTENDERS = [
-    contenders.floor("floor", "four bare products", contenders.floor_step, "products"),
-    contenders.floor("floor-forward", "one bare product", forward_floor_step, "products"),
+    floor("floor", "four bare products", floor_step, "products"),
+    floor("floor-forward", "one bare product", lambda p: floor_step(p.changed(**without_gradients(p))), "products"),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
     ours("ours-all", EVERYTHING, "logprob", "entropy", "correct", arguments=candidates_and_temperatures),

@@ -201,13 +201,7 @@ class ReadyContender:
 Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], ReadyContender]]  # of a case: its meter, and the warm-up
 
 
-def compete(
-    case: BenchCase,
-    contenders: Sequence[ContenderT],
-    prepared: Prepared,
-    effort: Effort,
-    report: Callable[[str], object] = do_nothing,
-) -> Entry:
+def compete(case: BenchCase, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort) -> Entry:
     """Warm up all contenders that apply and time them in turn, the first of flce twice. Results record failures."""
     meter, get_ready = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
@@ -222,13 +216,11 @@ def compete(
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
         else:
-            report(f"first call of {contender.title}")
             if (warm := attempt(result, functools.partial(get_ready, contender, result))) is not None:
                 ready.append((result, warm))
     if case.is_timed:
         gc.collect()
         gc.freeze()
-        report("all in turn")
         interleave(ready, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:

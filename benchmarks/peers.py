@@ -34,7 +34,7 @@ def measured_versions(library: str) -> dict[str, str]:
 
 def version_table() -> Table:
     rows = []
-    for library in dict.fromkeys(LIBRARIES):
+    for library in LIBRARIES:
         released, measured = released_version(library), measured_versions(library)
         dates = [f"{version} ({date})" for version, date in sorted(measured.items(), key=lambda item: item[1])]
         rows.append([library, released, ", ".join(dates) or NONE, "" if released in measured else "measure again"])

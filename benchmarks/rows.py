@@ -2,10 +2,8 @@
 
 Bandwidth counts the fewest bytes that any implementation moves, in entries of the rows x columns matrix (`TASKS`);
 targets, losses and other numbers for each row do not count. The cases of the presets have so many rows that their input
-is larger than the cache. To add a contender, write a function (RowCase) -> RowFunction and a line in `CONTENDERS`.
-
-Of a backward pass alone, the forward pass is not timed. If a contender overwrites its logits, they are restored before
-each timed call.
+is larger than the cache. Of a backward pass alone, the forward pass is not timed. If a contender overwrites its logits,
+they are restored before each timed call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The longest sequence that trains on a card of 24 GB, simulated on a larger GPU: stock, Liger's loss and flce.
 
 PyTorch may allocate `MEMORY` of the GPU. A profile (docs/devices.md) sets the device record of `KIND`, so plans and
-launches are those of such a card, without fused products. The table also has the prediction of `flce plan`. On a CPU
-the peak of a step of a tiny model is limited.
+launches are those of such a card. On a CPU the peak of a step of a tiny model is limited.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks split-head --preset h200
 
 Without torch.distributed.run the process is the first of 2, 4 and 8 processes, and collectives return at once
-(PyTorch's "fake" backend): the time that the operator itself adds. With torch.distributed.run the time includes the
-links, and installed peers are measured, too.
+(PyTorch's "fake" backend). With torch.distributed.run the time includes the links, and peers are measured, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Training steps of a model that is divided over processes: stock, patched, and with Liger's loss.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200
-    ... --preset tp
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200    # or --preset tp
 
 The model is divided in every way of `WAYS` that the number of processes allows. Each contender has a separate model.
 Memory is the peak of one process in a step, above the weights, gradients and states that exist between steps.
