@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+import benchmarks
 from benchmarks.benchmark import EFFORT, Benchmark, Plan, read, save
 from benchmarks.cases import AgreedEffort, Effort
 from benchmarks.grpo import GRPO
@@ -39,8 +40,7 @@ from flce.tools.cli.output import parse_option
 MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
 
-about = "Measures flce, the bare matrix products, PyTorch and other libraries."
-app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(help=benchmarks.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 option = typer.Option
 app.command()(quick)
 

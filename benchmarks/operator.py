@@ -59,8 +59,7 @@ def tiny() -> Plan:
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
-    three = ("floor", "ours", "stock")
-    featured = OperatorCase(*TINY, dtype="float32", own_products=False, contenders=three, errors=True)
+    featured = replace(all_modes[0], own_products=False, contenders=("floor", "ours", "stock"))
     features = [replace(featured, feature=feature) for feature in FEATURES]
     return plan_cases([*all_modes, skipping, *features, peer_case(TINY, curve), call_case(TINY)], 3, 1.0)
 

@@ -9,7 +9,6 @@ from typing import Any
 COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
 PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")  # one for each peer
 MARKERS = "osDv^<>PX*hp"
-WIDE = 5.4  # inches of a panel
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    size = WIDE * columns, 4.0 * rows + 0.8
+    size = 5.4 * columns, 4.0 * rows + 0.8  # inches
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     markers: dict[str, str] = {}
     peers: dict[str, str] = {}

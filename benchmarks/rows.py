@@ -222,11 +222,6 @@ def group_entries(run: Run) -> dict[str, list[Entry]]:
     return {group: entries for group, entries in found.items() if entries}
 
 
-def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
-    results = [result for entry in entries for result in entry.results]
-    return {result.contender: result for result in results if result.status != "unavailable"}
-
-
 def format_speed(entry: Entry, result: BenchResult) -> str:
     share = "" if result.contender == COPY else f", {tables.percent(result.share_of(entry.by_name(COPY)))}"
     return tables.gigabytes(result.gigabytes_per_second) + (share if result.samples_ms else "")
@@ -239,7 +234,8 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
 def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
     """Return GB/s over the number of columns, a line for each contender."""
     series = []
-    for name, contender in tried(entries).items():
+    tried = [result for entry in entries for result in entry.results if result.status != "unavailable"]
+    for name, contender in {result.contender: result for result in tried}.items():
         speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
         # A dotted line joins points if sizes between them were not measured.
         line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"

@@ -21,16 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerate_fsdp2
-from demo import (
-    Curve,
-    compare_runs,
-    curve_trainer,
-    examples,
-    has_gpu,
-    need_packages,
-    train_and_record,
-    trainer_settings,
-)
+from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing.models import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -99,7 +90,7 @@ def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve
             callbacks=[FlceCallback()] if patched else [],  # the only difference
         )
 
-    return average_over_processes(train_and_record(create_trainer, patched))
+    return average_over_processes(record_curve(create_trainer, patched))
 
 
 def run_process(steps: int, stage: int, by: str) -> int:

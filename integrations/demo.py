@@ -225,7 +225,7 @@ def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
     return folder / "model"
 
 
-def train_and_record(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
+def record_curve(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
     """Create a trainer of `curve_trainer` in a temporary folder, train, and return the losses."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = create_trainer(patched, folder, **arguments)

@@ -16,16 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import (
-    Curve,
-    compare_runs,
-    curve_trainer,
-    examples,
-    has_gpu,
-    need_packages,
-    train_and_record,
-    trainer_settings,
-)
+from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing.models import tiny_model
 
 
@@ -73,7 +64,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
 
 def train(patched: bool, *, adapt_head: bool = False, **arguments: Any) -> Curve:
-    return train_and_record(create_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
+    return record_curve(create_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
 
 
 def main(

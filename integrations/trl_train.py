@@ -22,8 +22,8 @@ from demo import (
     curve_trainer,
     excerpts,
     need_packages,
+    record_curve,
     tiny_tokenizer,
-    train_and_record,
     trainer_settings,
     trl_installed,
 )
@@ -68,7 +68,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", l
 
 def train(patched: bool, **arguments: Any) -> Curve:
     with trl_installed(patched):  # the only difference
-        return train_and_record(create_trainer, patched, **arguments)
+        return record_curve(create_trainer, patched, **arguments)
 
 
 def main(

@@ -49,7 +49,7 @@ def make_trainer(
 
 
 def train(patched: bool, **arguments: Any) -> demo.Curve:
-    return demo.train_and_record(make_trainer, patched, **arguments)
+    return demo.record_curve(make_trainer, patched, **arguments)
 
 
 def train_both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
