@@ -43,6 +43,7 @@ SHOWN = {
     "operator": ["| flce |", "median ms", "relative error against float64", "spread: "],
     "model": ["| flce, 1 MiB budget |", "tokens/s", "x stock", "| loss |"],
     "rows": ["GB/s, of copy: softmax forward, float32, 8 rows", "| columns | copy | flce | eager | flce, again |"],
+    "grpo": ["| TRL's kernel |", "tokens/s", "peak GiB", "tiny-llama, old policy"],
     "logprobs": ["| flce, no gradient |", "| four bare products |", "planned MiB", "spread: "],
 }
 EVERYWHERE = ("ours", "repeat", "stock")
@@ -51,8 +52,10 @@ EVERYWHERE = ("ours", "repeat", "stock")
 @pytest.fixture(scope="module", params=SHOWN)
 def small_run(request, tmp_path_factory):
     """Return the benchmark, and the result file of its tiny preset on the CPU."""
-    if request.param == "model":
+    if request.param in ("model", "grpo"):
         pytest.importorskip("transformers")
+    if request.param == "grpo":
+        pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
     path = tmp_path_factory.mktemp("benchmarks") / "run.json"
     arguments = ["--preset", "tiny", "--device", "cpu", "--rounds", "2", "--out", str(path)]
     with pytest.MonkeyPatch.context() as patch:
