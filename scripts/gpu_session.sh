@@ -9,7 +9,7 @@
 #     operator     targets of the operator, its exactness, and the peers; about five minutes
 #     targets      only the targets; fails if a workspace differs from its plan
 #     peers        only the exactness and the peers
-#     rivals       the default beside the newest kernels of PyTorch, Liger and QuACK; two minutes
+#     rivals       the newest kernels of PyTorch, Liger and QuACK, and flce in their workspace; three minutes
 #     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
 #     curve        time over budget from 1 MiB on, and the peers, for three sizes; two minutes and a half
@@ -244,7 +244,7 @@ for name in $parts; do
         targets) benchmark operator operator targets 240 ;;
         peers) benchmark operator operator peers 500 ;;
         calls) benchmark calls operator h200-small 145 ;;
-        rivals) benchmark rivals operator h200-rivals 200 ;;
+        rivals) benchmark rivals operator h200-rivals 240 ;;
         curve) benchmark curve operator h200-curve 240 ;;
         pages)
             benchmark curve operator h200-curve 215
