@@ -47,7 +47,6 @@ class Benchmark:
 
     kind: str  # the name of the command
     about: str  # the help of the command
-    noun: str  # the subject of its results, in a sentence
     case_type: type[Any]
     sizes: str  # the fields of a case that `--shape` sets
     presets: Mapping[str, Callable[[], Plan]]  # cases and effort by name, the most important cases first
@@ -69,21 +68,15 @@ class Benchmark:
         self.contenders(case)
 
     def measure(
-        self,
-        case: Any,
-        device: torch.device,
-        effort: Effort,
-        contenders: Sequence[Any] | None = None,
-        report: Callable[[str], object] = do_nothing,
+        self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
     ) -> Entry:
-        """Measure the given contenders; by default all contenders of the case."""
         chosen = self.contenders(case) if contenders is None else contenders
-        return compete(case, chosen, self.prepare(case, device), effort, report)
+        return compete(case, chosen, self.prepare(case, device), effort)
 
     def load(self, path: Path) -> Run:
         document = read(path)
         if document["kind"] != self.kind:
-            raise ValueError(f"{path} holds no results of {self.noun}")
+            raise ValueError(f"{path} holds no results of {self.kind!r}")
         run = Run(self.kind, {name: document[name] for name in HEAD})
         for entry in document["cases"]:
             results = [BenchResult.from_dict(result) for result in entry["results"]]

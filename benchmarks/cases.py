@@ -1,19 +1,21 @@
-"""Cases (problems) and contenders (ways to solve them), the base classes of every benchmark.
-
-Each benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
-"""
+"""Cases (problems) and contenders (ways to solve them), the base classes of every benchmark."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 
@@ -27,7 +29,6 @@ class BenchCase:
 
     @property
     def is_measured(self) -> bool:
-        """True if anything is measured on this case."""
         return True
 
     @property
@@ -46,10 +47,7 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds over all contenders, and seconds of timed calls for each contender and case.
-
-    A slow contender is timed at least once, unless the deadline has passed.
-    """
+    """Rounds over all contenders, and seconds of timed calls for each contender and case."""
 
     rounds: int
     seconds: float
@@ -60,6 +58,21 @@ class Effort:
 
     def enough(self, spent: float) -> bool:
         return spent >= self.seconds
+
+
+class AgreedEffort(Effort):
+    """An effort of several processes, whose answers are the answers of the first process."""
+
+    def expired(self) -> bool:
+        return broadcast(super().expired())
+
+    def enough(self, spent: float) -> bool:
+        return broadcast(super().enough(spent))
+
+
+def broadcast(answer: bool) -> bool:
+    dist.broadcast_object_list(answers := [answer])
+    return answers[0]
 
 
 AGAIN = "-again"
@@ -95,10 +108,7 @@ ContenderT = TypeVar("ContenderT", bound=Contender)
 
 
 def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
-    """Return the contenders, and at the end the first contender of flce once more under another name.
-
-    The difference between the two figures of this contender is the error bar of the table.
-    """
+    """Return the contenders, and at the end the first contender of flce again: their difference is the error bar."""
     first = next((contender for contender in contenders if contender.family == "ours"), None)
     if first is None:
         return list(contenders)
@@ -118,15 +128,39 @@ def needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "needs a CUDA device"
 
 
-def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavailable:
-    """Return a function that returns why a contender of an optional package cannot run on a device."""
+class StandIn(ModuleType):
+    """A module from which any name can be imported, as an empty class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextlib.contextmanager
+def stand_ins(modules: Sequence[str]) -> Iterator[None]:
+    """Replace missing modules by stand-ins while other modules are imported."""
+    absent = [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is None]
+    for name in absent:
+        sys.modules[name] = StandIn(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+def needs_package(module: str, distribution: str, cuda: bool = True, stands_in: Sequence[str] = ()) -> Unavailable:
+    """Return a function that returns why a contender cannot run. It does not use the modules `stands_in`."""
 
     def unavailable(device: torch.device) -> str | None:
         # A missing package and a package that is broken here have different reasons.
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             return f"not installed (pip install {distribution})"
         try:
-            importlib.import_module(module)
+            with stand_ins(stands_in):
+                importlib.import_module(module)
         except Exception as error:
             return f"cannot be imported: {type(error).__name__}: {error}"
         return needs_cuda(device) if cuda else None

@@ -13,17 +13,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks import processes
+import benchmarks
 from benchmarks.benchmark import EFFORT, Benchmark, Plan, read, save
-from benchmarks.cases import Effort
+from benchmarks.cases import AgreedEffort, Effort
 from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import fill_page
+from benchmarks.peers import version_table
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, describe_run
@@ -38,17 +40,19 @@ from flce.tools.cli.output import parse_option
 MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
 
-about = "Measures flce, the bare matrix products, PyTorch and other libraries."
-app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(help=benchmarks.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 option = typer.Option
 app.command()(quick)
 
 
-def finite(value: float | None) -> float | None:
-    """Return the value of an option. Raise for infinity and NaN."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"expected a finite number, got {value}")
-    return value
+def join_processes() -> torch.device:
+    """Initialize the process group. Return the device of this process."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    return device
 
 
 def measure(
@@ -56,24 +60,17 @@ def measure(
     preset: Annotated[str | None, option(help="Cases and effort; a wrong name lists the presets.")] = None,
     shape: Annotated[list[str] | None, option(help="Sizes with commas; may be repeated.")] = None,
     changes: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            metavar="NAME=VALUES",
-            help="Values of a field of every case, with commas; a wrong name lists the fields.",
-        ),
+        list[str] | None, option("--set", metavar="NAME=VALUES", help="Values of a field of every case, with commas.")
     ] = None,
     device: Annotated[str | None, option(help="cpu or cuda; cuda if available.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
-    seconds: Annotated[
-        float | None, option(min=0.0, callback=finite, help="Limit of timed seconds for each contender and case.")
-    ] = None,
-    deadline: Annotated[float | None, option(callback=finite, help="Seconds after which no call begins.")] = None,
+    seconds: Annotated[float | None, option(min=0.0, help="Most seconds of timed calls of a contender.")] = None,
+    deadline: Annotated[float | None, option(help="Seconds after which no call begins.")] = None,
     out: Annotated[Path | None, option(help="Result file, saved after every case; results/COMMAND.json.")] = None,
 ) -> None:
     """Measure the cases, save after each, and print their tables; exit with 1 if figures are missing."""
     started, several = time.monotonic(), dist.is_torchelastic_launched()
-    where = processes.begin() if several else parse_option("--device", find_device, device, ("cuda", "cpu"))
+    where = join_processes() if several else parse_option("--device", find_device, device, ("cuda", "cpu"))
     is_first = not several or dist.get_rank() == 0
     benchmark = BENCHMARKS[str(context.info_name)]
     cases = choose_cases(benchmark, preset, shape, changes or ())
@@ -92,7 +89,7 @@ def measure(
 
     for index, (case, effort) in enumerate(cases):
         limit = effort.seconds if seconds is None else seconds
-        effort = (processes.Agreed if several else Effort)(rounds or effort.rounds, limit, until)
+        effort = (AgreedEffort if several else Effort)(rounds or effort.rounds, limit, until)
         if effort.expired():
             names = "; ".join(left.title for left, _ in cases[index:])
             report(f"The deadline of {deadline:g} s has passed; not measured: {names}")
@@ -131,7 +128,7 @@ def parse_changes(benchmark: Benchmark, changes: Sequence[str]) -> Iterator[dict
     for text in changes:
         name, _, listed = text.partition("=")
         if name not in kinds:
-            raise typer.BadParameter(f"{benchmark.noun}: no field {name!r}; expected one of {', '.join(kinds)}")
+            raise typer.BadParameter(f"{benchmark.kind}: no field {name!r}; expected one of {', '.join(kinds)}")
         values = [parse_value(value) for value in listed.split(",")]
         found[name] = [tuple(values)] if kinds[name].startswith("tuple") else values
     return (dict(zip(found, values, strict=True)) for values in itertools.product(*found.values()))
@@ -186,7 +183,7 @@ def table(
         if len({each.kind for each, _ in loaded}) > 1:
             raise typer.BadParameter("the files are of several benchmarks: give files of one benchmark")
         if benchmark.targets is None:
-            raise typer.BadParameter(f"--targets: there are no targets of {benchmark.noun}")
+            raise typer.BadParameter(f"--targets: {benchmark.kind!r} has no targets")
         shown = [*([] for _ in runs[:-1]), benchmark.targets(runs, brief)]
     else:
         shown = [each.tables(run, brief) for each, run in loaded]
@@ -198,6 +195,12 @@ def table(
         out.write_text(text)
     if any(table.failure for tables in shown for table in tables):
         raise typer.Exit(1)
+
+
+@app.command()
+def peers() -> None:
+    """Print the newest released versions of the compared libraries beside those of the result files."""
+    typer.echo(version_table().grid(aligned=True))
 
 
 @app.command()
@@ -217,7 +220,7 @@ def plot(
     """Draw time against workspace; for rows, bandwidth over their length."""
     benchmark, run = load(file)
     if benchmark.figure is None:
-        raise typer.BadParameter(f"{benchmark.noun} have no picture")
+        raise typer.BadParameter(f"{benchmark.kind!r} has no picture")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmark.figure(run).savefig(path, dpi=110)

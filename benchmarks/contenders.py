@@ -1,18 +1,14 @@
 """Contenders on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
 
 To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
-or their own trainer calls them, and imported inside. Any workspace budget of flce is a contender too, see
-`contender_of_budget`.
+or their own trainer calls them. Any workspace budget of flce is a contender, too (`contender_of_budget`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import re
-import sys
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +108,8 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
     return floor_step(OperatorProblem(problem.case.aligned(), problem.input.device))
 
 
+logits_twice = functools.partial(floor_step, again=(LOGITS,))
+weight_grad_twice = functools.partial(floor_step, again=(WEIGHT_GRAD,))
 our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
 
 
@@ -169,8 +167,7 @@ def budget_name(mib: int, kind: str = "") -> str:
 
 
 def sums_in_bfloat16(contender: str) -> bool:
-    match = BUDGET.fullmatch(contender)
-    return match is not None and match["bf16"] is not None
+    return contender.startswith("ours-bf16-")
 
 
 def stock_loss(
@@ -188,26 +185,31 @@ def stock_loss(
     return F.cross_entropy(logits.float(), y, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def stock_step(problem: OperatorProblem, compiled: bool = False) -> Step:
-    if compiled:
-        torch.compiler.reset()
-    loss = torch.compile(stock_loss, dynamic=False) if compiled else stock_loss
-    return autograd_step(problem, functools.partial(loss, **problem.more))
+def stock_step(problem: OperatorProblem) -> Step:
+    return autograd_step(problem, functools.partial(stock_loss, **problem.more))
 
 
-def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    options = getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009 - not in every version
-    loss: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=options)  # noqa: B009
+def compiled_step(problem: OperatorProblem) -> Step:
+    torch.compiler.reset()
+    return autograd_step(problem, functools.partial(torch.compile(stock_loss, dynamic=False), **problem.more))
+
+
+def torch_loss(**options: Any) -> LossFunction:
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        chosen = getattr(torch.nn, "LinearCrossEntropyOptions")(**options)  # noqa: B009 - not in every version
+        result: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=chosen)  # noqa: B009
+        return result
+
     return loss
 
 
-def needs_torch_chunked(device: torch.device) -> str | None:
-    available = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
-    return None if available else f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
+def needs_torch_kernel(device: torch.device) -> str | None:
+    """Return why PyTorch's CuTe kernel cannot run. Without nvidia-cutlass-dsl, PyTorch runs other code."""
+    kernel, language = "torch._native.ops.linear_cross_entropy", "nvidia-cutlass-dsl"
+    return needs_package(kernel, "'torch>=2.15'")(device) or needs_package("cutlass", language)(device)
 
 
 TRL_CHUNK = 32768  # classes; TRL's trainers pass this size
-QUACK_CHUNK = 4096  # tokens; the default of its function
 
 
 def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -220,18 +222,20 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() / valid.sum()
 
 
-def needs_trl(device: torch.device) -> str | None:
-    """Return why TRL's kernel cannot run. Replace TRL's utilities if they cannot be imported.
+LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops"
 
-    The backward of the kernel calls a context of `trl.trainer.utils` that does nothing without DeepSpeed. These
-    utilities import many packages. If that fails, a module with this context alone replaces them.
-    """
-    utilities = "trl.trainer.utils"
-    reason = needs_cuda(device) or needs_package("trl.kernels.chunked_logprob", "trl")(device)
-    if reason is None and needs_package(utilities, "trl")(device) is not None:
-        sys.modules[utilities] = types.ModuleType(utilities)
-        vars(sys.modules[utilities])["maybe_gather_lm_head_ctx"] = lambda *parameters: contextlib.nullcontext()
-    return reason
+
+def liger_hopper_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    module = importlib.import_module(f"{LIGER_HOPPER}.fused_linear_cross_entropy_sm90")
+    result = module.LigerFusedLinearCrossEntropySM90Function.apply(x, w, y, IGNORED, reduction)
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
+
+
+# Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
+TRL_UNUSED = ("datasets", "datasets.fingerprint", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")
+# The backward pass of the kernel imports `trl.trainer.utils`.
+needs_trl = needs_package("trl.trainer.utils", "trl", stands_in=TRL_UNUSED)
 
 
 def peer(name: str, title: str, needs: cases.Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
@@ -251,12 +255,18 @@ def floor(name: str, title: str, step: Callable[[OperatorProblem], Step], only: 
 LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
 CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
 needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
+needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
 needs_quack = needs_package(QUACK, "quack-kernels")
 liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
-quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
+quack = functools.partial(library_loss, QUACK, "chunked_linear_cross_entropy")
+one_chunk: dict[str, Any] = {"acc_dtype": torch.float32, "acc_policy": "compact", "chunking_method": None}
+torch_2048 = torch_loss(**one_chunk, batch_chunk_size=2048)
+quack_untuned = quack(chunk_size=4096, use_scaled_exp=False, tuned=False)
+quack_scaled = quack(chunk_size=8192, use_scaled_exp=True)
 fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
 
 C = OperatorContender
@@ -267,9 +277,7 @@ CONTENDERS = [
     floor("floor", "bare products", floor_step, "products"),
     floor("floor-aligned", "bare products, next aligned shape", aligned_floor_step, "unaligned"),
     # With a small workspace a call has to compute the logits twice.
-    floor(
-        "floor-recomputed", "bare products, logits twice", functools.partial(floor_step, again=(LOGITS,)), "training"
-    ),
+    floor("floor-recomputed", "bare products, logits twice", logits_twice, "training"),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
@@ -277,22 +285,21 @@ CONTENDERS = [
     C("ours-full", "flce, no label ignored", "ours", ours_full, applies=CONDITIONS["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
-    C(
-        "torch-compile",
-        "stock, torch.compile",
-        "peer",
-        functools.partial(stock_step, compiled=True),
-        unavailable=needs_cuda,
-    ),
-    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_chunked_loss),
+    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", needs_torch_chunked, torch_loss()),
+    # PyTorch uses its CuTe kernel with these options: float32 logits, bfloat16 sums over chunks.
+    peer("torch-kernel", "PyTorch's kernel, one chunk", needs_torch_kernel, torch_loss(**one_chunk), "half precision"),
+    peer("torch-kernel-2048", "PyTorch's kernel, 2,048 tokens", needs_torch_kernel, torch_2048, "half precision"),
     peer("liger", "Liger, default", needs_liger, liger()),
     peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
+    peer("liger-hopper", "Liger, Hopper kernel", needs_liger_hopper, liger_hopper_loss, "bfloat16"),
     peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
     peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
     peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
     peer("trl", "TRL's fused head", needs_trl, trl_loss),
     peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
-    peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
+    peer("quack", "QuACK, chunked", needs_quack, quack_untuned, "reduced"),
+    peer("quack-scaled", "QuACK, scaled exponentials", needs_quack, quack_scaled, "reduced"),
 ]
 
 
@@ -309,7 +316,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 # Measured only if a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
+    C("floor-training", "bare products of training", "floor", weight_grad_twice),
 ]
 
 

@@ -1,7 +1,4 @@
-"""Tables of docs/devices.md: the record of each kind of device, its default plans, and their predicted times.
-
-Nothing is measured here. `measured` compares predictions for an H200 with results that were measured there.
-"""
+"""Tables of docs/devices.md: the record of each kind of device, its default plans, and their predicted times."""
 
 from __future__ import annotations
 
@@ -40,12 +37,7 @@ HEADS = {
 
 
 def planned(kind: str, head: Head, frozen: bool, share: float = MEMORY_SHARE) -> flce.ChunkPlan:
-    """Return the default plan on a kind of device, in bfloat16.
-
-    Args:
-        frozen: the head is not trained.
-        share: share of the device's memory that limits the workspace.
-    """
+    """Return the default plan on a kind of device, whose workspace may have this share of the memory, in bfloat16."""
     memory = round((KNOWN_KINDS[kind].memory or 0) * share / MEMORY_SHARE)
     with use_backend(""):  # ignores FLCE_BACKEND
         sizes = TOKENS, head.hidden, head.vocab, torch.bfloat16
@@ -53,8 +45,7 @@ def planned(kind: str, head: Head, frozen: bool, share: float = MEMORY_SHARE) ->
 
 
 def time_over_products(plan: flce.ChunkPlan) -> float:
-    """Return the predicted time over the time of the bare products: logits, gradient of the inputs and, if the head is
-    trained, of the weight."""
+    """Return the predicted time over the time of the bare products: logits and the needed gradients."""
     c = plan.case
     n, (h, *_), v = c.num_tokens, c.hidden_sizes, c.vocab_size
     shapes = [(n, v, h), (n, h, v), *([(v, h, n)] if c.needs.weights[0] else [])]
@@ -73,8 +64,6 @@ def plans(frozen: bool, share: float = MEMORY_SHARE) -> str:
 
 
 def known() -> str:
-    """Return a table of the device records."""
-
     def row(device: DeviceRecord) -> list[str]:
         assert device.memory is not None
         sizes = [f"{device.shared_memory >> 10}", f"{device.cache >> 20}", f"{device.memory / GIB:.1f}"]
@@ -88,16 +77,14 @@ def known() -> str:
 
 
 def measured(run: Run) -> str:
-    """Return a table of large calls that were measured on an H200 with today's default plan, and their predictions.
-
-    Vocabularies and hidden sizes are aligned, because the bare products of other sizes are slow.
-    """
+    """Return a table of large calls that were measured on an H200 with today's default plan, and their predictions."""
     rows: dict[str, list[str]] = {}
     for entry in run.cases:
         case, names = entry.case, {result.contender for result in entry.results}
         trained = {"forward+backward": True, "frozen-head": False}.get(case.mode)
         if trained is None or case.feature or case.dtype != "bfloat16" or not {"floor", "ours"} <= names:
             continue
+        # The bare products of sizes that are not aligned are slow.
         if case.tokens < TOKENS // 2 or case.vocab % ALIGNMENT or case.hidden % ALIGNMENT:
             continue
         floor, ours = (entry.by_name(name) for name in ("floor", "ours"))

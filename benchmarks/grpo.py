@@ -1,8 +1,7 @@
 """Time and memory of a GRPO step of a whole model: the old policy's pass without gradients, and the training step.
 
-The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, for
-log-probabilities of the completions, without a trainer. The loss is the trainer's default (of DAPO: a mean over all
-tokens of clipped ratios times advantages, without a divergence). A case is one of the two passes.
+The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, without a trainer.
+The loss is the trainer's default (of DAPO, without a divergence). A case is one of the two passes.
 """
 
 from __future__ import annotations
@@ -10,14 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +21,8 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import Contender, needs_package, select_contenders
+from benchmarks.cases import Contender, needs_package, select_contenders, stand_ins
+from benchmarks.contenders import TRL_UNUSED
 from benchmarks.measure import Prepared, release
 from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, make_batch, share_model
 from flce.huggingface import NotFusedWarning
@@ -71,14 +67,9 @@ def make_completions(case: GrpoCase, model: Any, device: torch.device) -> Comple
     batch = Completions(ids, count, advantages, torch.empty(0))
     with torch.no_grad():
         states = hidden_states(model, batch)
-        out: Any = flce.linear_logprobs(states, head(model), batch.chosen, temperature=TEMPERATURE)
+        out: Any = flce.linear_logprobs(states, model.lm_head.weight, batch.chosen, temperature=TEMPERATURE)
     drift = torch.randn(out.logprob.shape, generator=torch.Generator(device).manual_seed(2), device=device)
     return replace(batch, old=out.logprob + DRIFT * drift)
-
-
-def head(model: Any) -> Tensor:
-    weight: Tensor = model.get_output_embeddings().weight
-    return weight
 
 
 def hidden_states(model: Any, batch: Completions) -> Tensor:
@@ -90,65 +81,32 @@ def hidden_states(model: Any, batch: Completions) -> Tensor:
 OfModel = Callable[[Any, Completions], Tensor]
 
 
-def dapo(logprob: Tensor, batch: Completions) -> Tensor:
+def dapo_loss(logprob: Tensor, batch: Completions) -> Tensor:
     ratio, advantage = (logprob - batch.old).exp(), batch.advantages[:, None]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
 
 
 @dataclass(frozen=True)
 class GrpoContender(Contender):
-    logprobs: OfModel  # (B, T), of the completions
-    loss: OfModel | None = field(default=None, kw_only=True)  # None: DAPO's loss of the log-probabilities
+    compute: OfModel  # the log-probabilities of the completions (B, T), or the loss
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
 
 
-# Packages that TRL's trainers import and a GPU machine may lack. The measured code does not use them.
-STAND_INS = ("datasets", "datasets.fingerprint", "pandas", "pyarrow", "pyarrow.compute", "pyarrow.types")
-
-
-class StandIn(ModuleType):
-    """A module from which any name can be imported, as an empty class."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-@contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Replace missing packages while other modules are imported."""
-    absent = [name for name in STAND_INS if importlib.util.find_spec(name.partition(".")[0]) is None]
-    for name in absent:
-        sys.modules[name] = StandIn(name)
-        sys.modules[name].__spec__ = ModuleSpec(name, None)
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
-
-
-def needs_trl(device: torch.device) -> str | None:
-    with stand_ins():
-        return needs_package("trl.trainer.grpo_trainer", "trl", cuda=False)(device)
+needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
 
 
 @contextlib.contextmanager
 def trl_head(model: Any, ours: bool) -> Iterator[None]:
-    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`.
-
-    A `NotFusedWarning` is an error, because TRL's kernel would be measured.
-    """
+    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`."""
     before = dict(vars(model))
-    with stand_ins():
+    with stand_ins(TRL_UNUSED):
         trainer = importlib.import_module("trl.trainer.grpo_trainer")
         integration = importlib.import_module("flce.huggingface.trl")
         if ours:
             integration.install()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", NotFusedWarning)
+            warnings.simplefilter("error", NotFusedWarning)  # TRL's kernel would be measured
             trainer.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
             yield
     finally:
@@ -177,29 +135,22 @@ def stock_logprobs(model: Any, batch: Completions) -> Tensor:
 LIGER = "liger_kernel.chunked_loss"
 
 
-def liger_logprobs(model: Any, batch: Completions) -> Tensor:
-    """Call the function that Liger's loss calls for its log-probabilities."""
-    function = importlib.import_module(f"{LIGER}.fused_linear_ppo")._selective_logprob_forward
-    states = hidden_states(model, batch).flatten(0, 1)
-    values: Tensor = function(states, head(model), batch.chosen.flatten(), temperature=TEMPERATURE)[0]
-    return values.view(batch.chosen.shape)
-
-
 def liger_loss(model: Any, batch: Completions) -> Tensor:
     loss_class = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
     module = loss_class(beta=0.0, use_ref_model=False, temperature=TEMPERATURE, epsilon_low=CLIP, epsilon_high=CLIP)
     chosen = batch.chosen
-    call = hidden_states(model, batch), head(model), chosen, torch.ones_like(chosen), batch.advantages
+    call = hidden_states(model, batch), model.lm_head.weight, chosen, torch.ones_like(chosen), batch.advantages
     loss: Tensor = module(*call, old_per_token_logps=batch.old)[0]
     return loss
 
 
 C, needs_liger = GrpoContender, needs_package(LIGER, "liger-kernel", cuda=False)
-of_trl = functools.partial(GrpoContender, logprobs=fused_logprobs, unavailable=needs_trl)
+of_trl = functools.partial(GrpoContender, compute=fused_logprobs, unavailable=needs_trl)
+only_training: dict[str, Any] = {"applies": lambda case, device: case.part == TRAINING}
 CONTENDERS = [
     of_trl("ours", "flce", "ours", applied=functools.partial(trl_head, ours=True)),
     of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, ours=False)),
-    C("liger", "Liger's GRPO loss", "peer", liger_logprobs, loss=liger_loss, unavailable=needs_liger),
+    C("liger", "Liger's GRPO loss", "peer", liger_loss, unavailable=needs_liger, **only_training),
     C("stock", "stock, all logits", "stock", stock_logprobs),
 ]
 
@@ -213,20 +164,17 @@ class GrpoStep:
     part: str
     contender: GrpoContender
     loss: Tensor | None = None
+    optimizer: None = None
 
     def __call__(self) -> None:
-        if self.part == OLD:
-            with torch.no_grad():
-                self.loss = self.contender.logprobs(self.model, self.batch).mean()
-            return
+        training = self.part == TRAINING
         try:
-            contender = self.contender
-            if contender.loss is None:
-                loss = dapo(contender.logprobs(self.model, self.batch), self.batch)
-            else:
-                loss = contender.loss(self.model, self.batch)
-            loss.backward()
-            self.loss = loss.detach()
+            with torch.set_grad_enabled(training):
+                found = self.contender.compute(self.model, self.batch)
+                value = found if found.dim() == 0 else dapo_loss(found, self.batch) if training else found.mean()
+            if training:
+                value.backward()
+            self.loss = value.detach()
         finally:
             self.model.zero_grad(set_to_none=True)
 
@@ -235,7 +183,7 @@ def prepare(case: GrpoCase, device: torch.device) -> Prepared:
     release()
     model = build(case, device)
     batch = make_completions(case, model, device)
-    return share_model(model, device, lambda contender: GrpoStep(model, batch, case.part, contender), None)
+    return share_model(model, device, lambda contender: GrpoStep(model, batch, case.part, contender))
 
 
 TINY, LARGE = GrpoCase("tiny-llama", 2, 24, "float32", prompt=8), GrpoCase(MODELS[0], 8, 4096, prompt=2048)
@@ -249,7 +197,6 @@ GRPO = replace(
     MODEL,
     kind="grpo",
     about="Time and peak memory of a GRPO step of whole models, with random weights.",
-    noun="GRPO",
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,

@@ -24,8 +24,8 @@ import flce
 from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
-from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, step_on_changed_problem
-from benchmarks.measure import Entrant, Prepared
+from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
+from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import BenchResult, Run
 from benchmarks.tables import Table
@@ -39,14 +39,12 @@ from flce.testing.problem import IGNORED
 MODE: Mode = "reduction-none"  # the same four products, and an upstream gradient of each token
 BUDGETS_MIB = (64, 256, 512)
 CANDIDATES = 32
+EVERYTHING = f"flce, correct, {CANDIDATES} candidates, temperatures"
 SEQUENCE = 1024  # tokens, for kernels whose argument is a batch of sequences
 ENTROPY_WEIGHT = 0.01
 
 Changes = Callable[[OperatorProblem], dict[str, Any]]
-
-
-def unchanged(problem: OperatorProblem) -> dict[str, Any]:
-    return {}
+unchanged: Changes = lambda problem: {}  # noqa: E731
 
 
 def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
@@ -77,21 +75,22 @@ def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any
 
 
 def ours(
-    name: str, title: str, *outputs: str, changed: Changes = unchanged, arguments: Changes = unchanged, **options: Any
+    name: str,
+    title: str,
+    *outputs: str,
+    changed: Changes = lambda problem: {},
+    arguments: Changes = lambda problem: {},
+    **options: Any,
 ) -> OperatorContender:
     def prepare(problem: OperatorProblem) -> Step:
         number = partial(our_number, outputs=outputs or ("logprob", "entropy"), options=flce.ChunkOptions(**options))
-        return step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
+        return contenders.step_on_changed_problem(problem, partial(number, **arguments(problem)), **changed(problem))
 
     return OperatorContender(name, title, "ours", prepare)
 
 
-def forward_floor_step(problem: OperatorProblem) -> Step:
-    return contenders.floor_step(problem.changed(**without_gradients(problem)))
-
-
 def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
-    step = partial(step_on_changed_problem, loss=number)
+    step = partial(contenders.step_on_changed_problem, loss=number)
     return OperatorContender(name, title, "peer", step, unavailable=unavailable)
 
 
@@ -99,6 +98,14 @@ def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, contenders.TRL_CHUNK, None, 1.0, ("entropy",))
     return with_entropy(logprob, entropy)
+
+
+def liger_hopper_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    module = importlib.import_module(f"{contenders.LIGER_HOPPER}.fused_scaled_cross_entropy_sm90")
+    temperature, tiles, with_entropies = 1.0, 1, True
+    call = x, w, y, temperature, IGNORED, tiles, with_entropies
+    losses, entropy, *_ = module.LigerFusedScaledCrossEntropySM90Function.apply(*call)
+    return with_entropy(-losses, entropy)
 
 
 LIGER, VERL = "liger_kernel.chunked_loss", "verl.utils.kernel"
@@ -121,7 +128,7 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
         result: Tensor = loss_of_batch(states, w, labels, mask, advantages, old_per_token_logps=old)[0]
         return result
 
-    return step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
+    return contenders.step_on_changed_problem(problem, loss, case=replace(problem.case, mode="forward+backward"))
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -141,30 +148,26 @@ def needs_verl(device: torch.device) -> str | None:
 
 needs_liger = needs_package(LIGER, "liger-kernel")
 CONTENDERS = [
-    contenders.floor("floor", "four bare products", contenders.floor_step, "products"),
-    contenders.floor("floor-forward", "one bare product", forward_floor_step, "products"),
+    floor("floor", "four bare products", floor_step, "products"),
+    floor("floor-forward", "one bare product", lambda p: floor_step(p.changed(**without_gradients(p))), "products"),
     ours("ours", "flce"),
     ours("ours-logprob", "flce, logprob only", "logprob"),
-    ours(
-        "ours-all",
-        f"flce, correct, {CANDIDATES} candidates, temperatures",
-        *("logprob", "entropy", "correct"),
-        arguments=candidates_and_temperatures,
-    ),
+    ours("ours-all", EVERYTHING, "logprob", "entropy", "correct", arguments=candidates_and_temperatures),
     ours("ours-forward", "flce, no gradient", changed=without_gradients),
     ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),
     ours(f"{BOUNDED}-none", "flce, none ignored, skip_ignored=True", skip_ignored=True),
     *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
     peer("trl", "TRL's kernel", contenders.needs_trl, trl_number),
     OperatorContender("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_liger),
+    peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    meter, enter = operator.prepare(case, device)
+    meter, get_ready = operator.prepare(case, device)
 
-    def enter_and_record_plan(contender: OperatorContender, result: BenchResult) -> Entrant:
+    def get_ready_and_record_plan(contender: OperatorContender, result: BenchResult) -> ReadyContender:
         """Enter the contender and record the larger of its plans: one of forward, one of the gradients."""
         plans: list[ChunkPlan] = []
 
@@ -173,12 +176,12 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
             return plans[-1]
 
         with mock.patch.object(ops, "plan_for_problem", record_plan):
-            entrant = enter(contender, result)
+            ready = get_ready(contender, result)
         if contender.family != "peer":
             result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
-        return entrant
+        return ready
 
-    return meter, enter_and_record_plan
+    return meter, get_ready_and_record_plan
 
 
 def targets_of(shape: Shape, logprob: float, usual: float, everything: float, forward: float) -> list[Target]:
@@ -201,7 +204,7 @@ def targets_of(shape: Shape, logprob: float, usual: float, everything: float, fo
 
 TARGETS = [*targets_of(MAIN, 1.05, 1.07, 1.10, 1.06), *targets_of(NARROW, 1.09, 1.14, 1.18, 1.15)]
 SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # with the outputs of the peers
-RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "verl")]
+RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "liger-hopper", "verl")]
 
 
 def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
@@ -222,7 +225,6 @@ LOGPROBS = replace(
     operator.OPERATOR,
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
-    noun="log-probabilities",
     presets=PRESETS,
     contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
     prepare=prepare,

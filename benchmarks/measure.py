@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -104,9 +105,84 @@ class BenchMeter:
         return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=held, reserved_bytes=reserved)
 
 
+# Replays are timed together until they take this long, within these limits. The head start hides their launches.
+REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20
+
+
+@dataclass
+class CallMeter(BenchMeter):
+    """Three times of one call from an idle GPU; on a CPU only the first.
+
+    * Called: from before the first Python statement of the call until the idle GPU has finished.
+    * Host: of the same call, until it returns. The host does not wait: a launch queue holds some thousand kernels.
+    * Alone: the GPU by itself. The call is captured in a CUDA graph, and its replay is timed. A call that waits for the
+      device (because it reads a number back, for example) cannot be captured; the result has the reason.
+    """
+
+    # The replay of each captured step, and the number of replays that are timed together.
+    replays: dict[Step, tuple[Callable[[], object], int]] = field(default_factory=dict)
+
+    def capture(self, step: Step) -> str | None:
+        """Capture the step. Return the reason if this fails."""
+        if self.device.type != "cuda":
+            return None
+        current = torch.cuda.current_stream(self.device)
+        try:
+            check_no_synchronization(step)
+            replay = capture_graph(step, self.device)
+        except Exception as error:  # caused by the capture: the step has worked before
+            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves another stream as the current one
+            torch.cuda.synchronize(self.device)
+            return f"{type(error).__name__}: {first_line(error)[:200]}"
+        count = math.ceil(REPLAYED_MS / self.on_cuda(replay)[1].milliseconds)
+        self.replays[step] = replay, min(max(count, LEAST_REPLAYS), MOST_REPLAYS)
+        return None
+
+    def sample(self, step: Step) -> Sample:
+        if self.device.type != "cuda":
+            return super().sample(step)
+        step()  # because any capture empties the cache of the allocator
+        torch.cuda.synchronize(self.device)
+        self.before()
+        start = time.perf_counter()
+        outcome = step()
+        returned = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        finished = time.perf_counter()
+        del outcome  # not earlier, because freeing it takes time of the host
+        alone = None
+        if step in self.replays:
+            replay, count = self.replays[step]
+            alone = self.on_cuda(lambda: [replay() for _ in range(count)])[1].milliseconds / count
+        host, called = 1e3 * (returned - start), 1e3 * (finished - start)
+        return Sample(called, None, host_milliseconds=host, alone_milliseconds=alone)
+
+
+def check_no_synchronization(step: Step) -> None:
+    """Raise PyTorch's error if the step waits for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def capture_graph(step: Step, device: torch.device) -> Callable[[], object]:
+    """Return the replay of the captured step, whose results stay in the memory of the graph."""
+    # Backward passes run on the stream of their forward passes, so everything runs on the stream of the capture.
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return graph.replay
+
+
 def release(everything: bool = True) -> None:
-    """Free unreferenced objects and the allocator's cache; with `everything` also objects that `compete` froze, which
-    takes longer."""
+    """Free unreferenced objects and the allocator's cache; with `everything` also objects that `compete` froze."""
     if everything:
         gc.unfreeze()
     gc.collect()
@@ -115,31 +191,23 @@ def release(everything: bool = True) -> None:
 
 
 @dataclass
-class Entrant:
-    """A contender that has warmed up on a case."""
-
+class ReadyContender:
     step: Step
     turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each of its timed calls
     on_sample: Callable[[Sample], None] | None = None  # records more figures of a sample
     spent: float = 0.0  # seconds of timed calls
 
 
-Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]  # of a case: its meter, and the warm-up
+Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], ReadyContender]]  # of a case: its meter, and the warm-up
 
 
-def compete(
-    case: BenchCase,
-    contenders: Sequence[ContenderT],
-    prepared: Prepared,
-    effort: Effort,
-    report: Callable[[str], object] = do_nothing,
-) -> Entry:
+def compete(case: BenchCase, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort) -> Entry:
     """Warm up all contenders that apply and time them in turn, the first of flce twice. Results record failures."""
-    meter, enter = prepared
+    meter, get_ready = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
     contenders = with_repeat(contenders) if case.is_timed else contenders
     results = [BenchResult.of(contender) for contender in contenders]
-    entrants: list[tuple[BenchResult, Entrant]] = []
+    ready: list[tuple[BenchResult, ReadyContender]] = []
     # Collections before first and timed calls skip the objects that exist now, so they are quick; see `release`.
     gc.freeze()
     for contender, result in zip(contenders, results, strict=True):
@@ -148,14 +216,12 @@ def compete(
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
         else:
-            report(f"first call of {contender.title}")
-            if (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
-                entrants.append((result, entrant))
+            if (warm := attempt(result, functools.partial(get_ready, contender, result))) is not None:
+                ready.append((result, warm))
     if case.is_timed:
         gc.collect()
         gc.freeze()
-        report("all in turn")
-        interleave(entrants, meter, effort)
+        interleave(ready, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
                 result.status, result.reason = SKIPPED
@@ -165,41 +231,41 @@ def compete(
 SKIPPED = "skipped", "the deadline had passed"
 
 
-def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort) -> None:
-    """Time every entrant once, then in rounds until its seconds or the deadline have passed.
+def interleave(ready: list[tuple[BenchResult, ReadyContender]], meter: BenchMeter, effort: Effort) -> None:
+    """Time every contender once, then in rounds until its seconds or the deadline have passed.
 
     Heat of the previous call slows down a GPU. From the second round on the order is therefore random, so that no
-    entrant always follows the same one. The first round has the given order, because of the deadline.
+    contender always follows the same one. The first round has the given order, because of the deadline.
     """
     order = random.Random(0)
     for _ in range(effort.rounds):
-        for result, entrant in entrants:
+        for result, contender in ready:
             if effort.expired():
                 return
-            if not result.samples_ms or not effort.enough(entrant.spent):
-                take_sample(result, entrant, meter)
-        entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
-        order.shuffle(entrants)
+            if not result.samples_ms or not effort.enough(contender.spent):
+                take_sample(result, contender, meter)
+        ready = [(result, contender) for result, contender in ready if result.status == "ok"]
+        order.shuffle(ready)
 
 
-def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> None:
+def take_sample(result: BenchResult, contender: ReadyContender, meter: BenchMeter) -> None:
     def measure() -> Sample:
-        with entrant.turn():
+        with contender.turn():
             gc.collect()  # before a timed call, so that no collection runs during it
             gc.disable()
             try:
-                sample = meter.sample(entrant.step)
+                sample = meter.sample(contender.step)
             finally:
                 gc.enable()
-        if entrant.on_sample is not None:
-            entrant.on_sample(sample)
+        if contender.on_sample is not None:
+            contender.on_sample(sample)
         return sample
 
     start = time.perf_counter()
     sample = attempt(result, measure)
     if sample is None:
         return
-    entrant.spent += time.perf_counter() - start
+    contender.spent += time.perf_counter() - start
     result.samples_ms.append(sample.milliseconds)
     if sample.host_milliseconds is not None:
         result.host_samples_ms.append(sample.host_milliseconds)

@@ -2,8 +2,7 @@
 
     CUDA_LAUNCH_BLOCKING=1 python -m benchmarks.memory memory-h200.png      # and memory-h200.json
 
-Llama-3.2-1B's shapes and random weights, 4 x 8192 tokens, bfloat16, gradient checkpointing, no optimizer; on a CPU a
-tiny model. The host waits for each kernel, so that the times are times of the device.
+The host waits for each kernel, so that the times are times of the device. On a CPU the model is tiny.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Peak memory and tokens a second of training steps of whole models. Contenders change one model in turn.
 
 A step is forward with labels, backward, the optimizer if the case has one, and freeing the gradients. As in Trainer,
-only the loss of the model's output is kept, so that logits do not live during backward unless it needs them. A
-contender is a context manager that changes the model and restores it, and a line in `CONTENDERS`.
+only the loss of the model's output is stored, so that logits do not live during backward unless it needs them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import nn
 import flce
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
-from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, release
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
 from flce.core.sizes import MIB
@@ -60,8 +59,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
 
 @dataclass(frozen=True)
 class ModelCase(BenchCase):
-    """One model at one batch shape."""
-
     model: str
     batch: int
     sequence: int
@@ -183,7 +180,6 @@ def peer(name: str, title: str, applied: Callable[[Any], Any], **call: Any) -> M
 # have to the loss.
 CONTENDERS = [
     ModelContender("ours", "flce", "ours", ours),
-    ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `entrants`
     peer("liger-loss", "Liger, only the loss", only_the_loss),
     peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
@@ -192,17 +188,14 @@ CONTENDERS = [
 ]
 
 
-def entrants(case: ModelCase) -> list[ModelContender]:
-    """Return the contenders of a case in the order of the table, with one for each budget."""
+def contenders_of(case: ModelCase) -> list[ModelContender]:
+    """Return the contenders of a case: the first (flce), one for each budget, and the others."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = select_contenders(CONTENDERS, case.contenders)
-    found = []
-    for contender in (contender for contender in CONTENDERS if contender in chosen):
-        for mib in case.budgets_mib if contender.name == "ours-budget" else ():
-            applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
-            found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
-        found += [contender] if contender.name != "ours-budget" else []
+    found = list(select_contenders(CONTENDERS, case.contenders))
+    for mib in reversed(case.budgets_mib):
+        applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+        found.insert(1, ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
     if case.lora_rank and needs_peft(torch.device("cpu")) is not None:
         found = [replace(contender, unavailable=needs_peft) for contender in found]
     return found
@@ -211,13 +204,12 @@ def entrants(case: ModelCase) -> list[ModelContender]:
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
-FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
-QUOTED = replace(SHORT, budgets_mib=(), contenders=("stock", "ours", "liger-loss", "ours-liger-layers"))
+FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
+QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "ours-liger-layers", "stock"))
 SETTINGS: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"checkpointing": False}]  # stock has 118 GiB in the last
-LONGER = replace(TINY, batch=1, sequence=128, **SETTINGS[2])
 PRESETS: dict[str, Callable[[], Plan]] = {
     # Seconds on a CPU, for the tests; half a minute of one large GPU; three minutes; six minutes.
-    "tiny": lambda: plan_cases([replace(TINY, **SETTINGS[1]), LONGER], rounds=2, seconds=1.0),
+    "tiny": lambda: plan_cases([replace(TINY, **SETTINGS[1]), replace(TINY, **SETTINGS[2])], 2, 1.0),
     "h200-short": lambda: plan_cases([FEWER], rounds=3, seconds=4.0),
     # For README.md and docs/performance.md.
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
@@ -227,8 +219,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 
 @dataclass
 class TrainingStep:
-    """One step, and the loss of the latest."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     batch: torch.Tensor
@@ -247,28 +237,26 @@ class TrainingStep:
             self.model.zero_grad()
 
 
-def record_step(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
+def record_step(step: Any, result: BenchResult, sample: Sample) -> None:
     """Record the loss and the memory of a step. `held_bytes` is used if the memory before the step cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
     if sample.workspace_bytes is None:
         return
-    held = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
     result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
     result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
     if result.reserved_bytes is None:  # of the first complete step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 
 
-def share_model(
-    model: nn.Module, device: torch.device, step_of: Callable[[Any], Step], optimizer: torch.optim.Optimizer | None
-) -> Prepared:
+def share_model(model: nn.Module, device: torch.device, step_of: Callable[[Any], Step]) -> Prepared:
     """Return the meter and the warm-up of contenders that change one model in turn."""
     meter = BenchMeter(device)
 
-    def enter(contender: Any, result: BenchResult) -> Entrant:
+    def get_ready(contender: Any, result: BenchResult) -> ReadyContender:
         step = step_of(contender)
-        record = functools.partial(record_step, step, optimizer, result)
+        record = functools.partial(record_step, step, result)
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
@@ -280,9 +268,9 @@ def share_model(
         with turn():
             _, sample = meter.warm_up(step)
         record(sample)
-        return Entrant(step, turn, record)
+        return ReadyContender(step, turn, record)
 
-    return meter, enter
+    return meter, get_ready
 
 
 def prepare(case: ModelCase, device: torch.device) -> Prepared:
@@ -293,9 +281,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # allocates its states before the first contender's step
-    return share_model(
-        model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer
-    )
+    return share_model(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call))
 
 
 def tokens_per_second(result: BenchResult, case: ModelCase) -> float | None:
@@ -303,7 +289,6 @@ def tokens_per_second(result: BenchResult, case: ModelCase) -> float | None:
 
 
 def rate(result: BenchResult, case: ModelCase) -> str:
-    """Return the tokens a second, or the reason for their absence, as text."""
     value = tokens_per_second(result, case)
     if value is None:
         return "out of memory" if result.status == "oom" else NONE
@@ -339,11 +324,10 @@ def cell(entry: Entry, result: BenchResult) -> str:
 MODEL = Benchmark(
     kind="model",
     about="Peak memory and tokens a second of the training step of whole models, with random weights.",
-    noun="models",
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,
-    contenders=entrants,
+    contenders=contenders_of,
     prepare=prepare,
     table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),

@@ -1,7 +1,4 @@
-"""Time, workspace and exactness of forward and backward of the fused linear cross entropy: the command `operator`.
-
-Contenders are in `contenders.CONTENDERS`, targets in `targets.TARGETS`.
-"""
+"""Time, workspace and exactness of forward and backward of the fused linear cross entropy: the command `operator`."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ import torch
 from benchmarks import tables, targets
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.contenders import OperatorContender, budget_name, contender_of_budget, select, sums_in_bfloat16
-from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
+from benchmarks.measure import BenchMeter, CallMeter, Prepared, ReadyContender, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
-from benchmarks.row_calls import CallMeter
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases
@@ -43,12 +39,13 @@ BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
 # 60: blocks of 3,584 classes, whose products fill the device more evenly than the products of 3,840 classes.
 BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
+IN_GIB = ("ours", *map(budget_name, (256, 512, 1024, 2048)))
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
 
-def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
-    """Return the case of a shape with the settings of flce and all peers."""
-    names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
+def peer_case(shape: Shape, curve: Sequence[str] = CURVE, peers: Sequence[str] = PEERS) -> OperatorCase:
+    """Return the case of a shape with the settings of flce and the peers."""
+    names = ("floor", "floor-aligned", *curve, "stock", *peers)
     return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
@@ -63,8 +60,7 @@ def tiny() -> Plan:
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
-    three = ("floor", "ours", "stock")
-    featured = OperatorCase(*TINY, dtype="float32", own_products=False, contenders=three, errors=True)
+    featured = replace(all_modes[0], own_products=False, contenders=("floor", "ours", "stock"))
     features = [replace(featured, feature=feature) for feature in FEATURES]
     return plan_cases([*all_modes, skipping, *features, peer_case(TINY, curve), call_case(TINY)], 3, 1.0)
 
@@ -84,6 +80,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-small": lambda: plan_cases(map(call_case, targets.SMALL), 25, 0.5) + plan_cases([call_case(MAIN)], 25, 1.2),
     # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.
     "h200-curve": lambda: plan_cases(map(targets.curve_case, targets.CURVE_SHAPES), rounds=7, seconds=0.4),
+    # The newest kernels of PyTorch, Liger and QuACK, and flce in their workspace. Three minutes.
+    "h200-rivals": lambda: plan_cases([peer_case(s, IN_GIB, targets.RIVALS) for s in targets.RIVAL_SHAPES], 9, 0.45),
     # Logits that are never rounded, rounded logits, and no fused products. Three minutes.
     "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
 }
@@ -106,7 +104,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter = (CallMeter if case.calls else BenchMeter)(device, head_start=HEAD_START)
     turn = functools.partial(products, case.own_products)
 
-    def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: OperatorContender, result: BenchResult) -> ReadyContender:
         with turn():
             try:
                 result.planned_bytes = contender.planned_bytes(case, device)
@@ -120,9 +118,9 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
                 result.errors = exactness(outcome, oracle)
             if isinstance(meter, CallMeter):
                 result.note = meter.capture(step)
-        return Entrant(step, turn)
+        return ReadyContender(step, turn)
 
-    return meter, enter
+    return meter, get_ready
 
 
 WORKSPACE = "MiB: the peak of memory above the inputs and the returned gradients"
@@ -131,7 +129,6 @@ NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 
 def products_ms(entry: Entry) -> float | None:
-    """Return the time of the bare products on the device."""
     floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
@@ -149,7 +146,6 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
     columns: Columns = {
         "": lambda r: r.title,
         "median ms": lambda r: tables.milliseconds(r.median_ms),
-        "least ms": lambda r: tables.milliseconds(min(r.samples_ms, default=None)),
         "calls": lambda r: str(len(r.samples_ms)) if r.samples_ms else tables.NONE,
         "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
         "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
@@ -158,7 +154,6 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
         "host ms": lambda r: tables.milliseconds(r.host_ms),
         "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
         "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
         **error_columns(),
     }
     results = [result for result in entry.results if result.samples_ms or result.errors]
@@ -173,13 +168,6 @@ def format_times(entry: Entry, result: BenchResult) -> str:
     return ", ".join([*parts, tables.milliseconds(result.host_ms)])
 
 
-def call_table(entries: Sequence[Entry]) -> Table:
-    title = "As called and alone, of the bare products alone; host ms"
-    summary = tables.summary(title, tables.SHAPE, entries, format_times)
-    notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
-    return replace(summary, notes=[*notes, *summary.notes])
-
-
 def target_and_plan_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the tables of targets, peers and plans of which the runs have figures."""
     measured = [table for table in (*targets.target_tables(runs), targets.dominance_table(runs)) if table.rows]
@@ -190,7 +178,8 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     found = target_and_plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
-    found += [call_table(called)] if called else []
+    title = "As called and alone, of the bare products alone; host ms"
+    found += [tables.summary(title, tables.SHAPE, called, format_times)] if called else []
     for label in dict.fromkeys(entry.case.label for entry in others):
         entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
@@ -217,7 +206,6 @@ def figure(run: Run) -> Any:
 
 
 def points(entry: Entry) -> list[Any]:
-    """Return the results that have both time and memory."""
     return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 
@@ -249,7 +237,6 @@ shape_tables = tables.overview("Median ms, workspace MiB", tables.SHAPE, lambda 
 OPERATOR = Benchmark(
     kind="operator",
     about="Time, workspace and exactness of forward and backward.",
-    noun="the operator",
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,

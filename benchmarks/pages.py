@@ -31,7 +31,6 @@ BUDGETS = {budget_name(mib) for mib in (4, 16, 64, 256)}
 
 
 def shown(entries: Sequence[Entry]) -> dict[str, str]:
-    """Return titles by name of the contenders that have figures, or a reason of `WHY_NOT`."""
     results = [result for entry in entries for result in entry.results if result.family != "repeat"]
     return {r.contender: short_title(r) for r in results if r.samples_ms or r.status in WHY_NOT}
 

@@ -9,12 +9,11 @@ from typing import Any
 COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
 PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")  # one for each peer
 MARKERS = "osDv^<>PX*hp"
-WIDE = 5.4  # inches of a panel
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, joined by a line of style `line`. Without `x` it is a horizontal line, without `y` a vertical line."""
+    """Points, joined by a line of style `line`. Without `x` it is a horizontal line."""
 
     label: str
     family: str
@@ -38,7 +37,7 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    size = WIDE * columns, 4.0 * rows + 0.8
+    size = 5.4 * columns, 4.0 * rows + 0.8  # inches
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     markers: dict[str, str] = {}
     peers: dict[str, str] = {}
@@ -51,8 +50,6 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
             look: dict[str, Any] = {"color": colour, "label": series.label, "linestyle": series.line or "none"}
             if not series.x:
                 axis.axhline(series.y[0], linewidth=1.2, **look)
-            elif not series.y:
-                axis.axvline(series.x[0], linewidth=0.8, **look)
             else:
                 marker = markers.setdefault(series.label, MARKERS[len(markers) % len(MARKERS)])
                 axis.plot(series.x, series.y, marker=marker, markersize=7, linewidth=1.5, **look)

@@ -57,8 +57,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class OperatorCase(BenchCase):
-    """One call of the operator. `time` and `errors` select what is measured."""
-
     tokens: int
     hidden: int
     vocab: int
@@ -115,10 +113,7 @@ class OperatorCase(BenchCase):
 
 
 class OperatorProblem:
-    """Hidden states, head and labels of a case, and the gradient that arrives at the loss.
-
-    Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
-    """
+    """Normal hidden states and head, labels, and the gradient that arrives at the loss."""
 
     def __init__(self, case: OperatorCase, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)

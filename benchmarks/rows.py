@@ -1,16 +1,18 @@
 """Losses and softmaxes of rows in memory: bandwidth over the length of a row, for each task by itself.
 
 Bandwidth counts the fewest bytes that any implementation moves, in entries of the rows x columns matrix (`TASKS`);
-targets, losses and other numbers for each row do not count. `row_calls` describes the timing. To add a contender, write
-a function (RowCase) -> RowFunction and a line in `CONTENDERS`.
+targets, losses and other numbers for each row do not count. The cases of the presets have so many rows that their input
+is larger than the cache. Of a backward pass alone, the forward pass is not timed. If a contender overwrites its logits,
+they are restored before each timed call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,22 +21,13 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, needs_cuda, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, do_nothing, release
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing, release
 from benchmarks.plots import Panel, Series, draw
-from benchmarks.row_calls import Calls, make_region
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import Table
-from flce.core.sizes import MIB
 from flce.tools.machine import DTYPES
 
-ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
-CPU_CACHE_BYTES = 8 * MIB  # PyTorch cannot read the size of a CPU's cache
-CACHES = 4  # the inputs of one timed region are more than this many times the cache
-# On a GPU so many calls are timed together that they take a tenth of a millisecond or more. The microseconds between an
-# event and the first call are small compared with that.
-REGION_BYTES = 512 * MIB
-ENOUGH_CALLS = 256
-MOST_CALLS = 1024  # for a cache of any size
+HEAD_START = 3e-3  # seconds for which a GPU is busy while the host launches a call
 
 Operation = Literal["cross_entropy", "softmax", "log_softmax"]
 # Without gradients; backward alone, after a forward pass that is not timed; and with the gradient in the memory of the
@@ -51,20 +44,17 @@ TASKS: dict[tuple[Operation, Direction], int] = {
     ("log_softmax", "forward"): 2,
     ("log_softmax", "backward"): 3,
 }
-COPY_ENTRIES = 2
+COPY, COPY_ENTRIES = "copy", 2  # the same call for all tasks
 
 
 @dataclass(frozen=True)
 class RowCase(BenchCase):
-    """A matrix of rows, and a task."""
-
     rows: int
     columns: int
     dtype: str = "bfloat16"
     operation: Operation = "cross_entropy"
     direction: Direction = "forward"
     compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
-    calls: int | None = None  # in one timed region; None: so many that their inputs exceed the cache
 
     @property
     def is_measured(self) -> bool:
@@ -72,7 +62,6 @@ class RowCase(BenchCase):
 
     @property
     def group(self) -> str:
-        """The name of its table."""
         return f"{self.operation} {self.direction}, {self.dtype}"
 
     @property
@@ -82,22 +71,11 @@ class RowCase(BenchCase):
     def bytes(self, entries: int) -> int:
         return self.rows * self.columns * DTYPES[self.dtype].itemsize * entries
 
-    def calls_for(self, cache_bytes: int, region_bytes: int = 0) -> int:
-        """Return the number of calls of one timed region, each on a separate input."""
-        beyond = CACHES * cache_bytes // self.bytes(1) + 1
-        enough = min(ENOUGH_CALLS, region_bytes // self.bytes(1))
-        return self.calls or min(MOST_CALLS, max(beyond, enough))
-
 
 class RowProblem:
-    """The operands of the calls of one timed region: random logits of standard deviation 4, random targets."""
-
-    def __init__(self, case: RowCase, device: torch.device, calls: int | None = None) -> None:
+    def __init__(self, case: RowCase, device: torch.device) -> None:
         self.case, generator = case, torch.Generator(device).manual_seed(0)
-        cache, region = CPU_CACHE_BYTES, 0
-        if device.type == "cuda":
-            cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
-        size = calls or case.calls_for(cache, region), case.rows, case.columns
+        size = case.rows, case.columns
         # Original values of `x`, which may be overwritten; also the upstream gradients of softmaxes.
         self.spare = torch.empty(size, dtype=DTYPES[case.dtype], device=device).normal_(0.0, 4.0, generator=generator)
         self.x = self.spare.clone()
@@ -114,70 +92,59 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets
 class RowContender(Contender):
     function: Callable[[RowCase], RowFunction]
     overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
-    roof: bool = field(default=False, kw_only=True)  # the same call for all tasks
 
     def bytes(self, case: RowCase) -> int:
-        """Return the fewest bytes that a call moves."""
-        return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
+        return case.bytes(COPY_ENTRIES if self.name == COPY else TASKS[case.operation, case.direction])
 
 
-class Produced(torch.autograd.Function):
+class LayerOutput(torch.autograd.Function):
     """Logits as the output of a layer. They are not a leaf, whose value may not be overwritten."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
-        ctx.arrived = arrived
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
         return logits.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.arrived.append(grad)
-        return None, None, None
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
-def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
-    """Return the calls: call i processes input i and returns its result."""
-    direction, function, count = problem.case.direction, contender.function(problem.case), len(problem.x)
+def make_call(contender: RowContender, problem: RowProblem) -> tuple[Callable[[], Tensor], Callable[[], object]]:
+    """Return the timed call, and the work before each timed call."""
+    direction, function = problem.case.direction, contender.function(problem.case)
     overwrites = contender.overwrites and direction == "in-place forward+backward"
-    layer = torch.ones((), device=problem.x.device, requires_grad=True)
+    ready: list[Tensor] = []
 
-    def forward(index: int, ready: Any = None) -> Tensor:
+    def forward() -> Tensor:
         with torch.no_grad():
-            return function(problem.x[index], problem.target)
+            return function(problem.x, problem.target)
 
-    def ahead(index: int) -> tuple[Tensor, Tensor, Tensor]:
-        x = problem.x[index].detach().requires_grad_()
+    def run_forward() -> None:
+        ready.clear()  # first, because it may be large
+        x = problem.x.detach().requires_grad_()
         out = function(x, problem.target)
         # The upstream gradient has separate memory, so it is not read from the cache.
-        return x, out, torch.ones_like(out) if out.dim() == 0 else problem.spare[index]
+        ready.extend([x, out, torch.ones_like(out) if out.dim() == 0 else problem.spare])
 
-    def backward(index: int, ready: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def backward() -> Tensor:
         x, out, upstream = ready
         (grad,) = torch.autograd.grad(out, x, upstream)
         return grad
 
-    def both(index: int, ready: Any = None) -> Tensor:
-        x = problem.x[index].detach()
-        if not overwrites:
-            (grad,) = torch.autograd.grad(function(x.requires_grad_(), problem.target), x)
-            return grad
-        arrived: list[Tensor] = []
-        function(Produced.apply(layer, x, arrived), problem.target).backward()
-        return arrived[0]
+    def both() -> Tensor:
+        x = problem.x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(function(LayerOutput.apply(x) if overwrites else x, problem.target), x)
+        return grad
 
-    if contender.roof or direction == "forward":
-        return Calls(count, forward)
+    if contender.name == COPY or direction == "forward":
+        return forward, do_nothing
     if direction == "backward":
-        return Calls(count, backward, ahead)
-    return Calls(count, both, restore=problem.restore if overwrites else do_nothing)
+        return backward, run_forward
+    return both, problem.restore if overwrites else do_nothing
 
 
 def copy(case: RowCase) -> RowFunction:
-    """Return a function that reads and writes every element, at the speed of a copy.
-
-    A captured ``copy_`` is not a kernel but a "memcpy node". On an H200 it is as fast, except for 512 MiB and multiples
-    of 512 MiB: 2.8 TB/s instead of 4.3.
-    """
+    """Return a function that reads and writes every element. ``copy_`` is slower for multiples of 512 MiB (H200)."""
     return lambda x, target: torch.neg(x)
 
 
@@ -211,10 +178,10 @@ def liger_has(case: RowCase, device: torch.device) -> bool:
 
 
 needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
-COPY, C, by = "copy", RowContender, functools.partial
+C, by = RowContender, functools.partial
 only_compiled: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case, device: case.compiled}
 CONTENDERS = [
-    C(COPY, "copy", "floor", copy, roof=True),
+    C(COPY, "copy", "floor", copy),
     C("ours", "flce", "ours", by(library, module="flce"), overwrites=True),
     C("eager", "eager", "stock", by(library, module="torch.nn.functional")),
     C("torch-compile", "torch.compile", "peer", compiled, **only_compiled),
@@ -227,10 +194,11 @@ COLUMNS = (*COMPILED_COLUMNS, 16384, 65536, 262144, 10007, 1024, 128, 129)  # a 
 
 
 def every_task(
-    rows: int, columns: Sequence[int], dtypes: Sequence[str], compiled: Sequence[int] = (), calls: int | None = None
+    rows: int, entries: int, columns: Sequence[int], dtypes: Sequence[str], compiled: Sequence[int] = ()
 ) -> list[RowCase]:
-    sizes = [(rows, count, dtype) for count in columns for dtype in dtypes]
-    return [RowCase(*size, *task, size[1] in compiled, calls) for size in sizes for task in TASKS]
+    """Return the cases of all tasks, on at least so many rows and so many entries of a matrix."""
+    sizes = [(max(rows, entries // count), count, dtype) for count in columns for dtype in dtypes]
+    return [RowCase(*size, *task, size[1] in compiled) for size in sizes for task in TASKS]
 
 
 # Tokens and classes of the tiles of the fused loss.
@@ -239,18 +207,14 @@ LOSSES = [task for task in TASKS if task[0] == "cross_entropy"]
 BOTH = ("bfloat16", "float32")
 PRESETS: dict[str, Callable[[], Plan]] = {
     # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of a large GPU; half a minute.
-    "tiny": lambda: plan_cases(every_task(8, (64, 2049), BOTH[1:], calls=3), rounds=2, seconds=1.0),
-    "cpu": lambda: plan_cases(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
-    "h200-rows": lambda: plan_cases(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
+    "tiny": lambda: plan_cases(every_task(8, 0, (64, 2049), BOTH[1:]), rounds=2, seconds=1.0),
+    "cpu": lambda: plan_cases(every_task(256, 2**23, (128, 1000, 4096, 32768, 50257), BOTH[1:]), 5, 1.0),
+    "h200-rows": lambda: plan_cases(every_task(4096, 2**27, COLUMNS, BOTH, COMPILED_COLUMNS), 6, 0.12),
     "h200-logits": lambda: plan_cases([RowCase(*tile, BOTH[0], *task) for tile in TILES for task in LOSSES], 20, 0.2),
 }
 
 
-LAUNCHED = "*"  # marks figures that contain time of the host
-
-
 def group_entries(run: Run) -> dict[str, list[Entry]]:
-    """Return the entries of each task and dtype, ordered by columns."""
     dtypes = dict.fromkeys(entry.case.dtype for entry in run.cases)
     found: dict[str, list[Entry]] = {f"{' '.join(task)}, {dtype}": [] for task in TASKS for dtype in dtypes}
     for entry in sorted(run.cases, key=lambda entry: entry.case.columns):
@@ -258,67 +222,53 @@ def group_entries(run: Run) -> dict[str, list[Entry]]:
     return {group: entries for group, entries in found.items() if entries}
 
 
-def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
-    """Return a result of each contender, for its title and family."""
-    results = [result for entry in entries for result in entry.results]
-    return {result.contender: result for result in results if result.status != "unavailable"}
-
-
 def format_speed(entry: Entry, result: BenchResult) -> str:
     share = "" if result.contender == COPY else f", {tables.percent(result.share_of(entry.by_name(COPY)))}"
-    marked = share + ("" if result.note is None else LAUNCHED)
-    return tables.gigabytes(result.gigabytes_per_second) + (marked if result.samples_ms else "")
+    return tables.gigabytes(result.gigabytes_per_second) + (share if result.samples_ms else "")
 
 
 def speed_table(title: str, entries: Sequence[Entry]) -> Table:
-    """Return the table of columns x contenders. Notes state missing figures and other ways of measuring."""
-    notes: dict[str, list[str]] = {}
-    for name, contender in tried(entries).items():
-        results = {str(entry.case.columns): result for entry in entries if (result := entry.by_name(name)).contender}
-        if len(results) < len(entries):
-            notes[f"{contender.title} ran at {', '.join(results)} columns only"] = []
-        for columns, result in results.items():
-            if result.note is not None:
-                reason = f"{LAUNCHED} {contender.title} launched, not captured: {result.note}"
-                notes.setdefault(reason, []).append(columns)
-            if result.status != "ok":
-                notes.setdefault(f"{contender.title} {result.status}: {result.reason}", []).append(columns)
-    lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
-    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, format_speed, line="columns")
-    return replace(table, notes=[*lines, *table.notes])
+    return tables.summary(f"GB/s, of copy: {title}", "columns", entries, format_speed, line="columns")
 
 
 def make_panel(group: str, entries: Sequence[Entry]) -> Panel:
-    """Return GB/s over the number of columns, a line for each contender, and the longest row that fits on chip."""
+    """Return GB/s over the number of columns, a line for each contender."""
     series = []
-    for name, contender in tried(entries).items():
+    tried = [result for entry in entries for result in entry.results if result.status != "unavailable"]
+    for name, contender in {result.contender: result for result in tried}.items():
         speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
         # A dotted line joins points if sizes between them were not measured.
         line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"
         if speeds:
             series.append(Series(contender.title, contender.family, [*speeds], [*speeds.values()], line))
-    edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
-    return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
+    return Panel(group, series)
 
 
 @functools.lru_cache(maxsize=1)
-def release_once(rows: int, columns: int, dtype: str) -> None:
+def release_once(columns: int, dtype: str) -> None:
     """Release everything once for all consecutive tasks of one matrix. This takes longer than most tasks."""
     release()
 
 
 def prepare(case: RowCase, device: torch.device) -> Prepared:
-    release_once(case.rows, case.columns, case.dtype)
+    release_once(case.columns, case.dtype)
     release(everything=False)
-    problem, meter = RowProblem(case, device), BenchMeter(device)
+    problem = RowProblem(case, device)
 
-    def enter(contender: RowContender, result: BenchResult) -> Entrant:
-        result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
-        region = make_region(make_calls(contender, problem), device)
-        result.method, result.note = region.method, region.note
-        return Entrant(region.step, functools.partial(region.turn, meter))
+    def get_ready(contender: RowContender, result: BenchResult) -> ReadyContender:
+        result.moved_bytes = contender.bytes(case)
+        call, before = make_call(contender, problem)
 
-    return meter, enter
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            before()
+            yield
+
+        with turn():
+            call()
+        return ReadyContender(call, turn)
+
+    return BenchMeter(device, head_start=HEAD_START), get_ready
 
 
 def run_tables(run: Run, brief: bool) -> list[Table]:
@@ -341,7 +291,6 @@ def figure(run: Run) -> Any:
 ROWS = Benchmark(
     kind="rows",
     about="GB/s of losses and softmaxes over the length of a row, of flce, a copy, PyTorch and Liger.",
-    noun="rows",
     case_type=RowCase,
     sizes="rows,columns",
     presets=PRESETS,

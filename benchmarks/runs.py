@@ -1,8 +1,4 @@
-"""Results of one run of one benchmark, stored as one JSON document.
-
-The document has the device and the versions, so that figures can be judged later, and nothing that names a person's
-machine.
-"""
+"""Results of one run of one benchmark, stored as one JSON document. Nothing in it names a person's machine."""
 
 from __future__ import annotations
 
@@ -60,8 +56,7 @@ class BenchResult:
     predicted_tokens: int | None = None
     # Passes over memory.
     moved_bytes: int | None = None  # bytes that a call has to read and write
-    calls: int = 1  # consecutive calls whose time is one sample
-    method: str | None = None  # "captured" or "launched", see `row_calls`
+    calls: int = 1  # in files of 2026-11-25 and older: consecutive calls whose time is one sample
 
     @classmethod
     def of(cls, contender: Contender, **figures: Any) -> BenchResult:
@@ -86,7 +81,6 @@ class BenchResult:
         return self.moved_bytes * self.calls / self.median_ms / 1e6
 
     def share_of(self, other: BenchResult) -> float | None:
-        """Return this bandwidth over the bandwidth of another result."""
         speed, base = self.gigabytes_per_second, other.gigabytes_per_second
         return None if speed is None or base is None else speed / base
 
@@ -112,8 +106,6 @@ NO_RESULT = BenchResult("", "", "")  # without figures; used if a contender was 
 
 @dataclass
 class Entry:
-    """All contenders on one case."""
-
     case: Any
     results: list[BenchResult] = field(default_factory=list)
 
@@ -131,8 +123,6 @@ class Entry:
 
 @dataclass
 class Run:
-    """All cases, with the device and the versions."""
-
     kind: str  # the benchmark
     head: dict[str, Any]  # date, command, versions, device: see `describe_run`
     cases: list[Entry] = field(default_factory=list)
@@ -145,7 +135,6 @@ class Run:
 def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
     """Return the head of a result file. Absolute paths in the command are shortened to their last part."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-    load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     facts = device_facts(device)
     if facts.get("profile"):
         facts["profile"] = Path(facts["profile"]).name
@@ -155,7 +144,7 @@ def describe_run(device: torch.device, program: str, arguments: Iterable[str]) -
         "command": " ".join([program, *shown]),
         "commit": source_version(),
         "versions": {name: found for name, found in here.items() if found} | versions(),
-        "device": {"cpu": cpu_name(), **facts, **load},
+        "device": {"cpu": cpu_name(), **facts},
     }
 
 

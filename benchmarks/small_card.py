@@ -1,12 +1,12 @@
 """The longest sequence that trains on a card of 24 GB, simulated on a larger GPU: stock, Liger's loss and flce.
 
 PyTorch may allocate `MEMORY` of the GPU. A profile (docs/devices.md) sets the device record of `KIND`, so plans and
-launches are those of such a card, without fused products. The table also has the prediction of `flce plan`. On a CPU
-the peak of a step of a tiny model is limited.
+launches are those of such a card. On a CPU the peak of a step of a tiny model is limited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -21,8 +21,8 @@ import torch
 
 import flce
 from benchmarks import models
-from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.measure import BenchMeter, Entrant, Prepared, release
+from benchmarks.benchmark import plan_cases
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, release
 from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
@@ -35,7 +35,7 @@ from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB
 TINY_MEMORY = 4 * MIB  # of a tiny model's step on a CPU
-CLOSE = 0.02  # the search ends if a length that is longer by this share does not train; also its first step
+CLOSE = 0.02  # the search ends if a length that is longer by this share does not train
 MULTIPLE = 8  # lengths are multiples of so many tokens
 QUICK = 3.0  # if the first step takes at most so many seconds, a second step follows, in which memory has gaps
 
@@ -52,25 +52,21 @@ class CardCase(ModelCase):
 
 
 def longest(trains: Callable[[int], bool], guess: int) -> int:
-    """Return the longest sequence that trains. The search begins at the guess."""
-    trained, failed, factor, tokens = 0, None, 1 + CLOSE, round_down(guess)
-    while failed is None or failed - trained > max(MULTIPLE, CLOSE * trained):
-        if trains(tokens):
-            trained = tokens
+    """Return the longest sequence that trains. Steps away from the guess grow until its bounds are known."""
+    trained, failed, factor, units = 0, None, 1 + CLOSE, max(1, guess // MULTIPLE)
+    while failed is None or failed - trained > max(1, CLOSE * trained):
+        if trains(units * MULTIPLE):
+            trained = units
         else:
-            failed = tokens
-        if failed is None or not trained:  # larger and larger steps in one direction
-            tokens = round_down(tokens * factor if failed is None else tokens / factor)
+            failed = units
+        if failed is not None and trained:
+            units = (trained + failed) // 2
+        else:
+            units = max(trained + 1, int(units * factor)) if failed is None else max(1, int(failed / factor))
             factor *= factor
-        else:
-            tokens = round_down((trained + failed) / 2)
-        if tokens in (trained, failed):
-            tokens = trained + MULTIPLE
-    return trained
-
-
-def round_down(tokens: float) -> int:
-    return max(1, int(tokens) // MULTIPLE) * MULTIPLE
+        if units == failed:
+            break
+    return trained * MULTIPLE
 
 
 @functools.cache
@@ -88,7 +84,7 @@ def predicted(case: ModelCase, patched: bool) -> int:
 def prepare(case: CardCase, device: torch.device) -> Prepared:
     cuda = device.type == "cuda"
 
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: ModelContender, result: BenchResult) -> ReadyContender:
         guess = predicted(case, contender.family != "stock") if cuda else 64
         result.predicted_tokens = guess if cuda and contender.family != "peer" else None
         release()
@@ -110,20 +106,18 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
             if not cuda:
                 held = models.held_bytes(model, optimizer)
                 return held + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
-            enough = True
-            try:
+            with contextlib.suppress(torch.OutOfMemoryError):
                 steps(tokens)
-            except torch.OutOfMemoryError:
-                enough = False
-            release()  # not in `except`, because the exception refers to the step
-            return enough
+                return True
+            release()  # after the exception is gone, which refers to the step
+            return False
 
         with contender.applied(model):
             steps(MULTIPLE)  # allocates the optimizer's states
             result.tokens = longest(trains, guess)
-        return Entrant(lambda: None)
+        return ReadyContender(lambda: None)
 
-    return BenchMeter(device), enter
+    return BenchMeter(device), get_ready
 
 
 def simulate(device: torch.device) -> None:
@@ -157,19 +151,14 @@ NAMES = ("ours", "stock", "liger-loss")
 FULL = CardCase("Llama-3.2-1B", 1, 0, optimizer="sgd-momentum", contenders=NAMES, checkpointing=False)
 CASES = (FULL, replace(FULL, checkpointing=True, lora_rank=16), replace(FULL, checkpointing=True))
 TINY = tuple(replace(case, model="tiny-llama", dtype="float32") for case in CASES[:2])
-PRESETS: dict[str, Callable[[], Plan]] = {
-    "tiny": lambda: plan_cases(TINY, 1, 0.0),
-    "h200": lambda: plan_cases(CASES, 1, 0.0),
-}
 
 SMALL_CARD = replace(
     models.MODEL,
     kind="small-card",
     about="The longest sequences that train on a card of 24 GB, simulated on a larger GPU.",
-    noun="small cards",
     case_type=CardCase,
-    presets=PRESETS,
-    contenders=lambda case: sorted(models.entrants(case), key=lambda c: c.family == "peer"),
+    presets={"tiny": lambda: plan_cases(TINY, 1, 0.0), "h200": lambda: plan_cases(CASES, 1, 0.0)},
+    contenders=models.contenders_of,  # the peer is last
     prepare=prepare,
     begin=simulate,
     table=table,

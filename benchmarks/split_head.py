@@ -4,15 +4,13 @@
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks split-head --preset h200
 
 Without torch.distributed.run the process is the first of 2, 4 and 8 processes, and collectives return at once
-(PyTorch's "fake" backend): the time that the operator itself adds. With torch.distributed.run the time includes the
-links, and installed peers are measured, too.
+(PyTorch's "fake" backend). With torch.distributed.run the time includes the links, and peers are measured, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -26,7 +24,7 @@ import flce
 from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, do_nothing
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
 from benchmarks.runs import BenchResult
 from flce.core import shard
 from flce.core.shard import shard_bounds
@@ -37,8 +35,6 @@ HEAD_START = 0.03  # seconds; the host launches a call in less
 
 @dataclass(frozen=True)
 class SplitCase(BenchCase):
-    """One shape in one group of processes."""
-
     tokens: int
     hidden: int
     vocab: int
@@ -54,8 +50,6 @@ class SplitCase(BenchCase):
 
 
 class Operands:
-    """The tensors of this process."""
-
     def __init__(self, case: SplitCase, device: torch.device) -> None:
         self.case, self.group = case, dist.group.WORLD
         rank, draw = dist.get_rank(), torch.Generator(device).manual_seed(1)
@@ -131,9 +125,8 @@ def liger_of_logits(operands: Operands) -> StepOutcome:
 
 def liger_fused(operands: Operands) -> StepOutcome:
     library = importlib.import_module("liger_kernel.transformers.functional")
-    loss = library.liger_fused_linear_scaled_cross_entropy_tp(
-        operands.x, operands.weight, operands.target, operands.group
-    )
+    arguments = operands.x, operands.weight, operands.target, operands.group
+    loss = library.liger_fused_linear_scaled_cross_entropy_tp(*arguments)
     return operands.run_backward(loss.mean())
 
 
@@ -177,29 +170,21 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.processes)
+        # Collectives return at once: a gather, and a check of the arguments, which would communicate.
+        mock.patch("flce.engine.shards.all_gather", copied).start()
+        mock.patch("flce.ops.split_head.can_read_values", return_value=False).start()
     operands, number = Operands(case, device), torch.zeros(1, device=device)
     meter = BenchMeter(device, do_nothing if case.alone else lambda: dist.all_reduce(number), HEAD_START)
 
-    @contextlib.contextmanager
-    def turn() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if case.alone:
-                stack.enter_context(mock.patch("flce.engine.shards.all_gather", copied))
-                # The check would communicate.
-                stack.enter_context(mock.patch("flce.ops.split_head.can_read_values", return_value=False))
-            yield
-
-    def enter(contender: SplitContender, result: BenchResult) -> Entrant:
-        with turn():
-            outcome, sample = meter.warm_up(lambda: contender.step(operands))
-        if isinstance(outcome, StepOutcome):
-            found = [t for t in outcome[:3] if t is not None]
-            if not all(bool(t.isfinite().all()) for t in found):
+    def get_ready(contender: SplitContender, result: BenchResult) -> ReadyContender:
+        outcome, sample = meter.warm_up(lambda: contender.step(operands))
+        if isinstance(outcome, StepOutcome) and outcome.loss is not None:
+            if not all(bool(t.isfinite().all()) for t in outcome[:3] if t is not None):
                 raise ArithmeticError("a result is not finite")
-            result.loss, result.workspace_bytes = float(found[0]), sample.workspace_bytes
-        return Entrant(lambda: contender.step(operands), turn)
+            result.loss, result.workspace_bytes = float(outcome.loss), sample.workspace_bytes
+        return ReadyContender(lambda: contender.step(operands))
 
-    return meter, enter
+    return meter, get_ready
 
 
 SHAPES = [(8192, 8192, 128256), (16384, 4096, 128256), (8192, 4096, 128256)]
@@ -224,7 +209,6 @@ SPLIT_HEAD = replace(
     operator.OPERATOR,
     kind="split-head",
     about="Time and workspace of a head that is divided over processes.",
-    noun="divided heads",
     case_type=SplitCase,
     sizes="tokens,hidden,vocab,processes",
     presets=PRESETS,

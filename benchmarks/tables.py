@@ -86,17 +86,12 @@ def spread_note(entries: Sequence[Entry]) -> str:
         return "spread: not known, no call of flce was measured twice"
     medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
     apart = [max(both) / min(both) - 1 for both in medians]
-    if len(pairs) == 1:
-        first, again = pairs[0]
-        times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
-        return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
-    middle, most, titles = median(apart), max(apart), " or ".join(dict.fromkeys(first.title for first, _ in pairs))
-    both = f"{middle:.1%} in the median and {most:.1%} at most"
+    titles = " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    both = f"{median(apart):.1%} in the median and {max(apart):.1%} at most"
     return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
 
 
 def measured_on(run: Run) -> str:
-    """Return the device and the versions as text."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
@@ -112,7 +107,6 @@ def absences(run: Run) -> list[str]:
 
 
 def tried(run: Run) -> list[Entry]:
-    """Return the entries with at least one contender that could run."""
     return [entry for entry in run.cases if any(result.status != "unavailable" for result in entry.results)]
 
 
@@ -138,7 +132,8 @@ def summary(
         found = [entry.by_name(name) for name in titles]
         cells = [cell(entry, result) if result.contender else NONE for result in found]
         rows.append([str(getattr(entry.case, line)), *cells])
-    return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
+    failures = dict.fromkeys(note for entry in entries for note in failure_notes(entry))
+    return Table(title, [first, *titles.values()], rows, [*failures, spread_note(entries)])
 
 
 def overview(

@@ -1,7 +1,6 @@
 """Training steps of a model that is divided over processes: stock, patched, and with Liger's loss.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200
-    ... --preset tp
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks wrapped --preset h200    # or --preset tp
 
 The model is divided in every way of `WAYS` that the number of processes allows. Each contender has a separate model.
 Memory is the peak of one process in a step, above the weights, gradients and states that exist between steps.
@@ -22,8 +21,17 @@ import torch.distributed as dist
 import flce
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import needs_package
-from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
-from benchmarks.models import ARCHITECTURES, MODEL, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
+from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, do_nothing, release
+from benchmarks.models import (
+    ARCHITECTURES,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    TrainingStep,
+    build,
+    contenders_of,
+    make_batch,
+)
 from benchmarks.runs import BenchResult
 
 
@@ -86,7 +94,11 @@ def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(engine, engine, batch, backward=engine.backward)
 
 
-def both_dimensions(device: torch.device) -> str | None:
+def by_transformers_in_pairs(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
+    return by_transformers(model, batch, together=2)
+
+
+def needs_both_dimensions(device: torch.device) -> str | None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     supported = hasattr(DistributedConfig, "dp_replicate_size")  # added in the same version
@@ -95,43 +107,27 @@ def both_dimensions(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Way:
-    name: str
     title: str
-    divided: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
-    unavailable: Callable[[torch.device], str | None]
+    divide: Callable[[torch.nn.Module, torch.Tensor], TrainingStep]
+    unavailable: Callable[[torch.device], str | None] = do_nothing
     processes: int = 1  # the number of processes is a multiple of this
     together: int = 1  # number of processes with the same tokens; 0: all
     dtype: str = "float32"  # of the weights on GPUs
 
     def missing(self, device: torch.device) -> str | None:
-        """Return why a model cannot be divided in this way here."""
         world = dist.get_world_size()
         number = f"needs a multiple of {self.processes} processes, got {world}" if world % self.processes else None
         reason = number or self.unavailable(device)
         return None if reason is None else f"{self.title}: {reason}"
 
 
-def anywhere(device: torch.device) -> None:
-    return None
-
-
 needs_accelerate, needs_deepspeed = (needs_package(name, name, cuda=False) for name in ("accelerate", "deepspeed"))
 WAYS = {
-    way.name: way
-    for way in (
-        Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
-        Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
-        Way(
-            "fsdp2-tp",
-            "FSDP2 x TP by Transformers",
-            functools.partial(by_transformers, together=2),
-            both_dimensions,
-            4,
-            2,
-        ),
-        Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
-        Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
-    )
+    "fsdp2": Way("FSDP2 by Accelerate", by_accelerate, needs_accelerate),
+    "tp": Way("TP by Transformers", by_transformers, processes=2, together=0, dtype="bfloat16"),
+    "fsdp2-tp": Way("FSDP2 x TP by Transformers", by_transformers_in_pairs, needs_both_dimensions, 4, 2),
+    "hsdp": Way("HSDP by PyTorch", by_pytorch, processes=4),
+    "zero3": Way("ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
 }
 
 
@@ -141,13 +137,10 @@ class WrappedCase(ModelCase):
 
 
 def divided(case: ModelCase, name: str) -> WrappedCase:
-    """Return the case of this way for the processes of the process group."""
     way, world = WAYS[name], dist.get_world_size() if dist.is_initialized() else 1
-    together = way.together or world
-    which = f"{world} processes together" if together == world else f"each of {world} processes"
-    which = f"every {together} of {world} processes together" if 1 < together < world else which
+    processes = f" for every {way.together or world} of {world} processes, {way.title}"
     dtype = way.dtype if torch.cuda.is_available() else "float32"
-    values = {**vars(case), "dtype": dtype, "processes": f" on {which}, {way.title}", "optimizer": "adamw"}
+    values = {**vars(case), "dtype": dtype, "processes": processes, "optimizer": "adamw"}
     return WrappedCase(**values, way=name)
 
 
@@ -164,7 +157,7 @@ def record(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
 def contenders(case: WrappedCase) -> list[ModelContender]:
     if not dist.is_initialized():
         raise ValueError("several processes take part: start them by python -m torch.distributed.run -m benchmarks")
-    way, found = WAYS[case.way], entrants(case)
+    way, found = WAYS[case.way], contenders_of(case)
     return [replace(c, unavailable=way.missing) for c in found] if way.missing(torch.device("cpu")) else found
 
 
@@ -175,15 +168,15 @@ def prepare(case: WrappedCase, device: torch.device) -> Prepared:
     tokens = make_batch(case, device, seed=dist.get_rank() // (way.together or dist.get_world_size()))
     changes = contextlib.ExitStack()  # undone when the models are freed
 
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
+    def get_ready(contender: ModelContender, result: BenchResult) -> ReadyContender:
         model = build(case, device)
         changes.enter_context(contender.applied(model))
-        step = way.divided(model, tokens)
+        step = way.divide(model, tokens)
         for _ in range(2):  # the first allocates the states of the optimizer
             step()
-        return Entrant(step, on_sample=functools.partial(record, step, result))
+        return ReadyContender(step, on_sample=functools.partial(record, step, result))
 
-    return BenchMeter(device, dist.barrier), enter
+    return BenchMeter(device, dist.barrier), get_ready
 
 
 NAMES = ("ours", "liger-loss", "stock")
@@ -200,7 +193,6 @@ WRAPPED = replace(
     MODEL,
     kind="wrapped",
     about="Tokens a second and memory of a GPU, of models that are divided over processes.",
-    noun="divided models",
     case_type=WrappedCase,
     presets={
         "tiny": lambda: plan(SMALL),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, require
+from demo import Curve, compare_runs, examples, has_gpu, need_packages
 from flce.testing.models import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -59,7 +59,7 @@ def run_process(steps: int, mixed_precision: str) -> int:
         cpu_ram_efficient_loading=False,  # the model was not loaded from files
     )
     accelerator = Accelerator(cpu=not has_gpu(), fsdp_plugin=plugin, mixed_precision=mixed_precision)
-    status = compare(
+    status = compare_runs(
         f"Accelerate, FSDP2 in {accelerator.num_processes} processes",
         lambda patched: train(accelerator, patched, steps),
         tolerance=1e-5 if mixed_precision == "no" else 1e-2,
@@ -73,7 +73,7 @@ def main(
     mixed_precision: Precision = Precision.no,
 ) -> None:
     """Train with Accelerate and FSDP2 in two processes, stock and patched by flce, and compare the losses."""
-    require("accelerate")
+    need_packages("accelerate")
     raise typer.Exit(run_in_two_processes(run_process, steps, mixed_precision.value))
 
 

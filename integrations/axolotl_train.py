@@ -16,7 +16,16 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, excerpts, has_gpu, record_accelerate_losses, require, save_model, tiny_tokenizer
+from demo import (
+    Curve,
+    compare_runs,
+    excerpts,
+    has_gpu,
+    need_packages,
+    record_accelerate_losses,
+    save_model,
+    tiny_tokenizer,
+)
 
 
 def configuration(folder: Path, patched: bool, steps: int, lora: bool) -> dict[str, Any]:
@@ -67,8 +76,8 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters.")] = False,
 ) -> None:
     """Train with Axolotl, stock and with the plugin, and compare the losses."""
-    require("axolotl")
-    raise typer.Exit(compare("Axolotl", lambda patched: train(patched, steps, lora)))
+    need_packages("axolotl")
+    raise typer.Exit(compare_runs("Axolotl", lambda patched: train(patched, steps, lora)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import accelerate_fsdp2
-from demo import Curve, compare, examples, has_gpu, record_losses, require, train_and_record, trainer_settings
+from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing.models import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
@@ -81,7 +81,7 @@ def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve
 
     def create_trainer(patched: bool, folder: str) -> Any:
         config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
-        return record_losses(Trainer)(
+        return curve_trainer(Trainer)(
             model=tiny_model(),
             args=TrainingArguments(
                 **trainer_settings(folder, steps), deepspeed={**config, "zero_allow_untested_optimizer": True}
@@ -90,7 +90,7 @@ def train_with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve
             callbacks=[FlceCallback()] if patched else [],  # the only difference
         )
 
-    return average_over_processes(train_and_record(create_trainer, patched))
+    return average_over_processes(record_curve(create_trainer, patched))
 
 
 def run_process(steps: int, stage: int, by: str) -> int:
@@ -105,7 +105,7 @@ def run_process(steps: int, stage: int, by: str) -> int:
     train = {"engine": train_with_engine, "accelerate": train_with_accelerate, "trainer": train_with_trainer}[by]
     # By default DeepSpeed does not divide weights of less than 100,000 entries, nor weights that are needed again soon.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    status = compare(
+    status = compare_runs(
         f"DeepSpeed, ZeRO-{stage} by {by}, in {dist.get_world_size()} processes",
         lambda patched: train(patched, steps, zero),
     )
@@ -119,7 +119,7 @@ def main(
     by: Annotated[By, typer.Option(help="DeepSpeed's engine, Accelerate, or Transformers' Trainer.")] = By.engine,
 ) -> None:
     """Train with DeepSpeed in two processes, stock and patched by flce, and compare the losses."""
-    require("deepspeed", *(["accelerate"] if by != By.engine else []))
+    need_packages("deepspeed", *(["accelerate"] if by != By.engine else []))
     raise typer.Exit(run_in_two_processes(run_process, steps, stage, by.value))
 
 

@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from unittest import mock
@@ -79,9 +78,7 @@ def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
         tokenizer = ByteLevelBPETokenizer()
         tokenizer.train_from_iterator(read_documents(), vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
         if (found := tokenizer.get_vocab_size()) < vocab_size:
-            raise ValueError(
-                f"vocab_size={vocab_size} is too large: the standard library has text for {found:,} tokens"
-            )
+            raise ValueError(f"vocab_size={vocab_size} is too large: the standard library has {found:,} tokens")
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
         tokenizer.save(str(unfinished))
@@ -115,9 +112,8 @@ def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
 
     rows = torch.from_numpy(token_batches(read_documents(), tiny_tokenizer(), (count, 1, tokens), seed)[:, 0])
     prompt = torch.arange(tokens) < (torch.arange(count) % (tokens // 2))[:, None]
-    return [
-        {"input_ids": row, "labels": label} for row, label in zip(rows, rows.masked_fill(prompt, -100), strict=True)
-    ]
+    labels = rows.masked_fill(prompt, -100)
+    return [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
 
 
 def excerpts(count: int, tokens: int = 64, seed: int = 0) -> list[str]:
@@ -140,7 +136,7 @@ def cannot_run(reason: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def require(*packages: str) -> None:
+def need_packages(*packages: str) -> None:
     """End the script if a package is missing. `packages` are names for pip."""
     for package in packages:
         try:
@@ -176,7 +172,7 @@ class Curve:
 
 
 @functools.cache
-def record_losses(trainer: Any) -> Any:
+def curve_trainer(trainer: Any) -> Any:
     """Return a subclass of a `Trainer` that records each loss in `curve`. The log of a trainer has only averages."""
     import torch
 
@@ -229,8 +225,8 @@ def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
     return folder / "model"
 
 
-def train_and_record(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
-    """Create a trainer of `record_losses` in a temporary folder, train, and return the losses."""
+def record_curve(create_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
+    """Create a trainer of `curve_trainer` in a temporary folder, train, and return the losses."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = create_trainer(patched, folder, **arguments)
         trainer.train()
@@ -256,7 +252,7 @@ def print_once(text: str) -> None:
         typer.echo(text)
 
 
-def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
+def compare_runs(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
     """Run `train` without flce and with flce, on the same weights and data, and compare the losses.
 
     Returns:
@@ -295,10 +291,10 @@ class TrainingRun:
     memory: Any = None  # the profile of one more step
     peak_bytes: int = 0  # of that step, above the loaded model
 
-    def facts(self) -> dict[str, Any]:
-        """Return the results for JSON. The time of a step is the median, because the first steps are slow."""
-        seconds, step = statistics.median(self.seconds), self.memory.peak
-        return {"losses": self.losses, "step_seconds": seconds, "peak_bytes": self.peak_bytes, "step_peak_bytes": step}
+    @property
+    def step_ms(self) -> float:
+        """The median, because the first steps are slow."""
+        return 1e3 * statistics.median(self.seconds)
 
 
 def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> Iterator[TrainingRun]:
@@ -359,7 +355,7 @@ def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
     curves.legend(frameon=False)
     for axes, label, heights in (
         (memory, "Peak memory, MiB", [runs[name].peak_bytes / MIB for name in NAMES]),
-        (speed, "Time per step, ms", [1e3 * statistics.median(runs[name].seconds) for name in NAMES]),
+        (speed, "Time per step, ms", [runs[name].step_ms for name in NAMES]),
     ):
         axes.bar_label(axes.bar(NAMES, heights, color=colours.values(), width=0.6), fmt="{:,.0f}", padding=2)
         axes.set_title(label, fontsize=10)
@@ -367,27 +363,22 @@ def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
     figure.savefig(file, dpi=150)
 
 
-def report(facts: dict[str, Any]) -> None:
-    """Print the table and the verdict."""
-    table = Table("", *NAMES, "patched / stock", title=facts["title"], title_justify="left")
+def print_table(title: str, runs: dict[str, TrainingRun]) -> None:
+    table = Table("", *NAMES, "patched / stock", title=title, title_justify="left")
     for row, value, digits in (
-        ("final loss", lambda run: run["losses"][-1], 5),
-        ("peak memory, MiB", lambda run: run["peak_bytes"] / MIB, 0),
-        ("time per step, ms", lambda run: 1e3 * run["step_seconds"], 0),
+        ("final loss", lambda run: run.losses[-1], 5),
+        ("peak memory, MiB", lambda run: run.peak_bytes / MIB, 0),
+        ("time per step, ms", lambda run: run.step_ms, 0),
     ):
-        figures = [value(facts[name]) for name in NAMES]
-        table.add_row(row, *(f"{figure:,.{digits}f}" for figure in figures), f"{figures[1] / figures[0]:.0%}")
+        stock, patched = (value(runs[name]) for name in NAMES)
+        table.add_row(row, f"{stock:,.{digits}f}", f"{patched:,.{digits}f}", f"{patched / stock:.0%}")
     Console().print(table)
-    verdict = "agree" if facts["agree"] else f"differ by more than {facts['tolerance']:.0e}"
-    differences = f"{facts['mean_difference']:.1e} on average, {facts['max_difference']:.1e} at most"
-    print(f"The loss curves {verdict}: {differences}.\nThe pictures are {' and '.join(facts['pictures'])}.")
 
 
 def main(
     model: Annotated[str | None, typer.Option(help="Path or hub id.", show_default="a small random Qwen3")] = None,
     text: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="File or folder to train on.", show_default="Python's library"),
+        Path | None, typer.Option(exists=True, help="File or folder to train on.", show_default="Python's library")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, show_default="40; GPU: 200")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, show_default="256; GPU: 1024")] = None,
@@ -395,20 +386,19 @@ def main(
     learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; GPU: 3e-4; with --model: 2e-5")] = None,
     vocab_size: Annotated[int, typer.Option(min=300, help="Of the small Qwen3.")] = 32768,
     hidden_size: Annotated[
-        int | None, typer.Option(min=64, help="Of the small Qwen3.", show_default="128; GPU: 1024")
+        int | None, typer.Option(min=64, help="Of that Qwen3.", show_default="128; GPU: 1024")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the small Qwen3.", show_default="2; GPU: 4")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Its layers.", show_default="2; GPU: 4")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     output: Annotated[Path, typer.Option(help="Picture of losses, memory and time.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
 
     The exit status is 1 if the loss curves differ.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else PyTorch's profiler writes into the progress bars
-    require("matplotlib", "numpy", "tokenizers", "transformers")
+    need_packages("matplotlib", "numpy", "tokenizers", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -438,15 +428,11 @@ def main(
     differences = [abs(a - b) for a, b in zip(*(runs[name].losses for name in NAMES), strict=True)]
     # The mean decides: in bfloat16 rounding errors grow from step to step, also between two stock runs.
     mean, tolerance = statistics.mean(differences), 1e-2 if gpu else 1e-4
-    facts: dict[str, Any] = {"title": title, "agree": mean <= tolerance, "tolerance": tolerance}  # False for NaN
-    facts |= {
-        "mean_difference": mean,
-        "max_difference": max(differences),
-        "pictures": [str(output), str(memory_picture)],
-    }
-    facts |= {name: run.facts() for name, run in runs.items()}
-    print(dumps(facts, indent=1)) if json else report(facts)
-    raise typer.Exit(0 if facts["agree"] else 1)
+    agree = mean <= tolerance  # False for NaN
+    print_table(title, runs)
+    print(f"The loss curves {'agree' if agree else f'differ by more than {tolerance:.0e}'}: ", end="")
+    print(f"{mean:.1e} on average, {max(differences):.1e} at most.\nThe pictures are {output} and {memory_picture}.")
+    raise typer.Exit(0 if agree else 1)
 
 
 if __name__ == "__main__":

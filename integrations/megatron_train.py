@@ -17,7 +17,7 @@ from unittest import mock
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, require
+from demo import Curve, compare_runs, examples, has_gpu, need_packages
 from flce.testing.models import SIZES
 from processes import average_over_processes, run_in_two_processes
 
@@ -90,7 +90,7 @@ def run_process(steps: int) -> int:
         torch.cuda.set_device(dist.get_rank())
     parallel_state.initialize_model_parallel(dist.get_world_size())
     name = f"Megatron-Core, {dist.get_world_size()} tensor-parallel processes"
-    status = compare(name, lambda patched: train(patched, steps))
+    status = compare_runs(name, lambda patched: train(patched, steps))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     return status
@@ -98,7 +98,7 @@ def run_process(steps: int) -> int:
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
     """Train with Megatron-Core in two processes, with its loss and with flce's, and compare the losses."""
-    require("megatron-core")
+    need_packages("megatron-core")
     raise typer.Exit(run_in_two_processes(run_process, steps))
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, record_losses, require, train_and_record, trainer_settings
+from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
 from flce.testing.models import tiny_model
 
 
@@ -55,7 +55,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
     from flce.huggingface import FlceCallback
 
-    return record_losses(Trainer)(
+    return curve_trainer(Trainer)(
         model=model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),
@@ -64,7 +64,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, model: Any, **argu
 
 
 def train(patched: bool, *, adapt_head: bool = False, **arguments: Any) -> Curve:
-    return train_and_record(create_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
+    return record_curve(create_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
 
 
 def main(
@@ -73,8 +73,8 @@ def main(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
 ) -> None:
     """Train LoRA adapters on a model in 4 bits, stock and with FlceCallback, and compare the losses."""
-    require("bitsandbytes", "peft")
-    status = compare(
+    need_packages("bitsandbytes", "peft")
+    status = compare_runs(
         "QLoRA" + " with an adapter on the head" * adapt_head,
         lambda patched: train(patched, steps=steps, adapt_head=adapt_head, bf16=bf16),
         tolerance=1e-2 if bf16 else 1e-5,

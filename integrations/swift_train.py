@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, excerpts, has_gpu, record_accelerate_losses, require, save_model
+from demo import Curve, compare_runs, excerpts, has_gpu, need_packages, record_accelerate_losses, save_model
 
 PLUGIN = Path(__file__).with_name("swift_plugin.py")
 
@@ -62,8 +62,8 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters.")] = False,
 ) -> None:
     """Train with ms-swift, stock and with FlceCallback, and compare the losses."""
-    require("ms-swift")
-    raise typer.Exit(compare("ms-swift", lambda patched: train(patched, steps, lora)))
+    need_packages("ms-swift")
+    raise typer.Exit(compare_runs("ms-swift", lambda patched: train(patched, steps, lora)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from demo import Curve, compare, examples, has_gpu, require, save_model
+from demo import Curve, compare_runs, examples, has_gpu, need_packages, save_model
 from flce.testing.models import SIZES
 
 
@@ -116,8 +116,8 @@ def main(
     tied: Annotated[bool, typer.Option(help="Use the embedding's weight for the head.")] = False,
 ) -> None:
     """Train with a recipe of torchtune, stock and with flce, and compare the losses."""
-    require("torchtune")
-    raise typer.Exit(compare("torchtune", lambda patched: train(patched, steps, tied)))
+    need_packages("torchtune")
+    raise typer.Exit(compare_runs("torchtune", lambda patched: train(patched, steps, tied)))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import typer
 
 from demo import (
     Curve,
-    compare,
+    compare_runs,
+    curve_trainer,
     excerpts,
-    record_losses,
-    require,
+    need_packages,
+    record_curve,
     tiny_tokenizer,
-    train_and_record,
     trainer_settings,
     trl_installed,
 )
@@ -57,8 +57,8 @@ def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", l
     if by == "dpo":
         args = DPOConfig(**{**settings, "learning_rate": 1e-4, **more})
         data = preferences(4 * steps)
-        return record_losses(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
-    return record_losses(SFTTrainer)(
+        return curve_trainer(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
+    return curve_trainer(SFTTrainer)(
         args=SFTConfig(**{**settings, **more}),
         train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,
@@ -68,7 +68,7 @@ def create_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", l
 
 def train(patched: bool, **arguments: Any) -> Curve:
     with trl_installed(patched):  # the only difference
-        return train_and_record(create_trainer, patched, **arguments)
+        return record_curve(create_trainer, patched, **arguments)
 
 
 def main(
@@ -77,9 +77,9 @@ def main(
     lora: Annotated[bool, typer.Option(help="Train LoRA adapters, with SFTTrainer.")] = False,
 ) -> None:
     """Train with a trainer of TRL, stock and with flce, and compare the losses."""
-    require("trl", "peft")
+    need_packages("trl", "peft")
     name = f"{by.value.upper()}Trainer"
-    raise typer.Exit(compare(name, lambda patched: train(patched, steps=steps, by=by.value, lora=lora)))
+    raise typer.Exit(compare_runs(name, lambda patched: train(patched, steps=steps, by=by.value, lora=lora)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 #     operator     targets of the operator, its exactness, and the peers; about five minutes
 #     targets      only the targets; fails if a workspace differs from its plan
 #     peers        only the exactness and the peers
+#     rivals       the newest kernels of PyTorch, Liger and QuACK, and flce in their workspace; three minutes
 #     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
 #     curve        time over budget from 1 MiB on, and the peers, for three sizes; two minutes and a half
@@ -93,16 +94,14 @@ benchmark() {
         --deadline $((limit - ${LATE:-20})) --out "$out/$result.json" "$@"
 }
 
-# report NAME OPTIONS...: writes tables and picture of a result, and with the options its summary. In the background,
-# because most of the time is the start of libraries.
+# report NAME OPTION: writes tables and picture of a result, and with the option its summary. In the background, because
+# most of the time is the start of libraries.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
-    shift
-    [ -f "$result" ] || return 0
     "$python" -m benchmarks table "$result" --out "$out/$command.md" &
     reports+=($!)
-    "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
+    "$python" -m benchmarks table "$result" "$2" >"$logs/$command.summary" &
     reports+=($!)
     [[ "$command" =~ ^(curve|operator|rows)$ ]] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
@@ -166,10 +165,7 @@ sanitize() {
         esac
         grep -q 'SUMMARY: 0 ' "${outputs[job]}" || fail "${names[job]}: no summary of no errors"
     done
-    for job in "${!names[@]}"; do
-        echo "== ${names[job]}"
-        grep -vE '^(tests/|  |$)' "${outputs[job]}" | tail -n 40
-    done >"$out/sanitize.log"
+    tail -n 60 "${outputs[@]}" >"$out/sanitize.log"
 }
 
 # has_only_vendor_races OUTPUT: true if racecheck reports no other error, and all tests passed.
@@ -248,6 +244,7 @@ for name in $parts; do
         targets) benchmark operator operator targets 240 ;;
         peers) benchmark operator operator peers 500 ;;
         calls) benchmark calls operator h200-small 145 ;;
+        rivals) benchmark rivals operator h200-rivals 240 ;;
         curve) benchmark curve operator h200-curve 240 ;;
         pages)
             benchmark curve operator h200-curve 215
@@ -285,15 +282,15 @@ for name in $parts; do
     esac
 done
 
-report model --brief
-report grpo --brief
-report logits
-report rows --brief
-report logprobs --targets
-report calls --brief
-report exact --targets
-report curve --brief
-report operator --targets
+measured=()
+for name in model grpo logits rows logprobs calls rivals exact curve operator; do
+    [ -f "$out/$name.json" ] || continue
+    measured+=("$logs/$name.summary")
+    case $name in
+        logprobs | rivals | exact | operator) report "$name" --targets ;;
+        *) report "$name" --brief ;;
+    esac
+done
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
 # The summary is last, so that it is visible at the end of the output.
@@ -301,9 +298,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model grpo logits rows logprobs calls exact curve operator; do
-        [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
-    done
+    cat "${measured[@]}" /dev/null
     printf '%s\n' "${lines[@]}"
 } | tee "$out/summary.txt"
 exit "$failed"

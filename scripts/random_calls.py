@@ -162,10 +162,8 @@ def main() -> int:
         for name, error, stock in found:
             if stock == stock and not error <= stock:
                 failed += 1
-                text = (
-                    f"FAILED seed {arguments.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}: {call.drawn}"
-                )
-                print(text, flush=True)
+                print(f"FAILED seed {arguments.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}", flush=True)
+                print(call.drawn, flush=True)
             elif not error <= worst[name][0]:
                 worst[name] = error, call.drawn
         torch.cuda.empty_cache()  # other processes may draw calls on the same device

@@ -43,6 +43,7 @@ SHOWN = {
     "operator": ["| flce |", "median ms", "relative error against float64", "spread: "],
     "model": ["| flce, 1 MiB budget |", "tokens/s", "x stock", "| loss |"],
     "rows": ["GB/s, of copy: softmax forward, float32, 8 rows", "| columns | copy | flce | eager | flce, again |"],
+    "grpo": ["| TRL's kernel |", "tokens/s", "peak GiB", "tiny-llama, old policy"],
     "logprobs": ["| flce, no gradient |", "| four bare products |", "planned MiB", "spread: "],
 }
 EVERYWHERE = ("ours", "repeat", "stock")
@@ -51,8 +52,10 @@ EVERYWHERE = ("ours", "repeat", "stock")
 @pytest.fixture(scope="module", params=SHOWN)
 def small_run(request, tmp_path_factory):
     """Return the benchmark, and the result file of its tiny preset on the CPU."""
-    if request.param == "model":
+    if request.param in ("model", "grpo"):
         pytest.importorskip("transformers")
+    if request.param == "grpo":
+        pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
     path = tmp_path_factory.mktemp("benchmarks") / "run.json"
     arguments = ["--preset", "tiny", "--device", "cpu", "--rounds", "2", "--out", str(path)]
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +86,7 @@ def test_every_case_of_the_preset_is_measured(small_run):
             assert len(result.samples_ms) == 2 or result.family not in EVERYWHERE
     for other in BENCHMARKS.values():
         if other is not benchmark:
-            with pytest.raises(ValueError, match=f"no results of {other.noun}"):
+            with pytest.raises(ValueError, match=f"no results of {other.kind!r}"):
                 other.load(path)
 
 
@@ -102,7 +105,7 @@ def test_what_a_run_has_is_shown(small_run, tmp_path):
 
 
 def test_figures_of_a_small_run(small_run):
-    """The operator is as exact as stock, a model has stock's loss in less memory, and rows have their method."""
+    """The operator is as exact as stock, a model has stock's loss in less memory."""
     benchmark, path = small_run
     for entry in benchmark.load(path).cases:
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
@@ -112,8 +115,6 @@ def test_figures_of_a_small_run(small_run):
         elif benchmark.kind == "model":
             assert ours.loss == pytest.approx(stock.loss, abs=1e-3)
             assert ours.peak_bytes < stock.peak_bytes
-        elif benchmark.kind == "rows":
-            assert (ours.calls, ours.method) == (3, "launched")
 
 
 def test_a_package_that_is_not_there_is_named():
@@ -135,8 +136,6 @@ def test_a_package_that_is_not_there_is_named():
         ("operator", ["--shape", "8,4,16", "--set", "contenders=nobody"], "there are"),
         ("operator", ["--shape", "8,4,16", "--device", "abacus"], "there is no device 'abacus' here"),
         ("operator", ["--shape", "8,4,16", "--set", "time=false"], "nothing to measure"),
-        ("operator", ["--shape", "8,4,16", "--seconds", "inf"], "expected a finite number, got inf"),
-        ("operator", ["--shape", "8,4,16", "--deadline", "nan"], "expected a finite number, got nan"),
         ("operator", ["--shape", "8,4,16", "--set", "mode=sideways"], "frozen-head"),
         ("model", ["--set", "model=GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
         ("model", ["--preset", "tiny", "--set", "contenders=nobody"], "there are"),
@@ -340,7 +339,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert [result.family for result in entry.results] == ["ours", "stock", "repeat"]
     assert [result.median_ms for result in entry.results] == [2.0, 5.0, 2.2]
     note = spread_note([entry])
-    assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
+    assert note == "spread: 10.0% in the median and 10.0% at most between flce and the same again, 1 times"
     other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
     run = Run("operator", HEAD | {"device": {"type": "cpu", "name": "made up", "threads": 1}}, [entry, other])

@@ -18,13 +18,11 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 
 import flce
 from benchmarks import grpo
-from benchmarks.benchmark import save
-from benchmarks.cases import Effort, select_contenders
+from benchmarks.cases import Effort, StandIn, select_contenders, stand_ins
+from benchmarks.contenders import TRL_UNUSED
 from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Completions, GrpoStep
 from benchmarks.models import build
-from benchmarks.runs import Run
 from flce.testing.problem import relative_error
-from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
 CASE = PRESETS["tiny"]()[1][0]
@@ -54,12 +52,15 @@ def exact(model: Any, batch: Completions) -> tuple[Tensor, Tensor]:
     return logprob.detach().mean(), -torch.cat(gains).mean()
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    "part, name", [(part, name) for part in PARTS for name in HERE if (part, name) != (OLD, "liger")]
+)
 def test_passes_are_exact(
     name: str, part: str, problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values, and the gradients of the training step, are exact."""
+    if (name, part) == ("liger", OLD):
+        pytest.skip("Liger has a loss only")
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # Liger compiles
     model, batch = problem
     logprob, loss = exact(model, batch)
@@ -120,32 +121,14 @@ def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.
     there = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
     for name in there:
         monkeypatch.delitem(sys.modules, name)
-    with grpo.stand_ins():
+    with stand_ins(TRL_UNUSED):
         pandas, compute = (importlib.import_module(name) for name in ("pandas", "pyarrow.compute"))
-        assert isinstance(pandas, grpo.StandIn)
-        assert isinstance(compute, grpo.StandIn)
+        assert isinstance(pandas, StandIn)
+        assert isinstance(compute, StandIn)
         assert isinstance(pandas.DataFrame, type)
         assert not hasattr(pandas, "__version__")
-        assert not isinstance(sys.modules.get("datasets"), grpo.StandIn)
+        assert not isinstance(sys.modules.get("datasets"), StandIn)
     assert not any(name.partition(".")[0] in names for name in sys.modules)
-
-
-def test_a_run(tmp_path: Any) -> None:
-    """Tables have the figures; cases of the GPU preset are valid."""
-    entries = [GRPO.measure(case, CPU, Effort(2, 1.0), select_contenders(CONTENDERS, ["ours", "trl", "stock"])) for
-    case, _ in
-               PRESETS["tiny"]()]  # fmt: skip
-    save(Run("grpo", HEAD, entries), tmp_path / "run.json")
-    run = GRPO.load(tmp_path / "run.json")
-    for entry in run.cases:
-        assert {result.status for result in entry.results} == {"ok"}, [result.reason for result in entry.results]
-        assert all(len(result.samples_ms) == 2 and result.peak_bytes for result in entry.results)
-        assert "tokens/s" in GRPO.table(entry).markdown()
-    assert "Tokens/s, peak GiB" in "".join(table.markdown() for table in GRPO.tables(run, True))
-    for case, _ in PRESETS["h200"]():
-        assert case.prompt * 2 == case.sequence == 4096
-        assert case.tokens == 8 * 4096
-        GRPO.check(case)
 
 
 @pytest.mark.gpu

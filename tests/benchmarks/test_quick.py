@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from benchmarks.cli import app
 from benchmarks.contenders import select
 from benchmarks.operator import FLOORS, OPERATOR, OURS
 from benchmarks.problem import OperatorCase
-from benchmarks.quick import OTHERS, default_shape, faults, float64_is_cheap
-from benchmarks.runs import BenchResult, Entry
+from benchmarks.quick import OTHERS, default_shape, float64_is_cheap
 
 CPU = torch.device("cpu")
 
@@ -95,17 +93,6 @@ def test_wrong_arguments(run: Any, tmp_path: Path, arguments: tuple[str, ...], s
     assert not (tmp_path / "quick.json").exists()
 
 
-@pytest.mark.parametrize("off, message", [(1.01, "dX of flce is 1.0e-02 from float64"), (math.nan, "not finite")])
-def test_a_loss_that_is_off_is_found(run: Any, off: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = flce.fused_linear_cross_entropy
-    monkeypatch.setattr(flce, "fused_linear_cross_entropy", lambda *a, **options: off * right(*a, **options))
-    done = run("--shape", "64,32,300")
-    assert done.exit_code == 1, done.output
-    found = [line for line in done.stdout.splitlines() if line.startswith("WRONG: 64 x 32 x 300, float32")]
-    assert len(found) == 6  # loss, dX and dW, of the default and of its repeat
-    assert any(message in line for line in found), found
-
-
 def test_a_call_that_fails_is_found_and_the_others_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("as [planned]")
@@ -113,30 +100,8 @@ def test_a_call_that_fails_is_found_and_the_others_go_on(run: Any, monkeypatch: 
     monkeypatch.setattr(flce, "fused_linear_cross_entropy", fail)
     done = run("--shape", "64,32,300")
     assert done.exit_code == 1, done.output
-    assert "WRONG: 64 x 32 x 300, float32, forward+backward: flce failed: RuntimeError: as [planned]" in done.stdout
+    assert "- flce (ours) failed: RuntimeError: as [planned]" in done.stdout
     assert "| stock (F.linear" in done.stdout
-
-
-def entry_of(case: OperatorCase, **errors: float) -> Entry:
-    names = {"loss": 1e-6, "input_grad": 6.7e-3, "weight_grad": 6.7e-3}
-    ours = BenchResult("ours", "flce", "ours", samples_ms=[1.0], errors=names | errors)
-    return Entry(case, [ours, BenchResult("stock", "stock", "stock", samples_ms=[2.0], errors=dict(names))])
-
-
-@pytest.mark.parametrize(
-    "errors, wrong",
-    [
-        ({}, 0),
-        ({"input_grad": 8.3e-3}, 0),
-        ({"input_grad": 8.5e-3}, 1),
-        ({"weight_grad": math.inf}, 1),
-        ({"weight_grad": math.nan}, 1),
-        ({"loss": 2e-5}, 0),  # one number: stock's was close to the truth by chance
-        ({"loss": 1e-4}, 1),
-    ],
-)
-def test_further_than_stock_is_wrong(errors: dict[str, float], wrong: int) -> None:
-    assert len(faults(entry_of(OperatorCase(4096, 4096, 128256), **errors))) == wrong
 
 
 @pytest.mark.gpu

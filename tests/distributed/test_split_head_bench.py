@@ -16,12 +16,12 @@ pytest.importorskip("typer")
 
 
 def measure(sequence_parallel: bool) -> list[dict[str, Any]]:
-    from benchmarks.processes import Agreed
+    from benchmarks.cases import AgreedEffort
     from benchmarks.split_head import SPLIT_HEAD, SplitCase
 
     dtype = "bfloat16" if training.device().type == "cuda" else "float32"
     case = SplitCase(64, 32, 1000, 2, sequence_parallel, dtype=dtype)
-    return [result.to_dict() for result in SPLIT_HEAD.measure(case, training.device(), Agreed(1, 60.0)).results]
+    return [result.to_dict() for result in SPLIT_HEAD.measure(case, training.device(), AgreedEffort(1, 60.0)).results]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -20,12 +20,12 @@ pytest.importorskip("transformers", minversion="5.17")
 
 def measure(name: str, seconds: float) -> list[dict[str, Any]]:
     """Return the results of each contender. The deadline of the second process has passed."""
-    from benchmarks.processes import Agreed
+    from benchmarks.cases import AgreedEffort
     from benchmarks.wrapped import SMALL, WRAPPED, divided
 
     until = time.monotonic() + seconds - 1000.0 * dist.get_rank()
     case = divided(replace(SMALL, contenders=("ours", "stock")), name)
-    entry = WRAPPED.measure(case, training.device(), Agreed(1, 60.0, until))
+    entry = WRAPPED.measure(case, training.device(), AgreedEffort(1, 60.0, until))
     return [result.to_dict() for result in entry.results]
 
 

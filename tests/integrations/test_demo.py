@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -78,25 +77,24 @@ def test_a_tokenizer_without_words(unknown: int | None, eos: int | None) -> None
 
 
 @pytest.mark.parametrize("last, status", [(1.00003, 0), (1.1, 1), (float("nan"), 1)])
-def test_json(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
-
+def test_the_verdict(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
     def run_of(loss: float, peak: int) -> demo.TrainingRun:
         profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
         return demo.TrainingRun([3.0, 2.0, loss], [0.2, 0.1, 0.3], profile, peak)
 
-    runs = {"stock": run_of(1.0, 400), "patched": run_of(last, 100)}
+    runs = {"stock": run_of(1.0, 400 << 20), "patched": run_of(last, 100 << 20)}
     monkeypatch.setattr(demo, "train_both", lambda *_, **__: runs)
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()
     app.command()(demo.main)
-    done = CliRunner().invoke(app, ["--text", str(text), *SIZES, "--json"])
+    done = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["--text", str(text), *SIZES])
     assert done.exit_code == status, done.output
-    facts = json.loads(done.stdout)
-    assert facts["agree"] is (status == 0)
-    assert facts["stock"] == {"losses": [3, 2, 1], "step_seconds": 0.2, "peak_bytes": 400, "step_peak_bytes": 200}
-    if status == 0:
-        assert (facts["mean_difference"], facts["max_difference"]) == pytest.approx((1e-5, 3e-5))
-    for picture in facts["pictures"]:
+    rows = [line.replace("│", " ").split() for line in done.stdout.splitlines()]
+    assert [*["peak", "memory,", "MiB", "400", "100", "25%"]] in rows
+    assert [*["time", "per", "step,", "ms", "200", "200", "100%"]] in rows
+    verdict = "agree: 1.0e-05 on average, 3.0e-05 at most" if status == 0 else "differ by more than 1e-04"
+    assert f"The loss curves {verdict}" in done.stdout
+    for picture in ("demo.png", "demo-memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 

@@ -38,7 +38,7 @@ def make_trainer(
     **arguments: Any,
 ) -> Any:
     """Return a trainer of the tiny model. `arguments` are `TrainingArguments`, `trainer` arguments of `Trainer`."""
-    return demo.record_losses(transformers.Trainer)(
+    return demo.curve_trainer(transformers.Trainer)(
         model=tiny_model() if model is None else model,
         args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
         train_dataset=demo.examples(4 * 50),
@@ -49,7 +49,7 @@ def make_trainer(
 
 
 def train(patched: bool, **arguments: Any) -> demo.Curve:
-    return demo.train_and_record(make_trainer, patched, **arguments)
+    return demo.record_curve(make_trainer, patched, **arguments)
 
 
 def train_both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
