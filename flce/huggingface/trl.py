@@ -1,8 +1,8 @@
 """`install`: the trainers of TRL compute their losses with flce instead of TRL's kernel. Called by users.
 
 TRL replaces the ``forward`` of each model that it trains. With ``fused_lm_head=True`` this forward runs the model
-without its head, and calls a kernel of TRL with the head's weight. With flce the model's stock forward runs instead and
-returns lazy logits, which include all operations of the model between its hidden states and its logits.
+without its head, and calls a kernel of TRL with the head's weight. With flce the model's stock (unpatched) forward runs
+instead and returns lazy logits, which include all operations of the model between its hidden states and its logits.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def install(*, options: ChunkOptions | None = None) -> None:
     for place, stock in originals.items():
         _check_signature(place, stock, replacements[place])
     _originals.update(originals)
-    for (owner, name), function in replacements.items():
-        setattr(owner, name, function)
+    for (namespace, name), function in replacements.items():
+        setattr(namespace, name, function)
 
 
 def uninstall() -> None:
     """Undo `install` for trainers that are created later. Without `install`, this call has no effect."""
     while _originals:
-        (owner, name), stock = _originals.popitem()
-        setattr(owner, name, stock)
+        (namespace, name), stock = _originals.popitem()
+        setattr(namespace, name, stock)
 
 
 def _check_signature(place: tuple[Any, str], stock: Any, replacement: Any) -> None:
