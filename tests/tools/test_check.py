@@ -41,6 +41,7 @@ def _user_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRITON_INTERPRET", "FLCE_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     checks.compute_references.cache_clear()
 
 

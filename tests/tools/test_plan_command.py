@@ -359,12 +359,11 @@ def test_a_model(folder: Path) -> None:
     for expected in (
         "H100, 1 GiB",
         "strategy 'tokens'",
-        "stock, checkpointing",
+        "checkpointing",
         "longest of 2 sequences, tokens",
-        "W weights",
+        "  weights",
     ):
         assert expected in output.stdout
-    assert "the GPU " in output.stdout
 
 
 def test_json(folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -69,13 +68,8 @@ class StepMeter(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------- counting
 
     def track_storage(self, tensor: Tensor, category: str | None = None, is_permanent: bool = False) -> None:
-        """Count a tensor's storage until it is freed. A second call moves the storage to another category.
-
-        Args:
-            tensor: the tensor.
-            category: the category, or None for the current one.
-            is_permanent: whether the storage exists longer than the step.
-        """
+        """Count a tensor's storage until it is freed, or always if ``is_permanent``. A second call moves the storage to
+        another category. ``None`` is the current category."""
         storage, category = tensor.untyped_storage(), category or self.category
         key = storage._cdata
         known = self._sizes.get(key)
@@ -128,8 +122,8 @@ class StepMeter(TorchDispatchMode):
             for tensor in outputs:
                 if tensor.untyped_storage()._cdata not in self._sizes:
                     self.track_storage(tensor)
-        if func in _SCRATCH_BYTES:
-            self.add_temporary_bytes(_SCRATCH_BYTES[func](*args), TEMPORARY)
+        if func is _aten._scaled_dot_product_flash_attention_backward.default:
+            self.add_temporary_bytes(_flash_backward_scratch(*args), TEMPORARY)
         self._propagate_values(func, args, kwargs, inputs, outputs)
         return result
 
@@ -230,27 +224,20 @@ def _tensors(values: Any) -> list[Tensor]:
 def _flash_backward_scratch(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
 ) -> int:
-    """Return the bytes of a float32 sum of dQ, of row sums, and of dK and dV by query head if heads share keys."""
+    """Return the bytes that flash attention allocates beside its results: a float32 sum of dQ, row sums, and dK and dV
+    by query head if heads share keys. Other kernels allocate no more than a few MiB."""
     size = 4 * query.numel() + 2 * lse.nbytes
     if key.shape[1] != query.shape[1]:
         size += 2 * key.nbytes * (query.shape[1] // key.shape[1])
     return size
 
 
-# Kernels that allocate more than a few MiB in addition to their results: functions of the arguments that return bytes.
-_SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_scratch,
-}
-
-
 class _MetaAutocast(torch.autocast):
     """`torch.autocast` that accepts the device type "meta" and treats it as "cuda".
 
     Transformers before 5.0 calls ``torch.autocast(tensor.device.type, enabled=False)``, and PyTorch raises an error for
-    "meta". No mode can intercept this call: `TorchFunctionMode` and `TorchDispatchMode` see functions of tensors, and
-    the constructor of ``torch.autocast`` is not one. `torch.device` has no subclasses that could report another type.
-    So `CudaOperatorsMode` replaces the class ``torch.autocast`` globally while it is entered. For all other device
-    types this class behaves as the stock class, so code in other threads is not affected.
+    "meta". No mode can intercept this call, so `CudaOperatorsMode` replaces the class ``torch.autocast`` globally while
+    it is entered. For all other device types this class equals the stock class, so other threads are not affected.
     """
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
