@@ -19,7 +19,6 @@ import demo  # noqa: E402
 import flce  # noqa: E402
 from flce.huggingface import (  # noqa: E402
     FlceCallback,
-    LazyLogits,
     MaterializedLogitsError,
     MaterializedLogitsWarning,
 )
@@ -211,20 +210,6 @@ def test_evaluate(trainer, arguments, tmp_path):
     assert patched == pytest.approx(stock, abs=1e-5)
     materialized = any(w.category is MaterializedLogitsWarning for w in caught)
     assert materialized == (trainer == {"compute_metrics": accuracy})
-
-
-def test_evaluation_of_the_loss_is_fused(tmp_path):
-    """Check evaluation before and after training."""
-    trainer = make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
-    seen: list[Any] = []
-    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-    trainer.evaluate()
-    trainer.train()
-    trainer.evaluate()
-    assert len(seen) == 3
-    for logits in seen:
-        assert isinstance(logits, LazyLogits)
-        assert not logits.is_materialized
 
 
 def test_save_and_resume(tmp_path):

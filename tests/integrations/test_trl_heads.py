@@ -257,22 +257,25 @@ def test_uninstall_restores_exactly() -> None:
 def test_another_signature_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_fused_lm_head(model: Any, temperature: float = 1.0) -> None: ...
 
-    monkeypatch.setattr(trl.trainer.kto_trainer, "add_fused_lm_head", add_fused_lm_head)
-    before = installed_functions()
-    theirs, name = r"\(model, temperature=1.0\)", "trl.trainer.kto_trainer.add_fused_lm_head"
+    kto, sft, dpo = trl.trainer.kto_trainer, trl.SFTTrainer, trl.trainer.dpo_trainer
+    name, theirs = "trl.trainer.kto_trainer.add_fused_lm_head", r"\(model, temperature=1.0\)"
     mine = r"\(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=\('log_probs',\)\)"
-    with pytest.raises(ImportError, match=f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"):
-        flce.huggingface.trl.install()
-    assert installed_functions() == before
-
-
-def test_another_method_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", lambda self, model, inputs: None)
-    with pytest.raises(ImportError, match=r"SFTTrainer.compute_loss\(self, model, inputs, return_outputs=False"):
-        flce.huggingface.trl.install()
-    monkeypatch.delattr(trl.trainer.dpo_trainer, "add_fused_lm_head")
-    with pytest.raises(ImportError, match=r"flce needs TRL 1.16 or newer: TRL .* has no trl.trainer.dpo_trainer.add"):
-        flce.huggingface.trl.install()
+    for place, attribute, value, message in (
+        (kto, "add_fused_lm_head", add_fused_lm_head, f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"),
+        (
+            sft,
+            "compute_loss",
+            lambda self, model: None,
+            r"SFTTrainer.compute_loss\(self, model, inputs, return_outputs=",
+        ),
+        (dpo, "add_fused_lm_head", None, r"needs TRL 1.16 or newer: TRL .* has no trl.trainer.dpo_trainer.add"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, attribute, value)
+            before = installed_functions()
+            with pytest.raises(ImportError, match=message):
+                flce.huggingface.trl.install()
+            assert installed_functions() == before
 
 
 def test_wrong_options() -> None:
