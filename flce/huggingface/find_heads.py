@@ -63,12 +63,7 @@ def backbone(model: Any) -> nn.Module:
 
 
 def find_heads(model: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
-    """Return the heads in the output embedding, and further heads with V outputs outside of the backbone.
-
-    Args:
-        model: a language model.
-        others: modules outside of ``model`` that may be heads too.
-    """
+    """Return the heads in the output embedding, and layers with V outputs in ``others`` or outside of the backbone."""
     layers, below = embedding_layers(model), backbone(model)
     if not layers:
         return []
@@ -89,12 +84,7 @@ def _vocabulary_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> l
 
 
 class HeadModules:
-    """The modules in a model's output embedding, with the heads among them, at the time of a search for heads.
-
-    Args:
-        embedding: the output embedding.
-        heads: the result of `find_heads`.
-    """
+    """The modules in a model's output embedding, with the heads among them, at the time of a search for heads."""
 
     def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
         head_ids = {id(head) for head in heads}

@@ -66,15 +66,7 @@ def is_exporting_or_tracing() -> bool:
 
 
 class HeadCall:
-    """One call of one head.
-
-    Args:
-        weight: ``(V, H)`` of the head.
-        bias: ``(V,)`` or None.
-        usage: the counts of the patched model.
-        layer: the head, or None if no layer computes the product.
-        model: the model whose forward is running.
-    """
+    """One call of the head ``layer`` (None if no layer computes the logits) in a forward of ``model``."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, model: nn.Module | None
@@ -147,11 +139,7 @@ class HeadCall:
         return bool(trained)
 
     def check_unchanged(self, can_synchronize: bool) -> None:
-        """Raise `StaleLogitsError` if the weight or the bias has changed since the call.
-
-        Args:
-            can_synchronize: compare values even if nothing indicates a change. The host waits for the GPU.
-        """
+        """Raise `StaleLogitsError` if the weight or the bias has changed since the call, see `TensorSnapshot`."""
         if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.optimizers_since(self._step)):
             raise self._snapshots[0].stale_error("by an optimizer step")
         stepped = optimizer_steps.count > self._step  # perhaps an optimizer that no longer exists
@@ -176,13 +164,8 @@ def _base_or_self(tensor: Tensor) -> Tensor:
 def gather_weights(
     calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Gather weights that FSDP or ZeRO-3 has freed, and free them at the end. Costs an all-gather for each unit.
-
-    Args:
-        calls: calls whose weights are gathered.
-        check: called with each call after its weights are gathered.
-        tensors: tensors that may be stand-ins of ZeRO-3 parameters. These parameters are gathered too.
-    """
+    """Gather weights of ``calls`` that FSDP or ZeRO-3 has freed, and parameters of stand-ins among ``tensors``. Free
+    them at the end. ``check`` is called with each call after its weights are gathered."""
     parameters = (*stand_in_parameters(tensors), *(p for call in calls for p in call.partitioned_parameters))
     missing = {id(p): p for p in parameters if not is_gathered(p)}
     with contextlib.ExitStack() as stack:

@@ -408,13 +408,8 @@ def _without_logits(outputs: Any) -> Any:
 
 
 def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
-    """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping.
-
-    Args:
-        args, kwargs: the arguments of the call.
-        labels_slice: the result of `_find_labels_slice`. None: the call of a wrapper, whose model has the labels.
-    """
-    if labels_slice is None:
+    """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping."""
+    if labels_slice is None:  # the call of a wrapper, whose model gets the labels
         return False
     for labels in (kwargs.get("labels"), *args[labels_slice]):
         if labels is not None:

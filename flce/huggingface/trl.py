@@ -144,31 +144,20 @@ def _warn_stock(reason: str) -> None:
 
 @dataclass
 class _FusedHead:
-    """The forward of a model with ``fused_lm_head=True``.
-
-    Attributes:
-        stock: TRL's forward.
-        temperature, in_float32, outputs: arguments of TRL's ``add_fused_lm_head``.
-        options: the options of `install`.
-        is_fusable: False after a call whose head has returned ordinary logits.
-    """
+    """The forward of a model with ``fused_lm_head=True``, with arguments of TRL's ``add_fused_lm_head``."""
 
     stock: Callable[..., Any]
+    """TRL's forward."""
     temperature: float
     in_float32: bool
     outputs: tuple[str, ...]
     options: ChunkOptions | None
     is_fusable: bool = True
+    """False after a call whose head has returned ordinary logits."""
 
     @skip_frame
     def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
-        """Run the model and return TRL's ``FusedCausalLMOutput``.
-
-        Args:
-            model: the model.
-            args, kwargs: arguments of the forward.
-            summed: return the sum of the log-probabilities instead of the log-probabilities.
-        """
+        """Run the model and return TRL's ``FusedCausalLMOutput``. If ``summed``, log-probabilities are summed."""
         if not self.is_fusable or not is_patched(model):
             return self.stock(*args, **kwargs)
         inputs = {name: value for name, value in kwargs.items() if name not in _LOSS_ARGUMENTS}

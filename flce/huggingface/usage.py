@@ -120,8 +120,7 @@ def report_materialized(
 
     Args:
         func: the operation that needs the logits: a function of torch, or text.
-        on_materialize: as in ``patch_model``.
-        usage: the counts of the patched model, or None.
+        on_materialize, usage: of the patched model.
         with_gradient: whether the logits have a gradient.
         values_before: whether values were computed without the logits before.
     """

@@ -50,9 +50,7 @@ class BudgetError(ValueError):
 class StepMeter(TorchDispatchMode):
     """A mode that counts the bytes of meta tensors by category, now and at the peak.
 
-    Args:
-        device: the simulated device.
-        autocast: the dtype to which autocast casts float32 operands, or None if autocast is off.
+    ``autocast`` is the dtype to which autocast casts float32 operands, or None if autocast is off.
     """
 
     def __init__(self, device: DescribedDevice, autocast: torch.dtype | None = None) -> None:
@@ -247,8 +245,7 @@ class _MetaAutocast(torch.autocast):
 class CudaOperatorsMode(TorchFunctionMode):
     """A mode that calls the operators of CUDA tensors where PyTorch would call other operators for meta tensors.
 
-    Args:
-        autocast: the dtype of ``torch.autocast("cuda", autocast)``, which has no effect on meta tensors, or None.
+    It casts operands as ``torch.autocast("cuda", autocast)`` does, which has no effect on meta tensors.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
