@@ -230,18 +230,6 @@ def _flash_backward_scratch(
     return size
 
 
-class _MetaAutocast(torch.autocast):
-    """`torch.autocast` that accepts the device type "meta" and treats it as "cuda".
-
-    Transformers before 5.0 calls ``torch.autocast(tensor.device.type, enabled=False)``, and PyTorch raises an error for
-    "meta". No mode can intercept this call, so `CudaOperatorsMode` replaces the class ``torch.autocast`` globally while
-    it is entered. For all other device types this class equals the stock class, so other threads are not affected.
-    """
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-
 class CudaOperatorsMode(TorchFunctionMode):
     """A mode that calls the operators of CUDA tensors where PyTorch would call other operators for meta tensors.
 
@@ -253,14 +241,6 @@ class CudaOperatorsMode(TorchFunctionMode):
         self.autocast = autocast
         self._casts = WeakIdKeyDictionary()  # casts of weights, which autocast caches
 
-    def __enter__(self) -> CudaOperatorsMode:
-        self._stock_autocast, torch.autocast = torch.autocast, _MetaAutocast  # type: ignore[misc]
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        torch.autocast = self._stock_autocast  # type: ignore[misc]
-        super().__exit__(*exception)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.autocast is not None and func in _AUTOCAST_TO_HALF:
@@ -271,8 +251,9 @@ class CudaOperatorsMode(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
-        if func is Tensor.__getitem__:
-            args = args[0], _index_with_tensors(args[1])
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            # PyTorch would create meta tensors without values from lists of numbers.
+            args = args[0], tuple(torch.tensor(item) if isinstance(item, list) else item for item in args[1])
         return func(*args, **kwargs)
 
     def _to_autocast_dtype(self, tensor: Tensor) -> Tensor:
@@ -299,13 +280,6 @@ _AUTOCAST_TO_FLOAT32 = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Te
 def autocast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``tensor`` in ``dtype``. Integers and float64 are not cast, as in autocast."""
     return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def _index_with_tensors(index: Any) -> Any:
-    """Replace lists of numbers in an index by CPU tensors. PyTorch would create meta tensors without values."""
-    if not isinstance(index, tuple):
-        return index
-    return tuple(torch.tensor(item) if isinstance(item, list) else item for item in index)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -178,8 +179,8 @@ def _plan_steps(
     checkpointing: bool | None,
 ) -> dict[str, Any]:
     """Return the memory of a step of the model in each variant, and the longest sequences."""
-    if importlib.util.find_spec("transformers") is None:
-        missing = "needs Transformers: pip install transformers, or give --shape N,H,V instead of a model"
+    if importlib.util.find_spec("transformers") is None or metadata.version("transformers").startswith("4."):
+        missing = "needs Transformers 5: pip install -U transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import load_config
