@@ -70,12 +70,15 @@ def _fsdp2_state(hook: Any) -> Any:
 
 def _is_deepspeed_hook(hook: Any) -> bool:
     code = getattr(hook, "__code__", None)
-    known = () if private.deepspeed_hook is None else private.deepspeed_hook.__code__.co_consts
-    return code is not None and code in known
+    # `private.deepspeed_hook` is the method that defines the hook.
+    return code is not None and private.deepspeed_hook is not None and code in private.deepspeed_hook.__code__.co_consts
 
 
 def hook_identity(hook: Hook) -> int:
-    """Return an equal number for hooks of which only one may run: DeepSpeed's for each output divide the gradient."""
+    """Return a number that is equal for hooks of which only one may run.
+
+    DeepSpeed registers a hook on each output of a model, and each of these hooks divides the gradient.
+    """
     if _is_deepspeed_hook(hook):
         function: Any = hook
         cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
@@ -86,23 +89,23 @@ def hook_identity(hook: Hook) -> int:
 def hook_from_node(node: Any) -> Hook | None:
     """Return the backward of a node as a hook, if an autograd function of DDP or DeepSpeed created it, else None."""
     if hasattr(node, "ddp_weakref"):
-        known = (private.DDPSink,)
+        functions = (private.DDPSink,)
     else:
         attributes = vars(getattr(node, "module", None) or SimpleNamespace())
-        known = tuple(attributes[name] for name in _ZERO_3_FUNCTION_NAMES if name in attributes)
-    function = next((f for f in known if f is not None and private.is_node_of(node, f)), None)
+        functions = tuple(attributes[name] for name in _ZERO_3_FUNCTION_NAMES if name in attributes)
+    function = next((f for f in functions if f is not None and private.is_node_of(node, f)), None)
     if function is None:
         return None
     context = SimpleNamespace(**vars(node))  # a copy: the node would keep the graph of the logits alive
-    last = -1
+    last_backward = -1
 
     def hook(grad: Tensor) -> None:
-        nonlocal last
-        before, last = last, private.current_graph_task_id()
-        if last == before != -1 and hasattr(context, "module"):
+        nonlocal last_backward
+        previous, last_backward = last_backward, private.current_graph_task_id()
+        if last_backward == previous != -1 and hasattr(context, "module"):
             # DeepSpeed expects one gradient for each output in a backward. Here each loss of the output sends one.
-            own = context.module.parameters(recurse=False)
-            if not hasattr(context, "pre_backward_function") or all(is_gathered(p) for p in own if is_partitioned(p)):
+            weights = [p for p in context.module.parameters(recurse=False) if is_partitioned(p)]
+            if not hasattr(context, "pre_backward_function") or all(map(is_gathered, weights)):
                 return
             function.apply(grad)  # the backward of another output has freed the weight: increase DeepSpeed's count
         function.backward(context, grad)
@@ -140,16 +143,18 @@ def unsharded(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[
 
 def _fsdp1_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Any:
     """Return the innermost FSDP1 unit that contains ``layer``, or None."""
-    kind = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if kind is None or layer is None:
+    unit_class = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if unit_class is None or layer is None:
         return None
-    around = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial) and hook.func is private.fsdp1_hook]
-    return _innermost([*([] if model is None else model.modules()), *around], kind, layer)
+    inner_modules = [] if model is None else model.modules()
+    partial_hooks = [hook for hook in hooks if isinstance(hook, functools.partial)]
+    outer_units = [hook.args[0] for hook in partial_hooks if hook.func is private.fsdp1_hook]
+    return _innermost_unit([*inner_modules, *outer_units], unit_class, layer)
 
 
-def _innermost(units: Iterable[Any], kind: Any, layer: nn.Module) -> Any:
-    containing = [u for u in units if isinstance(u, kind) and any(module is layer for module in u.modules())]
-    return min(containing, key=lambda unit: len(list(unit.modules())), default=None)
+def _innermost_unit(modules: Iterable[Any], unit_class: Any, layer: nn.Module) -> Any:
+    units = [m for m in modules if isinstance(m, unit_class) and any(module is layer for module in m.modules())]
+    return min(units, key=lambda unit: len(list(unit.modules())), default=None)
 
 
 def fsdp2_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Any:
@@ -161,17 +166,16 @@ def fsdp2_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable
         hooks: wrappers' hooks on the output of the head. If ``model`` contains no units, the hooks lead to the units
             that contain ``model``.
     """
-    kind = _imported_attribute("torch.distributed.fsdp", "FSDPModule")
-    if kind is None or layer is None:
+    unit_class = _imported_attribute("torch.distributed.fsdp", "FSDPModule")
+    if unit_class is None or layer is None:
         return None
-    inner_units = [
-        module for module in (layer, *([] if model is None else model.modules())) if isinstance(module, kind)
-    ]
+    inner_modules = (layer, *([] if model is None else model.modules()))
+    inner_units = [module for module in inner_modules if isinstance(module, unit_class)]
     states = [_fsdp2_state(hook) for hook in hooks]
     for unit in inner_units:  # the states of one tree of units are linked, including units that contain `model`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
-    around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
-    return _innermost((*inner_units, *around), kind, layer)
+    outer_modules = [module for state in states for module in getattr(state, "_modules", ())]
+    return _innermost_unit((*inner_units, *outer_modules), unit_class, layer)
 
 
 def reason_wrapper_not_lazy(model: Any, weight: Tensor) -> str | None:

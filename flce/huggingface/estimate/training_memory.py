@@ -79,28 +79,21 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Training:
-    """Options of a training step, except the length of its sequences.
-
-    Args:
-        batch_size: the number of sequences in a step on one GPU.
-        dtype: the dtype of weights, gradients, activations and optimizer state.
-        autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off.
-        optimizer: a key of `OPTIMIZERS`.
-        frozen_head: whether the weight of the head, and of an embedding that is tied to it, gets no gradient.
-        accumulation: whether gradients of earlier steps exist when a step begins.
-        options: the options of the fused loss.
-        shards: the number of processes over which the embedding and the head are divided by classes.
-        sharding: the division of weights, gradients and optimizer state over GPUs; None: each GPU has all.
-    """
+    """Options of a training step on one GPU, except the length of its sequences."""
 
     batch_size: int
     dtype: torch.dtype = torch.bfloat16
     autocast: torch.dtype | None = None
+    """The dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off."""
     optimizer: str = "adamw"
+    """A key of `OPTIMIZERS`."""
     frozen_head: bool = False
+    """True if the weight of the head, and of an embedding that is tied to it, gets no gradient."""
     accumulation: bool = False
+    """True if gradients of earlier steps exist when a step begins."""
     options: ChunkOptions | None = None
     shards: int = 1
+    """The number of processes over which the embedding and the head are divided by classes."""
     sharding: Sharding | None = None
 
 

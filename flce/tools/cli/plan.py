@@ -277,7 +277,11 @@ def _print_plan(result: dict[str, Any]) -> None:
     for remark in model["remarks"]:
         console.print(remark, soft_wrap=True)
     print_table(console, _table(result["steps"], training["batch_size"]))
-    for sentence in _about_lengths(result):
+    for obstacle in dict.fromkeys(step["longest_obstacle"] for step in result["steps"] if step["longest_obstacle"]):
+        console.print(f"Why no sequence is longer: {obstacle.rstrip('.')}.", soft_wrap=True)
+    longest, positions = max(step["longest_sequence"] for step in result["steps"]), model["positions"]
+    if positions is not None and max(longest, training["sequence_length"]) > positions:
+        sentence = f"The config has {positions:,} positions: longer sequences fit, but the model does not support them."
         console.print(sentence, soft_wrap=True)
     if any(step["patched"] and not step["fused"] for step in result["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) has the reason.", soft_wrap=True)
@@ -300,16 +304,3 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
     which = "longest sequence" if batch_size == 1 else f"longest of {batch_size:,} sequences"
     table.add_row(f"{which}, tokens", *(f"{step['longest_sequence']:,}" for step in steps))
     return table
-
-
-def _about_lengths(result: dict[str, Any]) -> list[str]:
-    """Return sentences about limits of sequences that are not memory."""
-    steps, positions = result["steps"], result["model"]["positions"]
-    obstacles = dict.fromkeys(step["longest_obstacle"] for step in steps if step["longest_obstacle"])
-    lines = [f"Why no sequence is longer: {obstacle.rstrip('.')}." for obstacle in obstacles]
-    lengths = [result["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
-    if positions is not None and max(lengths) > positions:
-        lines.append(
-            f"The config has {positions:,} positions: longer sequences fit, but the model does not support them."
-        )
-    return lines
