@@ -628,10 +628,10 @@ def usages_of(model: nn.Module) -> list[Usage]:
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
-def _apply_patch(modules: Iterable[Any], methods: MethodFactory, patch: _Patch) -> None:
+def _apply_patch(modules: Iterable[Any], make_methods: MethodFactory, patch: _Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
-            replace_class(module, methods)
+            replace_class(module, make_methods)
         module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 

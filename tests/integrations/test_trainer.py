@@ -239,10 +239,9 @@ class TestCallback:
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
             FlceCallback(**kwargs)
 
-    def create(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
-        arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
-        data = demo.examples(4)
-        return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
+    def create(self, folder: Any, callback: Any, arguments: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        args = transformers.TrainingArguments(**{**demo.trainer_settings(str(folder), 1), **(arguments or {})})
+        return transformers.Trainer(args=args, train_dataset=demo.examples(4), callbacks=[callback], **kwargs)
 
     @pytest.mark.parametrize("unpatch", [False, True])
     def test_patches_when_the_trainer_is_created(self, unpatch, tmp_path):
@@ -267,16 +266,10 @@ class TestCallback:
     @pytest.mark.usefixtures("fail_on_materialize")
     def test_a_model_created_for_a_run_in_mixed_precision(self, tmp_path):
         """Check a model whose forward Accelerate has replaced before the callback runs."""
-        losses = []
-        for callbacks in ([], [FlceCallback()]):
-            settings = {**demo.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
-            trainer = transformers.Trainer(
-                model_init=lambda: tiny_model(),
-                args=transformers.TrainingArguments(**settings),
-                train_dataset=demo.examples(8),
-                eval_dataset=demo.examples(8, seed=1),
-                callbacks=callbacks,
-            )
+        losses, data = [], demo.examples(8, seed=1)
+        for callback in (transformers.TrainerCallback(), FlceCallback()):
+            arguments = {"bf16": True, "prediction_loss_only": True}
+            trainer = self.create(tmp_path, callback, arguments, model_init=lambda: tiny_model(), eval_dataset=data)
             trainer.train()
             before = flce.report(trainer.model).fused
             losses.append(trainer.evaluate()["eval_loss"])
