@@ -183,7 +183,6 @@ class Case:
     target: Tensor = TARGET
     head_bias: Tensor | None = BIAS
     dtype: torch.dtype = torch.float32
-    tolerance: float = 1e-5
 
 
 def same(**arguments: Any) -> Case:
@@ -209,7 +208,7 @@ def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: 
     return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}, "returned": returned}
 
 
-def assert_same(theirs: dict[str, Any], ours: dict[str, Any], tolerance: float) -> None:
+def assert_same(theirs: dict[str, Any], ours: dict[str, Any], tolerance: float = 1e-5) -> None:
     for name, expected in theirs.items():
         if name != "returned":
             assert expected is not None, name
@@ -331,7 +330,7 @@ def test_an_argument(path: str, name: str, reduction: str, device: torch.device)
     theirs = outcome(library.theirs, case, {**case.theirs, "reduction": reduction, **library.extra}, device)
     ours = outcome(library.ours, case, {**case.ours, "reduction": reduction}, device)
     assert ours["loss"].dtype == torch.float32
-    assert_same(theirs, ours, case.tolerance)
+    assert_same(theirs, ours)
 
 
 @pytest.mark.parametrize("path", LIBRARIES)
@@ -404,7 +403,7 @@ def test_outputs_of_liger(reduction: str, device: torch.device) -> None:
         target,
     )
     theirs, ours = outcome(liger, case, case.theirs, device), outcome(fused_module, case, case.ours, device)
-    assert_same(theirs, ours, case.tolerance)
+    assert_same(theirs, ours)
     expected, got = theirs["returned"], ours["returned"]
     torch.testing.assert_close(got.z_loss, expected.z_loss)
     assert torch.equal(got.argmax, expected.predicted_tokens)
@@ -468,7 +467,7 @@ def test_log_probabilities_of_trl(device: torch.device) -> None:
         gradients = torch.autograd.grad((logprob * torch.arange(N, device=device) - entropy).sum(), (x, w))
         names = ("logprob", "entropy", "hidden", "W")
         results.append(dict(zip(names, (logprob.detach(), entropy.detach(), *gradients), strict=True)))
-    assert_same(results[0], results[1], 1e-5)
+    assert_same(results[0], results[1])
 
 
 # ------------------------------------------------------------------------------------------ before and after
