@@ -415,7 +415,7 @@ def test_without_transformers(version: str | None, folder: Path, monkeypatch: py
     if version is None:
         monkeypatch.setitem(sys.modules, "transformers", None)
     else:
-        monkeypatch.setattr(command.metadata, "version", lambda name: version)
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     output = run("--model", folder)
     assert output.exit_code == 2
     assert "needs Transformers 5: pip install -U transformers, or" in " ".join(output.stderr.split())
