@@ -1,11 +1,11 @@
 """Search for the heads of a model: the linear layers that compute logits of the vocabulary. ``patch.py`` calls it.
 
-``get_output_embeddings()`` returns the output embedding. The heads are the linear layers in it with V outputs. There
-may be several: adapters (LoRA, copies to be trained) wrap the original layer and add layers to it. Heads may also be
-next to the output embedding, as in Medusa.
+A language model is a module with ``get_output_embeddings()``, which returns the output embedding. The heads are the
+linear layers in the output embedding with V outputs. There may be several: adapters (LoRA, copies to be trained) wrap
+the original layer and add layers to it. Heads may also be next to the output embedding, as in Medusa.
 
-Some models compute their logits in another layer or in no layer. `VocabularyProductMode` finds the matrix products
-that compute them, in a call of the model.
+Some models compute their logits in another layer or in no layer, by a vocabulary product: a matrix product with V
+outputs. `VocabularyProductMode` finds the vocabulary products in a call of the model.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from flce.ops.arguments import is_quantised
 from flce.torch_ops.frames import skip_frame_and_callees
 
 
-def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
-    """Find the outermost patchable modules with an output embedding. Return them, and reasons for others by name."""
+def find_language_models(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
+    """Return the outermost language models that can be patched, and for each other one the reason by its name."""
     has_embedding = hasattr(type(module), "get_output_embeddings")
     reason = _reason_not_patchable(module) if has_embedding else None
     if has_embedding and reason is None:
         return [module], {}
-    owners: list[Any] = []
+    models: list[Any] = []
     unpatchable: dict[str, str] = {}
     for child_name, child in module.named_children():
-        child_owners, child_unpatchable = find_owners(child, f"{name}.{child_name}".lstrip("."))
-        owners += child_owners
+        child_models, child_unpatchable = find_language_models(child, f"{name}.{child_name}".lstrip("."))
+        models += child_models
         unpatchable |= child_unpatchable
-    if reason is not None and (not owners or module.get_output_embeddings() is not None):
+    if reason is not None and (not models or module.get_output_embeddings() is not None):
         unpatchable = {name: reason}
-    return owners, unpatchable
+    return models, unpatchable
 
 
 def modules_except(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -56,53 +56,41 @@ def modules_except(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Mod
     return modules
 
 
-def backbone(owner: Any) -> nn.Module:
-    """Return the model below the head (``base_model``), or ``owner`` if it has none."""
-    below = getattr(owner, "base_model", owner)
-    return below if isinstance(below, nn.Module) else owner
+def backbone(model: Any) -> nn.Module:
+    """Return the model below the head (``base_model``), or ``model`` if it has none."""
+    below = getattr(model, "base_model", model)
+    return below if isinstance(below, nn.Module) else model
 
 
-def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
-    """Return the heads in the output embedding, and further heads with V outputs outside of the backbone.
-
-    Args:
-        owner: a model with an output embedding.
-        others: modules outside of ``owner`` that may be heads too.
-    """
-    embedding = owner.get_output_embeddings()
-    sizes = vocabulary_sizes(owner, embedding)
-    layers, below = _vocabulary_layers(modules_except(embedding), sizes), backbone(owner)
+def find_heads(model: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
+    """Return the heads in the output embedding, and layers with V outputs in ``others`` or outside of the backbone."""
+    layers, below = embedding_layers(model), backbone(model)
     if not layers:
         return []
-    candidates: Iterable[nn.Module] = modules_except(owner, [below])
-    if below is owner:  # the backbone is unknown: accept only children of the same shape as the head
-        candidates = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-    return layers + _vocabulary_layers([*candidates, *others], sizes)
+    candidates: Iterable[nn.Module] = modules_except(model, [below])
+    if below is model:  # the backbone is unknown: accept only children of the same shape as the head
+        candidates = (m for m in model.children() if getattr(m, "in_features", None) == layers[0].in_features)
+    return layers + _vocabulary_layers([*candidates, *others], vocabulary_sizes(model))
 
 
-def embedding_layers(owner: Any) -> list[nn.Linear]:
+def embedding_layers(model: Any) -> list[nn.Linear]:
     """Return the linear layers in the output embedding that compute logits, possibly none."""
-    head = owner.get_output_embeddings()
-    return _vocabulary_layers(modules_except(head), vocabulary_sizes(owner, head))
+    return _vocabulary_layers(modules_except(model.get_output_embeddings()), vocabulary_sizes(model))
 
 
 def _vocabulary_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
-    """Return the plain linear layers among ``modules`` whose number of outputs is in ``sizes``."""
+    """Return the patchable linear layers among ``modules`` whose number of outputs is in ``sizes``."""
     return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_patchable_linear(m)]
 
 
 class HeadModules:
-    """The modules in a model's output embedding, with the heads among them, at the time of a search for heads.
-
-    Args:
-        embedding: the output embedding.
-        heads: the result of `find_heads`.
-    """
+    """The modules in a model's output embedding, with the heads among them, at the time of a search for heads."""
 
     def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
         head_ids = {id(head) for head in heads}
         modules = modules_except(embedding)
         self._modules = [(weakref.ref(module), id(module) in head_ids) for module in modules]
+        # Modules within a head, such as its parametrisations.
         parts = {id(part) for head in heads for part in modules_except(head) if part is not head}
         others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
         self.has_adapter_parameters = any(module._parameters for module in others)
@@ -138,21 +126,22 @@ def _quantised_kind(head: Any) -> str | None:
     return None
 
 
-def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
-    """Return the numbers of classes that the logits of a model may have."""
-    size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
+def vocabulary_sizes(model: Any) -> frozenset[int]:
+    """Return the numbers of classes that the logits of a language model may have."""
+    embedding = model.get_output_embeddings()
+    size = getattr(embedding, "out_features", getattr(embedding, "num_embeddings", None))
     if isinstance(size, int):
         return frozenset({size})
-    config: Any = getattr(owner, "config", None)
+    config: Any = getattr(model, "config", None)
     configs = [] if config is None else [config, config.get_text_config(decoder=True)]
     return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
 
 
-def _reason_not_patchable(owner: Any) -> str | None:
+def _reason_not_patchable(model: Any) -> str | None:
     """Return the reason why a model cannot be patched, or None if it can be or is patched."""
-    if "_flce" in owner.__dict__ or embedding_layers(owner):
+    if "_flce" in model.__dict__ or embedding_layers(model):
         return None
-    name, head = type(owner).__name__, owner.get_output_embeddings()
+    name, head = type(model).__name__, model.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     quantised = _quantised_kind(head)
     if quantised is not None:
@@ -161,8 +150,8 @@ def _reason_not_patchable(owner: Any) -> str | None:
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )
-    is_stock = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
-    if is_stock and name in _language_model_class_names():
+    is_known_class = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
+    if is_known_class and name in _language_model_class_names():
         return None  # `VocabularyProductMode` finds the product that computes the logits in the first call
     if head is None:
         return (
@@ -189,37 +178,37 @@ def _language_model_class_names() -> frozenset[str]:
 
 
 class VocabularyProductMode(TorchFunctionMode):
-    """A mode that calls ``replace`` for each matrix product as wide as the vocabulary.
+    """A mode that calls ``replace`` for each vocabulary product of a running model.
 
     Args:
-        owner: the running model. If its output embedding has linear layers, products with parameters of other layers
+        model: the running model. If its output embedding has linear layers, products with parameters of other layers
             are not replaced.
         replace: a function of ``(hidden, weight, bias)`` that returns lazy logits, or None to compute the product.
     """
 
-    def __init__(self, owner: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
+    def __init__(self, model: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
         self.replaced: list[Tensor] = []
         """Inputs of replaced products. Other products of the same inputs are logits too."""
-        self._sizes, self._replace = vocabulary_sizes(owner, owner.get_output_embeddings()), replace
-        self._heads = [_weight_parameter(layer) for layer in embedding_layers(owner)]
+        self._sizes, self._replace = vocabulary_sizes(model), replace
+        self._heads = [_weight_parameter(layer) for layer in embedding_layers(model)]
 
     @skip_frame_and_callees  # runs outside of a graph if the compiler has ended a graph within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         product = _match_linear(func, args, kwargs)
-        if product is not None and self._is_logits_product(product[0], product[1]):
+        if product is not None and self._is_vocabulary_product(product[0], product[1]):
             logits = self._replace(*product)
             if logits is not None:
                 self.replaced.append(product[0])
                 return logits
         return func(*args, **kwargs)
 
-    def _is_logits_product(self, hidden: Tensor, weight: Tensor) -> bool:
-        is_wide = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
-        source = weight if weight._base is None else weight._base
-        is_of_other_layer = isinstance(source, nn.Parameter) and not any(source is head for head in self._heads)
-        return is_wide and hidden.dim() > 1 and not (self._heads and is_of_other_layer)
+    def _is_vocabulary_product(self, hidden: Tensor, weight: Tensor) -> bool:
+        has_vocabulary_size = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
+        parameter = weight if weight._base is None else weight._base
+        is_of_other_layer = isinstance(parameter, nn.Parameter) and not any(parameter is head for head in self._heads)
+        return has_vocabulary_size and hidden.dim() > 1 and not (self._heads and is_of_other_layer)
 
 
 def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:

@@ -21,10 +21,19 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
-from flce.huggingface.partitioned import is_gathered, is_partitioned, stand_in_parameters
 from flce.huggingface.staleness import StaleLogitsError, TensorSnapshot, optimizer_steps
 from flce.huggingface.usage import Usage, calls_with_logits
-from flce.huggingface.wrappers import Hook, checkpoint_pack_hook, fsdp2_unit, hook_identity, is_freed, unsharded
+from flce.huggingface.wrappers import (
+    Hook,
+    checkpoint_pack_hook,
+    fsdp2_unit,
+    hook_identity,
+    is_freed,
+    is_gathered,
+    is_partitioned,
+    stand_in_parameters,
+    unsharded,
+)
 from flce.ops.arguments import autocast_dtype
 from flce.torch_ops.frames import is_exported, is_in_forward_ad, is_transformed
 
@@ -57,18 +66,10 @@ def is_exporting_or_tracing() -> bool:
 
 
 class HeadCall:
-    """One call of one head.
-
-    Args:
-        weight: ``(V, H)`` of the head.
-        bias: ``(V,)`` or None.
-        usage: the counts of the patched model.
-        layer: the head, or None if no layer computes the product.
-        owner: the model whose forward is running.
-    """
+    """One call of the head ``layer`` (None if no layer computes the logits) in a forward of ``model``."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, owner: nn.Module | None
+        self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, model: nn.Module | None
     ) -> None:
         self.usage = usage
         self.forward = usage.forwards
@@ -82,7 +83,7 @@ class HeadCall:
         self.has_returned_values = False
         """True if some of the logits, or values of them, were computed without the others."""
         self._layer = None if layer is None else weakref.ref(layer)
-        self._owner = None if owner is None else weakref.ref(owner)
+        self._model = None if model is None else weakref.ref(model)
         self._snapshots = [
             TensorSnapshot(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
         ]
@@ -127,33 +128,29 @@ class HeadCall:
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Return True if a step of ``optimizer`` may change the weight or the bias."""
-        layer, *_ = location = self.location()
+        layer, *_ = unshard_arguments = self.unshard_arguments()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
         is_registered = all(any(_base_or_self(w.tensor) is parameter for parameter in own) for w in self._snapshots)
         trained = [_base_or_self(w.tensor) for w in self._snapshots if w.tensor.requires_grad]
         # An unsharded parameter is itself in the groups of the optimizer that changes it. Shards are other tensors.
-        if is_registered and not self.partitioned_parameters and fsdp2_unit(*location) is None:
+        if is_registered and not self.partitioned_parameters and fsdp2_unit(*unshard_arguments) is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             trained = [parameter for parameter in trained if id(parameter) in held]
         return bool(trained)
 
     def check_unchanged(self, can_synchronize: bool) -> None:
-        """Raise `StaleLogitsError` if the weight or the bias has changed since the call.
-
-        Args:
-            can_synchronize: compare values even if nothing indicates a change. The host waits for the GPU.
-        """
+        """Raise `StaleLogitsError` if the weight or the bias has changed since the call, see `TensorSnapshot`."""
         if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.optimizers_since(self._step)):
             raise self._snapshots[0].stale_error("by an optimizer step")
         stepped = optimizer_steps.count > self._step  # perhaps an optimizer that no longer exists
         for snapshot in self._snapshots:
             snapshot.check_unchanged(can_synchronize or self.has_backward_begun or stepped)
 
-    def location(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
-        """Return the layer and the owner (None if freed), and the hooks: the arguments of `unsharded`."""
+    def unshard_arguments(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
+        """Return the arguments of `unsharded`: the layer and the model (None if freed), and the hooks."""
         layer = None if self._layer is None else self._layer()
-        owner = None if self._owner is None else self._owner()
-        return layer, owner, self.all_hooks()
+        model = None if self._model is None else self._model()
+        return layer, model, self.all_hooks()
 
 
 def _base_or_self(tensor: Tensor) -> Tensor:
@@ -167,13 +164,8 @@ def _base_or_self(tensor: Tensor) -> Tensor:
 def gather_weights(
     calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Gather weights that FSDP or ZeRO-3 has freed, and free them at the end. Costs an all-gather for each unit.
-
-    Args:
-        calls: calls whose weights are gathered.
-        check: called with each call after its weights are gathered.
-        tensors: tensors that may be stand-ins of ZeRO-3 parameters. These parameters are gathered too.
-    """
+    """Gather weights of ``calls`` that FSDP or ZeRO-3 has freed, and parameters of stand-ins among ``tensors``. Free
+    them at the end. ``check`` is called with each call after its weights are gathered."""
     parameters = (*stand_in_parameters(tensors), *(p for call in calls for p in call.partitioned_parameters))
     missing = {id(p): p for p in parameters if not is_gathered(p)}
     with contextlib.ExitStack() as stack:
@@ -181,7 +173,7 @@ def gather_weights(
             stack.enter_context(sys.modules["deepspeed"].zero.GatheredParameters(list(missing.values())))
         for call in calls:
             if call.is_freed():
-                stack.enter_context(unsharded(*call.location()))
+                stack.enter_context(unsharded(*call.unshard_arguments()))
                 if check is not None and call.is_freed():
                     raise StaleLogitsError(
                         "these lazy logits can no longer be computed: the wrapper that shards the head has freed its "

@@ -4,8 +4,8 @@
 ``find_heads.py``), and of the model, whose new ``forward`` notes whether the call has ``labels``. The head of a patched
 model returns lazy logits if the call has labels, or if the head is in training mode and gradients are enabled. Then
 a loss that the model or the training loop computes from these logits is the fused loss. In all other calls the head
-runs stock code: ``nn.Linear.forward``, which returns ordinary logits. Within ``lazy_logits(model)`` all calls except
-``generate()`` return lazy logits.
+runs stock code (the unpatched code, here ``nn.Linear.forward``), which returns ordinary logits. Within
+``lazy_logits(model)`` all calls except ``generate()`` return lazy logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -35,7 +35,7 @@ from flce.huggingface.find_heads import (
     backbone,
     embedding_layers,
     find_heads,
-    find_owners,
+    find_language_models,
     modules_except,
     vocabulary_sizes,
 )
@@ -43,10 +43,9 @@ from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.lazy.terms import Term
-from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import EVALUATION, OTHER_LOGITS, MaterializedLogitsError, Report, Usage, format_unpatched
-from flce.huggingface.wrappers import current_checkpoint, is_reentrant, reason_wrapper_not_lazy
+from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
+from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import check_options
 from flce.torch_ops.frames import can_break_graph, mark_frames, skip_frame, skip_frame_and_callees
 
@@ -67,19 +66,20 @@ class _Patch:
     trace cannot read a thread-local variable."""
     converts_outputs: bool = False
     """True if a running `_Call` will convert the outputs of a compiled graph to tensors."""
-    head_modules: HeadModules | None = field(default=None, init=False, repr=False)
+    head_modules: HeadModules | None = None
     """The modules of the output embedding at the last search for heads."""
-    has_other_products: bool | None = None
-    """True if matrix products outside of the heads may compute logits. None: unknown until the next call."""
-    is_head_called: bool = field(default=False, repr=False)
+    has_vocabulary_products: bool | None = None
+    """True if a call may compute logits outside of the heads, see `VocabularyProductMode`. None: unknown until the next
+    call."""
+    is_head_called: bool = False
     """True if a head has run in the current call of the model."""
-    usage: Usage = field(default_factory=Usage, repr=False)
+    usage: Usage = field(default_factory=Usage)
     """Counts of fused losses, of computed logits, and of runs of stock code."""
-    lazy_contexts: int = field(default_factory=int, init=False, repr=False)
+    lazy_contexts: int = 0
     """Number of entered `lazy_logits` contexts in all threads, because other threads may run replicas of the model."""
-    generations: int = field(default_factory=int, init=False, repr=False)
+    generations: int = 0
     """Number of running calls of ``generate()``."""
-    always_lazy: bool = field(default_factory=bool, init=False, repr=False)
+    always_lazy: bool = False
     """True if `lazy_contexts` > 0 and `generations` == 0. Stored, because the compiler would compile the model again
     for each new value of the two counts."""
 
@@ -97,28 +97,33 @@ class _Patch:
         """Return a new patch for the copy of a model. The copy of a single layer shares this patch, because PEFT
         trains such copies within the same model (``modules_to_save``)."""
         root = next(iter(memo.values()), None)  # the object that deepcopy() was called with
-        return self if isinstance(root, nn.Linear) else replace(self, usage=copy.deepcopy(self.usage, memo))
+        if isinstance(root, nn.Linear):
+            return self
+        return _Patch(**self.__getstate__() | {"usage": copy.deepcopy(self.usage, memo)})
 
     def count_forward(self, backbone_module: nn.Module, args: Any) -> None:
         """Count a forward of the backbone. A trainer with its own loss kernel calls the backbone without the head."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.on_forward_begin(backbone_module.training)
 
-    def expects_loss(self, module: nn.Module) -> bool:
+    def must_return_lazy(self, module: nn.Module) -> bool:
         """Return True if ``module`` (a head or the model) has to return lazy logits in the current call."""
         if module.training and torch.is_grad_enabled():
             return True
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels or self.always_lazy
         checkpoint = current_checkpoint()
-        expected = self.always_lazy or id(self) in _thread_state.patches_with_labels
-        expected = expected or (module.training and is_reentrant(checkpoint))
+        is_lazy = (
+            self.always_lazy
+            or id(self) in _thread_state.patches_with_labels
+            or (module.training and is_reentrant(checkpoint))
+        )
         if checkpoint is None:
-            return expected
+            return is_lazy
         # Checkpointing runs the head twice. The second pass cannot see the labels, and must return the same kind of
         # logits as the first.
         lazy_patches = _lazy_patches_of_checkpoint.setdefault(checkpoint, set())
-        if expected:
+        if is_lazy:
             lazy_patches.add(id(self))
         return id(self) in lazy_patches
 
@@ -126,7 +131,7 @@ class _Patch:
 class _ThreadState(threading.local):
     """Running calls of patched models in one thread."""
 
-    owner: Any = None
+    running_model: Any = None
     """The patched model whose call is running."""
     patches_with_labels: frozenset[int] = frozenset()
     """Ids of the patches of running models that were called with labels. Replicas of a model share one patch, and each
@@ -145,13 +150,13 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
 
     @functools.wraps(forward)
     def lazy_forward(self: Any, input: Tensor) -> Any:
-        """Return logits ``(..., V)`` of hidden states ``(..., H)``: lazy logits if a loss is expected."""
+        """Return logits ``(..., V)`` of hidden states ``(..., H)``, lazy or ordinary."""
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or is_exporting_or_tracing():
             return forward(self, input)
         patch.is_head_called = True
         compiling = torch.compiler.is_compiling()
-        if not patch.expects_loss(self):
+        if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
                 patch.usage.count_stock(logits, EVALUATION)
@@ -170,18 +175,18 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 return F.linear(input, weight, bias)
             patch.usage.is_compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        owner = _thread_state.owner
-        reason = reason_wrapper_not_lazy(owner, weight) or reason
+        model = _thread_state.running_model
+        reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
             return _run_stock_head(patch, reason, input, weight, bias)
-        call = HeadCall(weight, bias, patch.usage, self, owner)
+        call = HeadCall(weight, bias, patch.usage, self, model)
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
     return {"forward": lazy_forward}
 
 
 def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """Return ordinary logits although lazy logits were expected. Count this with its ``reason``, or raise."""
+    """Return ordinary logits from a call that had to return lazy logits. Count the ``reason``, or raise."""
     _raise_if_stock_forbidden(
         patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
     )
@@ -200,24 +205,24 @@ def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
         raise MaterializedLogitsError(message)
 
 
-def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
-    """Count and warn, or raise, if the outputs have a loss or logits that no head and no wide product has computed."""
+def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
+    """Count and warn, or raise, if a call that ran no head has returned a loss or logits."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
     # 0: a loss, which has no dimensions.
-    sizes = {0, *vocabulary_sizes(owner, owner.get_output_embeddings())}
+    sizes = {0, *vocabulary_sizes(model)}
     real_outputs = [
         v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)
     ]
     if not real_outputs:
         return
     _raise_if_stock_forbidden(
-        patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {OTHER_LOGITS}"
+        patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {HEAD_NOT_CALLED}"
     )
     trained = [value for value in real_outputs if value.requires_grad]
     if trained:
-        patch.usage.count_stock(trained[0], OTHER_LOGITS)
-        if owner.training:
-            patch.usage.trained_stock_reason = OTHER_LOGITS
+        patch.usage.count_stock(trained[0], HEAD_NOT_CALLED)
+        if model.training:
+            patch.usage.trained_stock_reason = HEAD_NOT_CALLED
             patch.usage.warn_if_not_fused()
 
 
@@ -239,18 +244,15 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 patch.compiled_call_has_labels = previous
         if not _prepare_heads(self, patch):
             return forward(self, *args, **kwargs)
-        product_mode = None if patch.has_other_products is False else _make_product_mode(self, patch)
+        product_mode = None if patch.has_vocabulary_products is False else _make_product_mode(self, patch)
         patch.is_head_called = False
         with product_mode or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
         has_replaced = product_mode is not None and bool(product_mode.replaced)
         if product_mode is not None and not (has_replaced or patch.is_head_called):
-            _count_other_logits(self, patch, outputs)
-        patch.has_other_products = (
-            has_replaced
-            or not patch.is_head_called
-            or (patch.head_modules is not None and patch.head_modules.has_adapter_parameters)
-        )
+            _report_head_not_called(self, patch, outputs)
+        has_adapters = patch.head_modules is not None and patch.head_modules.has_adapter_parameters
+        patch.has_vocabulary_products = has_replaced or not patch.is_head_called or has_adapters
         return outputs
 
     # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
@@ -291,27 +293,26 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> Callable[..., Any]:
-    """Wrap ``forward`` or ``__call__`` of a patched model: begin a `_Call`, run ``method``, convert its outputs."""
+    """Wrap ``forward`` or ``__call__``. The outermost wrapped method begins a `_Call` and converts the outputs."""
 
     @functools.wraps(method)
-    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
             # can convert plain objects to tensors (see `_Call`).
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.converts_outputs:
-                labels = labels_slice is not None and _has_labels(args, kwargs, labels_slice)
-                expected = labels or patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if expected and can_break_graph():
+                is_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
+                if (is_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
         if patch is None:
             return method(self, *args, **kwargs)
         call = _thread_state.entered_call
-        if call is not None and call.owner is self:  # `__call__` has begun this call
+        if call is not None and call.model is self:  # `__call__` has begun this call
             _thread_state.entered_call = None
-            if not call.labels:
+            if not call.has_labels:
                 call.note_labels(args, kwargs, labels_slice)
             return call.convert_outputs(method(self, *args, **kwargs))
         call = _Call(self, patch, args, kwargs, labels_slice)
@@ -321,9 +322,9 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
         finally:
             call.restore()
 
-    skip_frame(outer)
+    skip_frame(wrapped)
     mark_frames()  # must happen before a patched model runs
-    return outer
+    return wrapped
 
 
 class _Call:
@@ -335,20 +336,20 @@ class _Call:
     """
 
     @skip_frame_and_callees
-    def __init__(self, owner: Any, patch: _Patch, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
-        self.owner, self.patch = owner, patch
+    def __init__(self, model: Any, patch: _Patch, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
+        self.model, self.patch = model, patch
         self.previous_thread_state, self.previous_converts_outputs = vars(_thread_state).copy(), patch.converts_outputs
-        self.has_converted = self.labels = False
+        self.has_converted = self.has_labels = False
         patch.converts_outputs = True
         _thread_state.entered_call = self
         if labels_slice is not None:
-            _thread_state.owner = owner
+            _thread_state.running_model = model
             self.note_labels(args, kwargs, labels_slice)
 
     @skip_frame_and_callees
     def note_labels(self, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
-        if labels_slice is not None and _has_labels(args, kwargs, labels_slice):
-            self.labels = True
+        if _has_labels(args, kwargs, labels_slice):
+            self.has_labels = True
             _thread_state.patches_with_labels |= {id(self.patch)}
 
     @skip_frame_and_callees
@@ -356,7 +357,7 @@ class _Call:
         self.has_converted = True
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
-        is_gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
+        is_gathered = self.has_labels and getattr(self.model, "_is_replica", False) and torch.is_grad_enabled()
         return _without_logits(outputs) if is_gathered else outputs
 
     def _as_tensors(self, value: Any) -> Any:
@@ -377,10 +378,10 @@ class _Call:
 
     def _head_call(self, term: Term) -> HeadCall:
         assert term.weight is not None
-        layer = next((m for m in self.owner.modules() if m._parameters.get("weight") is term.weight), None)
-        call = HeadCall(term.weight, term.bias, self.patch.usage, layer, self.owner)
+        layer = next((m for m in self.model.modules() if m._parameters.get("weight") is term.weight), None)
+        call = HeadCall(term.weight, term.bias, self.patch.usage, layer, self.model)
         # If there are labels, the graph has computed a loss. Its gradient does not pass through the logits.
-        call.has_bypassing_gradient = self.labels
+        call.has_bypassing_gradient = self.has_labels
         return call
 
     @skip_frame_and_callees
@@ -391,7 +392,7 @@ class _Call:
 
 
 def _without_logits(outputs: Any) -> Any:
-    """Return the outputs without lazy logits, with a warning."""
+    """Return the outputs without lazy logits, and warn if there are any."""
     is_dict = isinstance(outputs, dict)
     values = outputs.values() if is_dict else outputs if type(outputs) in (tuple, list) else ()
     if not any(map(is_lazy, values)):
@@ -406,8 +407,10 @@ def _without_logits(outputs: Any) -> Any:
     return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
-def _has_labels(args: Any, kwargs: Any, labels_slice: slice) -> bool:
-    """Return True if a call has labels: as keyword, as positional argument, or as key of a batch that is a mapping."""
+def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
+    """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping."""
+    if labels_slice is None:  # the call of a wrapper, whose model gets the labels
+        return False
     for labels in (kwargs.get("labels"), *args[labels_slice]):
         if labels is not None:
             return True
@@ -423,26 +426,26 @@ def _find_labels_slice(forward: Callable[..., Any]) -> slice:
 
 
 @skip_frame_and_callees
-def _prepare_heads(owner: Any, patch: _Patch) -> bool:
+def _prepare_heads(model: Any, patch: _Patch) -> bool:
     """Patch heads that were added since the last call. Return True if this call has to return lazy logits."""
-    embedding = owner.get_output_embeddings()
+    embedding = model.get_output_embeddings()
     if patch.head_modules is None or not patch.head_modules.still_match(embedding, patch):
         # Resizing the vocabulary replaces the head, and adapters add linear layers to it.
-        heads = find_heads(owner)
+        heads = find_heads(model)
         _apply_patch(heads, _head_methods, patch)
-        patch.head_modules, patch.has_other_products = HeadModules(embedding, heads), None
-    return patch.expects_loss(owner)
+        patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
+    return patch.must_return_lazy(model)
 
 
 @skip_frame_and_callees
-def _make_product_mode(owner: Any, patch: _Patch) -> VocabularyProductMode | None:
-    """Return a mode that replaces wide matrix products of one call by lazy logits, or None if none is expected."""
-    is_enabled = patch.has_other_products
+def _make_product_mode(model: Any, patch: _Patch) -> VocabularyProductMode | None:
+    """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none."""
+    is_enabled = patch.has_vocabulary_products
     if is_enabled is None:
         # If layers of the model are compiled, they would be compiled twice, with the mode and without. Such a model
         # gets the mode only after a call that has not run its head.
         is_enabled = not (
-            embedding_layers(owner) and any(private.compiled_call(m) is not None for m in owner.modules())
+            embedding_layers(model) and any(private.compiled_call(m) is not None for m in model.modules())
         )
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -450,10 +453,10 @@ def _make_product_mode(owner: Any, patch: _Patch) -> VocabularyProductMode | Non
         # the logits, only the warning about that read is wrong.
         if _thread_state.runs_stock or reason_not_lazy(hidden, weight, bias) is not None:
             return None
-        call = HeadCall(weight, bias, patch.usage, None, owner)
+        call = HeadCall(weight, bias, patch.usage, None, model)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    return VocabularyProductMode(owner, lazy_product) if is_enabled else None
+    return VocabularyProductMode(model, lazy_product) if is_enabled else None
 
 
 # ------------------------------------------------------------------------------------------------ public functions
@@ -504,8 +507,8 @@ def patch_model(
     if private.make_wrapper_subclass is None:  # Lazy logits cannot exist; `core.private` has warned.
         return model
     optimizer_steps.register()
-    owners, unpatchable = find_owners(model)
-    if not owners:
+    language_models, unpatchable = find_language_models(model)
+    if not language_models:
         missing = f"{type(model).__name__} has no output embedding: no module in it has get_output_embeddings(). "
         remedy = "Patch a model of Transformers with a language-model head, or add this method to your model"
         raise TypeError(next(iter(unpatchable.values()), missing + remedy))
@@ -513,16 +516,16 @@ def patch_model(
         find_caller().warn(
             "flce.patch_model could not patch some models. " + format_unpatched(unpatchable), UserWarning
         )
-    for owner in owners:
+    for language_model in language_models:
         # If a model within this one is already patched, both have to share one patch, because they share their heads.
-        patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
+        patch = next(iter(_patches(language_model).values()), None) or _Patch(settings)
         patch.settings = settings
-        if "_flce" not in owner.__dict__:
-            _apply_patch([owner], _model_methods, patch)
-            backbone(owner).register_forward_pre_hook(patch.count_forward)
-        others = modules_except(model, [*owners, *map(model.get_submodule, unpatchable)])
-        _apply_patch(find_heads(owner, others), _head_methods, patch)
-    if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
+        if "_flce" not in language_model.__dict__:
+            _apply_patch([language_model], _model_methods, patch)
+            backbone(language_model).register_forward_pre_hook(patch.count_forward)
+        others = modules_except(model, [*language_models, *map(model.get_submodule, unpatchable)])
+        _apply_patch(find_heads(language_model, others), _head_methods, patch)
+    if not any(model is other for other in language_models) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
     return model
 
@@ -611,7 +614,7 @@ def report(model: nn.Module) -> Report:
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
-        left=find_owners(model)[1],
+        left=find_language_models(model)[1],
     )
 
 
@@ -625,10 +628,10 @@ def usages_of(model: nn.Module) -> list[Usage]:
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
-def _apply_patch(modules: Iterable[Any], methods: MethodFactory, patch: _Patch) -> None:
+def _apply_patch(modules: Iterable[Any], make_methods: MethodFactory, patch: _Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
-            replace_class(module, methods)
+            replace_class(module, make_methods)
         module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 

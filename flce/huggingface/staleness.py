@@ -29,12 +29,7 @@ class StaleLogitsError(RuntimeError):
 
 
 class TensorSnapshot:
-    """A tensor as it was when the head was called.
-
-    Args:
-        tensor: a parameter of the head, the hidden states, or a vector that was added to the logits.
-        name: name of the tensor in messages, with a verb: "the output embedding was".
-    """
+    """A tensor as it was when the head was called. ``name`` is for messages: "the output embedding was"."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor = tensor
@@ -51,8 +46,7 @@ class TensorSnapshot:
     def check_unchanged(self, can_synchronize: bool) -> None:
         """Raise `StaleLogitsError` if the tensor has changed.
 
-        Args:
-            can_synchronize: compare values on a GPU even if nothing indicates a change. The host waits for the GPU.
+        ``can_synchronize``: compare values on a GPU, for which the host waits, even if nothing indicates a change.
         """
         tensor = self.tensor
         if self._version != versions_of(tensor):
@@ -72,10 +66,8 @@ class TensorSnapshot:
             )
 
     def for_copy(self) -> TensorSnapshot | None:
-        """Return the snapshot for a new copy of the tensor: None, because later changes do not reach the copy.
-
-        If the tensor has changed already, the copy contains the change, and this snapshot is returned.
-        """
+        """Return None for a copy of the tensor, which later changes do not reach, or this snapshot if the tensor has
+        changed already: the copy contains the change."""
         try:
             self.check_unchanged(can_synchronize=False)
         except StaleLogitsError:

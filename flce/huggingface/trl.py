@@ -1,8 +1,8 @@
 """`install`: the trainers of TRL compute their losses with flce instead of TRL's kernel. Called by users.
 
 TRL replaces the ``forward`` of each model that it trains. With ``fused_lm_head=True`` this forward runs the model
-without its head, and calls a kernel of TRL with the head's weight. With flce the model's stock forward runs instead and
-returns lazy logits, which include all operations of the model between its hidden states and its logits.
+without its head, and calls a kernel of TRL with the head's weight. With flce the model's stock (unpatched) forward runs
+instead and returns lazy logits, which include all operations of the model between its hidden states and its logits.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ def install(*, options: ChunkOptions | None = None) -> None:
     for place, stock in originals.items():
         _check_signature(place, stock, replacements[place])
     _originals.update(originals)
-    for (owner, name), function in replacements.items():
-        setattr(owner, name, function)
+    for (namespace, name), function in replacements.items():
+        setattr(namespace, name, function)
 
 
 def uninstall() -> None:
     """Undo `install` for trainers that are created later. Without `install`, this call has no effect."""
     while _originals:
-        (owner, name), stock = _originals.popitem()
-        setattr(owner, name, stock)
+        (namespace, name), stock = _originals.popitem()
+        setattr(namespace, name, stock)
 
 
 def _check_signature(place: tuple[Any, str], stock: Any, replacement: Any) -> None:
@@ -144,31 +144,20 @@ def _warn_stock(reason: str) -> None:
 
 @dataclass
 class _FusedHead:
-    """The forward of a model with ``fused_lm_head=True``.
-
-    Attributes:
-        stock: TRL's forward.
-        temperature, in_float32, outputs: arguments of TRL's ``add_fused_lm_head``.
-        options: the options of `install`.
-        is_fusable: False after a call whose head has returned ordinary logits.
-    """
+    """The forward of a model with ``fused_lm_head=True``, with arguments of TRL's ``add_fused_lm_head``."""
 
     stock: Callable[..., Any]
+    """TRL's forward."""
     temperature: float
     in_float32: bool
     outputs: tuple[str, ...]
     options: ChunkOptions | None
     is_fusable: bool = True
+    """False after a call whose head has returned ordinary logits."""
 
     @skip_frame
     def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
-        """Run the model and return TRL's ``FusedCausalLMOutput``.
-
-        Args:
-            model: the model.
-            args, kwargs: arguments of the forward.
-            summed: return the sum of the log-probabilities instead of the log-probabilities.
-        """
+        """Run the model and return TRL's ``FusedCausalLMOutput``. If ``summed``, log-probabilities are summed."""
         if not self.is_fusable or not is_patched(model):
             return self.stock(*args, **kwargs)
         inputs = {name: value for name, value in kwargs.items() if name not in _LOSS_ARGUMENTS}

@@ -20,7 +20,7 @@ EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
 )
-OTHER_LOGITS = (
+HEAD_NOT_CALLED = (
     "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
     "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
 )
@@ -120,8 +120,7 @@ def report_materialized(
 
     Args:
         func: the operation that needs the logits: a function of torch, or text.
-        on_materialize: as in ``patch_model``.
-        usage: the counts of the patched model, or None.
+        on_materialize, usage: of the patched model.
         with_gradient: whether the logits have a gradient.
         values_before: whether values were computed without the logits before.
     """

@@ -1,5 +1,1 @@
-"""References of `flce check`, the benchmarks and the tests.
-
-`problem` creates the tensors of a call and runs flce and PyTorch's operators on them. `oracle` computes the results in
-float64. `tolerances` has the allowed errors. `models` has a tiny language model.
-"""
+"""References of `flce check`, the benchmarks and the tests: problems, stock operators, float64 oracle, tolerances."""

@@ -73,10 +73,7 @@ def dense_logits(
 
 def token_results(z: Tensor, target: Tensor, candidates: Tensor, ignore_index: int = -100) -> dict[str, Tensor]:
     """Return the differentiable results of `flce.linear_logprobs` for logits (N, V), in the dtype of the logits.
-
-    Args:
-        candidates: (N, K) classes; -1 for none.
-    """
+    ``candidates`` are (N, K) classes, -1 for none."""
     valid = target != ignore_index
     logprob = z.log_softmax(-1)
     return {

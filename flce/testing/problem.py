@@ -50,16 +50,15 @@ class Problem:
             linear_weight=function(self.linear_weight, "w"),
             linear_bias=None if self.linear_bias is None else function(self.linear_bias, "b"),
             adapters=tuple((function(a, "a"), function(up, "B")) for a, up in self.adapters),
-            kwargs=self.kwargs if self.token_weight is None else self._weighted(function(self.token_weight, "t")),
+            kwargs={
+                n: function(v, "t") if n == "token_weight" and v is not None else v for n, v in self.kwargs.items()
+            },
         )
 
     @property
     def token_weight(self) -> Tensor | None:
         weight: Tensor | None = self.kwargs.get("token_weight")
         return weight
-
-    def _weighted(self, token_weight: Tensor) -> dict[str, Any]:
-        return {**self.kwargs, "token_weight": token_weight}
 
     def to(self, device: torch.device) -> Problem:
         return replace(self.map(lambda t, _: t.to(device)), target=self.target.to(device))

@@ -73,17 +73,6 @@ def use_backend(backend: str) -> Iterator[None]:
             os.environ["FLCE_BACKEND"] = before
 
 
-@contextlib.contextmanager
-def use_threads(number: int) -> Iterator[None]:
-    """Set the number of PyTorch's CPU threads in the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- facts ---
 
 

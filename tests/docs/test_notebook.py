@@ -65,10 +65,3 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     for cell in cells:
         if cell["cell_type"] == "code":
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
-
-
-@pytest.mark.parametrize(
-    "page, target", [("README.md", "docs/quick-start.ipynb"), ("docs/quick-start.md", "quick-start.ipynb")]
-)
-def test_pages_link_to_the_notebook(page: str, target: str) -> None:
-    assert f"]({target})" in (ROOT / page).read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ TEMPERATURE = 0.7
 class Data:
     """A batch and the heads of several models."""
 
-    x: Tensor
+    hidden: Tensor
     heads: dict[str, Tensor]
     labels: Tensor
-    row_advantages: Tensor  # (B,) advantages
-    token_advantages: Tensor  # (B, T) advantages
+    advantage: Tensor  # (B,)
+    token_advantages: Tensor  # (B, T)
     good: Tensor  # (B,)
 
 
@@ -46,10 +47,10 @@ def create_data(dtype: torch.dtype) -> Data:
     for row, prompt in enumerate((2, 3, 5, 1)):
         labels[row, :prompt] = -100
     labels[1, 7:] = -100  # after the end of an answer
-    row_advantages, token_advantages = torch.tensor([-1.0, -1.5, 0.5, 1.3]), normal(B, T)
+    advantage, token_advantages = torch.tensor([-1.0, -1.5, 0.5, 1.3]), normal(B, T)
     x = normal(B, T, H).requires_grad_()
     heads["new"].requires_grad_()
-    return Data(x, heads, labels, row_advantages.to(dtype), token_advantages, torch.tensor([True, False, True, False]))
+    return Data(x, heads, labels, advantage.to(dtype), token_advantages, torch.tensor([True, False, True, False]))
 
 
 # Expected values are computed from sequences of log-probabilities, one token after the other.
@@ -98,7 +99,7 @@ Dense = dict[str, list[Sequence]]
 
 def expected_grpo(d: Dense, data: Data) -> Tensor:
     rows = []
-    for new, old, ref, a in zip(d["new"], d["old"], d["ref"], data.row_advantages.tolist(), strict=True):
+    for new, old, ref, a in zip(d["new"], d["old"], d["ref"], data.advantage.tolist(), strict=True):
         divergences = [r - r.log() - 1 for r in ratios(ref, new)]
         gains = [clipped_gain(r, a, 0.2, 0.2) for r in ratios(new, old)]
         rows.append(mean([gain - 0.04 * kl for gain, kl in zip(gains, divergences, strict=True)]))
@@ -106,13 +107,13 @@ def expected_grpo(d: Dense, data: Data) -> Tensor:
 
 
 def expected_dapo(d: Dense, data: Data) -> Tensor:
-    each = zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True)
+    each = zip(d["new"], d["old"], data.advantage.tolist(), strict=True)
     return -mean([clipped_gain(r, a, 0.2, 0.28) for new, old, a in each for r in ratios(new, old)])
 
 
 def expected_cispo(d: Dense, data: Data) -> Tensor:
     tokens = []
-    for new, old, a in zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True):
+    for new, old, a in zip(d["new"], d["old"], data.advantage.tolist(), strict=True):
         for logprob, ratio in zip(new.chosen, ratios(new, old), strict=True):
             tokens.append(min(ratio.item(), 3.0) * a * logprob)
     return -mean(tokens)
@@ -120,7 +121,7 @@ def expected_cispo(d: Dense, data: Data) -> Tensor:
 
 def expected_gspo(d: Dense, data: Data) -> Tensor:
     rows = []
-    for new, old, a in zip(d["new"], d["old"], data.row_advantages.tolist(), strict=True):
+    for new, old, a in zip(d["new"], d["old"], data.advantage.tolist(), strict=True):
         product = torch.stack(ratios(new, old)).prod()
         rows.append(clipped_gain(product ** (1 / len(new.places)), a, 3e-4, 4e-4))
     return -mean(rows)
@@ -149,13 +150,16 @@ def expected_dpo(d: Dense, data: Data) -> Tensor:
     return mean([(1 + (-0.1 * (r[i] - r[i + B // 2])).exp()).log() for i in range(B // 2)])
 
 
-def expected_kto(d: Dense, data: Data, p: str = "teacher", q: str = "old") -> Tensor:
-    z = max(0.0, mean([log_ratio(a, b) for a, b in zip(d[p], d[q], strict=True)]).item())
-    rows = []
-    for new, ref, good in zip(d["new"], d["ref"], data.good.tolist(), strict=True):
-        r = log_ratio(new, ref)
-        rows.append(2.0 - 2.0 / (1 + (-0.1 * (r - z)).exp()) if good else 1.5 - 1.5 / (1 + (-0.1 * (z - r)).exp()))
-    return mean(rows)
+def expected_kto(p: str, q: str) -> Callable[[Dense, Data], Tensor]:
+    def loss(d: Dense, data: Data) -> Tensor:
+        z = max(0.0, mean([log_ratio(a, b) for a, b in zip(d[p], d[q], strict=True)]).item())
+        rows = []
+        for new, ref, good in zip(d["new"], d["ref"], data.good.tolist(), strict=True):
+            gain, limit = 0.1 * (log_ratio(new, ref) - z), 2.0 if good else 1.5
+            rows.append(limit - limit / (1 + (-gain if good else gain).exp()))
+        return mean(rows)
+
+    return loss
 
 
 def expected_sampled(d: Dense, data: Data) -> Tensor:
@@ -182,100 +186,72 @@ def expected_top_k(direction: str) -> Callable[[Dense, Data], Tensor]:
     return loss
 
 
-# Arguments of the page's functions, computed from the data.
-
-
-def logprobs_of(data: Data, head: str) -> Tensor:
-    with torch.no_grad():
-        return outputs(data, head).logprob
-
-
 def outputs(data: Data, head: str) -> Any:
-    return flce.linear_logprobs(data.x, data.heads[head], data.labels, shift=1, temperature=TEMPERATURE)
+    return flce.linear_logprobs(data.hidden, data.heads[head], data.labels, shift=1, temperature=TEMPERATURE)
 
 
-def kto_arguments(p: str, q: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        others = {"other": logprobs_of(data, p), "other_ref": logprobs_of(data, q)}
-        return {
-            "logprob": out.logprob,
-            "ref": logprobs_of(data, "ref"),
-            **others,
-            "good": data.good,
-            "of_good": 2.0,
-            "of_bad": 1.5,
-        }
-
-    return create
-
-
-def arguments(*names: str, **more: Any) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        values = {
-            "logprob": out.logprob,
-            "entropy": out.entropy,
-            "mask": mask,
-            "advantage": data.row_advantages,
-            **{name: logprobs_of(data, name) for name in ("old", "ref", "teacher")},
-        }
-        return {name: values[name] for name in ("logprob", *names)} | more
-
-    return create
+def arguments(function: Callable[..., Tensor], data: Data, names: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function of the page: values by the parameter's name, or by another name in `names`."""
+    out: Any = outputs(data, "new")
+    teacher: Any = flce.linear_logprobs(data.hidden.detach(), data.heads["teacher"], outputs=(), top_k=K)
+    values = {
+        **vars(data),
+        "W": data.heads["new"],
+        "mask": torch.nn.functional.pad(data.labels[:, 1:] != -100, (0, 1)),
+        "logprob": out.logprob,
+        "entropy": out.entropy,
+        **{name: outputs(data, name).logprob.detach() for name in ("old", "ref", "teacher")},
+        "top_k_logprob": teacher.top_k_logprob,
+        "top_k_ids": teacher.top_k_ids,
+    }
+    sources = {name: names.get(name, name) for name in inspect.signature(function).parameters}
+    return {name: values.get(source, source) for name, source in sources.items() if source in values or name in names}
 
 
-def ppo_arguments(estimate: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        values = arguments("entropy", "old", "ref", "mask", estimate=estimate)(out, data, mask)
-        return values | {"advantage": data.token_advantages}
-
-    return create
-
-
-def top_k_arguments(direction: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
-    def create(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
-        teacher: Any = flce.linear_logprobs(data.x.detach(), data.heads["teacher"], outputs=(), top_k=K)
-        stored = {"ids": teacher.top_k_ids, "teacher": teacher.top_k_logprob, "direction": direction}
-        return {"hidden": data.x, "W": data.heads["new"], "labels": data.labels, "mask": mask, **stored}
-
-    return create
-
-
-CASES: dict[str, tuple[str, Any, Any]] = {
-    "GRPO": ("grpo", arguments("old", "ref", "advantage", "mask"), expected_grpo),
-    "DAPO": ("dapo", arguments("old", "advantage", "mask"), expected_dapo),
-    "CISPO": ("cispo", arguments("old", "advantage", "mask"), expected_cispo),
-    "GSPO": ("gspo", arguments("old", "advantage", "mask"), expected_gspo),
-    **{f"PPO {k}": ("ppo", ppo_arguments(k), expected_ppo(k)) for k in ("k1", "k2", "k3")},
-    "DPO": ("dpo", arguments("ref"), expected_dpo),
-    "KTO": ("kto", kto_arguments("teacher", "old"), expected_kto),
-    "KTO, the other sign": (
-        "kto",
-        kto_arguments("old", "teacher"),
-        lambda d, data: expected_kto(d, data, "old", "teacher"),
-    ),
-    "sampled": ("distill_sampled", arguments("old", "teacher", "mask"), expected_sampled),
-    **{f"top-k {way}": ("distill_top_k", top_k_arguments(way), expected_top_k(way)) for way in ("forward", "reverse")},
+# The function of the page, the expected loss, and parameters with other values than those of their names.
+CASES: dict[str, tuple[str, Callable[[Dense, Data], Tensor], dict[str, Any]]] = {
+    "GRPO": ("grpo", expected_grpo, {}),
+    "DAPO": ("dapo", expected_dapo, {}),
+    "CISPO": ("cispo", expected_cispo, {}),
+    "GSPO": ("gspo", expected_gspo, {}),
+    **{
+        f"PPO {k}": ("ppo", expected_ppo(k), {"advantage": "token_advantages", "estimate": k})
+        for k in ("k1", "k2", "k3")
+    },
+    "DPO": ("dpo", expected_dpo, {}),
+    **{
+        f"KTO, {p}": ("kto", expected_kto(p, q), {"other": p, "other_ref": q, "of_good": 2.0, "of_bad": 1.5})
+        for p, q in (("teacher", "old"), ("old", "teacher"))  # with both signs of the divergence
+    },
+    "sampled": ("distill_sampled", expected_sampled, {}),
+    **{
+        f"top-k {way}": (
+            "distill_top_k",
+            expected_top_k(way),
+            {"ids": "top_k_ids", "teacher": "top_k_logprob", "direction": way},
+        )
+        for way in ("forward", "reverse")
+    },
 }
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_equals_its_paper(case: str, dtype: torch.dtype, tolerance: float, torch_backend: str) -> None:
-    name, create_arguments, expected_loss = CASES[case]
+    name, expected_loss, other_names = CASES[case]
     data, names = create_data(dtype), {"flce": flce, "torch": torch}
     exec(LOSSES[name], names)
-    mask = torch.nn.functional.pad(data.labels[:, 1:] != -100, (0, 1))
     function: Any = names[name]
-    ours = function(**create_arguments(outputs(data, "new"), data, mask))
+    ours = function(**arguments(function, data, other_names))
 
-    x, w = (t.detach().double().requires_grad_() for t in (data.x, data.heads["new"]))
+    x, w = (t.detach().double().requires_grad_() for t in (data.hidden, data.heads["new"]))
     temperature = 1.0 if name == "distill_top_k" else TEMPERATURE
     dense = {k: answers(x.detach(), head.detach().double(), data.labels, temperature) for k, head in data.heads.items()}
     dense["new"] = answers(x, w, data.labels, temperature)
     expected = expected_loss(dense, data)
 
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
-    got = torch.autograd.grad(ours, (data.x, data.heads["new"]))
+    got = torch.autograd.grad(ours, (data.hidden, data.heads["new"]))
     for gradient, correct in zip(got, torch.autograd.grad(expected, (x, w)), strict=True):
         assert correct.norm() > 0
         assert (gradient.double() - correct).norm() <= tolerance * correct.norm()

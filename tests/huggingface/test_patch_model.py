@@ -277,7 +277,7 @@ QUIET = {
                 outputs = model(inputs=IDS, labels=IDS)
                 note(outputs)
                 fused(1)
-        assert not patched or model._flce.has_other_products
+        assert not patched or model._flce.has_vocabulary_products
         assert type(model(inputs=IDS).logits) is Tensor
         backward(outputs.loss)
         assert type(unpatch(model)) is transformers.PerceiverForMaskedLM""",
@@ -532,9 +532,9 @@ def test_only_the_first_call_looks_for_the_head(build: Build) -> None:
     model = patch_model(build("Llama"))
     with torch.no_grad():
         model.eval()(input_ids=IDS)
-    assert model._flce.has_other_products is None
+    assert model._flce.has_vocabulary_products is None
     model(**batch())
-    assert model._flce.has_other_products is False
+    assert model._flce.has_vocabulary_products is False
 
 
 def test_threads(build: Build) -> None:

@@ -321,7 +321,7 @@ def test_a_copy_of_a_patched_head_is_the_models(build: Build) -> None:
         for _ in range(4):
             patched(**batch()).loss.backward()
     assert flce.report(patched).fused == 4
-    assert patched.get_base_model()._flce.has_other_products is False
+    assert patched.get_base_model()._flce.has_vocabulary_products is False
     patch_model(patched, on_materialize="raise")
     with pytest.raises(flce.huggingface.MaterializedLogitsError):
         patched(**batch()).logits.sigmoid()

@@ -89,12 +89,12 @@ def test_jit_trace(earlier: bool, training: bool, returned: Any, build: Build, c
             fused(1)
         around = Around(model, returned)
         if patched:
-            before = model._flce.has_other_products, flce.report(model)
+            before = model._flce.has_vocabulary_products, flce.report(model)
             # The check calls the model itself, and reads its logits.
             around = torch.jit.trace(around, (IDS,), check_trace=returned is logits_only)
         note(around(IDS))
         fused(0)
-        assert not patched or (model._flce.has_other_products, flce.report(model)) == before
+        assert not patched or (model._flce.has_vocabulary_products, flce.report(model)) == before
         step()
         fused(1)"""
     compare(script, earlier=earlier, training=training, returned=returned)

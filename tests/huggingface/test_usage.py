@@ -206,7 +206,7 @@ def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Build) -> No
     model.lm_head = copy.deepcopy(other.lm_head)
     own_loss(model).backward()
     assert (flce.report(model).fused, flce.report(other).fused) == (1, 0)
-    assert model._flce.has_other_products is False
+    assert model._flce.has_vocabulary_products is False
 
 
 def test_a_copy_that_meets_the_head_before_the_model(build: Build) -> None:

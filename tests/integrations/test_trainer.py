@@ -19,7 +19,6 @@ import demo  # noqa: E402
 import flce  # noqa: E402
 from flce.huggingface import (  # noqa: E402
     FlceCallback,
-    LazyLogits,
     MaterializedLogitsError,
     MaterializedLogitsWarning,
 )
@@ -213,20 +212,6 @@ def test_evaluate(trainer, arguments, tmp_path):
     assert materialized == (trainer == {"compute_metrics": accuracy})
 
 
-def test_evaluation_of_the_loss_is_fused(tmp_path):
-    """Check evaluation before and after training."""
-    trainer = make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
-    seen: list[Any] = []
-    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-    trainer.evaluate()
-    trainer.train()
-    trainer.evaluate()
-    assert len(seen) == 3
-    for logits in seen:
-        assert isinstance(logits, LazyLogits)
-        assert not logits.is_materialized
-
-
 def test_save_and_resume(tmp_path):
     """Check that a checkpoint of a patched run is a stock checkpoint, and that a resumed run is patched."""
 
@@ -254,10 +239,9 @@ class TestCallback:
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
             FlceCallback(**kwargs)
 
-    def create(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
-        arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
-        data = demo.examples(4)
-        return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
+    def create(self, folder: Any, callback: Any, arguments: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        args = transformers.TrainingArguments(**{**demo.trainer_settings(str(folder), 1), **(arguments or {})})
+        return transformers.Trainer(args=args, train_dataset=demo.examples(4), callbacks=[callback], **kwargs)
 
     @pytest.mark.parametrize("unpatch", [False, True])
     def test_patches_when_the_trainer_is_created(self, unpatch, tmp_path):
@@ -282,16 +266,10 @@ class TestCallback:
     @pytest.mark.usefixtures("fail_on_materialize")
     def test_a_model_created_for_a_run_in_mixed_precision(self, tmp_path):
         """Check a model whose forward Accelerate has replaced before the callback runs."""
-        losses = []
-        for callbacks in ([], [FlceCallback()]):
-            settings = {**demo.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
-            trainer = transformers.Trainer(
-                model_init=lambda: tiny_model(),
-                args=transformers.TrainingArguments(**settings),
-                train_dataset=demo.examples(8),
-                eval_dataset=demo.examples(8, seed=1),
-                callbacks=callbacks,
-            )
+        losses, data = [], demo.examples(8, seed=1)
+        for callback in (transformers.TrainerCallback(), FlceCallback()):
+            arguments = {"bf16": True, "prediction_loss_only": True}
+            trainer = self.create(tmp_path, callback, arguments, model_init=lambda: tiny_model(), eval_dataset=data)
             trainer.train()
             before = flce.report(trainer.model).fused
             losses.append(trainer.evaluate()["eval_loss"])

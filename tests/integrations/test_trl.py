@@ -162,13 +162,6 @@ def test_the_function_of_a_step(
     assert not names & {"summed", "labels", "num_items_in_batch", "fused_lm_head"}
 
 
-def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
-    config = lora()
-    config.target_modules = {"q_proj", "lm_head"}
-    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
-        train(trainers.sft, str(tmp_path), 1, fused=True, common={"peft_config": config})
-
-
 @pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 @pytest.mark.filterwarnings("error::flce.huggingface.NotFusedWarning")
 @pytest.mark.parametrize("loss_type, graphs", [("nll", 1), ("dft", 2)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
@@ -174,19 +175,14 @@ def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
 
 
 class LargestTensorMode(TorchDispatchMode):
-    """Recorder of the number of elements of the largest tensor that an operation returns."""
+    """A mode that records the bytes of the largest tensor that an operation returns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, (tuple, list)) else (result,)
-        sizes = [
-            value.untyped_storage().nbytes() // 4 for value in tensors if type(value) is Tensor and not value.is_meta
-        ]
-        self.elements = max(self.elements, *sizes, 0)
+        tensors = [value for value in tree_leaves(result) if type(value) is Tensor and not value.is_meta]
+        self.largest = max(self.largest, *(tensor.untyped_storage().nbytes() for tensor in tensors), 0)
         return result
 
 
@@ -205,9 +201,9 @@ def test_no_tensor_is_as_large_as_the_logits(mode_name: str, labels: str, summed
             outputs = model(input_ids=ids, **inputs)
             if mode_name == "training":
                 outputs.loss.backward()
-        largest.append(mode.elements)
-    assert largest[0] < 4 * 128 * 1000 / 4
-    assert largest[1] >= 4 * 128 * 1000  # the mode records the stock model's logits
+        largest.append(mode.largest)
+    assert largest[0] < 4 * 128 * 1000
+    assert largest[1] >= 4 * 4 * 128 * 1000  # the mode records the stock model's logits
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -257,22 +253,25 @@ def test_uninstall_restores_exactly() -> None:
 def test_another_signature_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def add_fused_lm_head(model: Any, temperature: float = 1.0) -> None: ...
 
-    monkeypatch.setattr(trl.trainer.kto_trainer, "add_fused_lm_head", add_fused_lm_head)
-    before = installed_functions()
-    theirs, name = r"\(model, temperature=1.0\)", "trl.trainer.kto_trainer.add_fused_lm_head"
+    kto, sft, dpo = trl.trainer.kto_trainer, trl.SFTTrainer, trl.trainer.dpo_trainer
+    name, theirs = "trl.trainer.kto_trainer.add_fused_lm_head", r"\(model, temperature=1.0\)"
     mine = r"\(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=\('log_probs',\)\)"
-    with pytest.raises(ImportError, match=f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"):
-        flce.huggingface.trl.install()
-    assert installed_functions() == before
-
-
-def test_another_method_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", lambda self, model, inputs: None)
-    with pytest.raises(ImportError, match=r"SFTTrainer.compute_loss\(self, model, inputs, return_outputs=False"):
-        flce.huggingface.trl.install()
-    monkeypatch.delattr(trl.trainer.dpo_trainer, "add_fused_lm_head")
-    with pytest.raises(ImportError, match=r"flce needs TRL 1.16 or newer: TRL .* has no trl.trainer.dpo_trainer.add"):
-        flce.huggingface.trl.install()
+    for place, attribute, value, message in (
+        (kto, "add_fused_lm_head", add_fused_lm_head, f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"),
+        (
+            sft,
+            "compute_loss",
+            lambda self, model: None,
+            r"SFTTrainer.compute_loss\(self, model, inputs, return_outputs=",
+        ),
+        (dpo, "add_fused_lm_head", None, r"needs TRL 1.16 or newer: TRL .* has no trl.trainer.dpo_trainer.add"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, attribute, value)
+            before = installed_functions()
+            with pytest.raises(ImportError, match=message):
+                flce.huggingface.trl.install()
+            assert installed_functions() == before
 
 
 def test_wrong_options() -> None:

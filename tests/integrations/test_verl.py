@@ -116,27 +116,19 @@ def with_gradients(function: Any, hidden: Tensor, weight: Tensor, *call: Any) ->
 @pytest.mark.usefixtures("simulated_verl")
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_the_function_equals_verls(temperature: float, reduction: str) -> None:
-    hidden, weight, labels = problem(torch.float32)
-    ours = with_gradients(plugin().linear_cross_entropy, hidden, weight, labels, temperature, reduction)
+@pytest.mark.parametrize("dtype, tolerances", [(torch.float32, [2e-6] * 4), (torch.bfloat16, [1e-5] * 2 + [5e-3] * 2)])
+def test_the_function_equals_verls(
+    dtype: torch.dtype, tolerances: list[float], temperature: float, reduction: str
+) -> None:
+    """Check values and dtypes: results are float32, gradients have the dtypes of their tensors."""
+    hidden, weight, labels = problem(dtype)
+    ours = with_gradients(plugin().linear_cross_entropy, hidden, weight, labels, temperature, reduction, None)
     exact = with_gradients(expected, hidden.double(), weight.double(), labels, temperature, reduction)
-    assert ours[0].shape == (() if reduction != "none" else (24,))
-    assert ours[1].shape == (24,)
-    assert ours[2].shape == (1, 24, 16)
-    for found, correct in zip(ours, exact, strict=True):
-        assert found.dtype == torch.float32
-        assert relative_error(found, correct) < 2e-6
-
-
-@pytest.mark.usefixtures("simulated_verl")
-def test_half_precision() -> None:
-    """Check dtypes: results are float32, gradients have the dtypes of their tensors."""
-    hidden, weight, labels = problem(torch.bfloat16)
-    ours = with_gradients(plugin().linear_cross_entropy, hidden, weight, labels, 0.7, "none", None)
-    exact = with_gradients(expected, hidden.double(), weight.double(), labels, 0.7, "none")
-    assert [t.dtype for t in ours] == [torch.float32] * 2 + [torch.bfloat16] * 2
-    for found, correct, tolerance in zip(ours, exact, (1e-5, 1e-5, 5e-3, 5e-3), strict=True):
+    shapes = (() if reduction != "none" else (24,)), (24,), (1, 24, 16), weight.shape
+    for found, correct, tolerance, shape in zip(ours, exact, tolerances, shapes, strict=True):
+        assert found.shape == shape
         assert relative_error(found, correct) < tolerance
+    assert [t.dtype for t in ours] == [torch.float32] * 2 + [dtype] * 2
 
 
 def test_installing(simulated_verl: Any) -> None:

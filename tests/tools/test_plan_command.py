@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
-pytest.importorskip("transformers", reason="models")
+pytest.importorskip("transformers", minversion="5", reason="models")
 
 import transformers
 import typer
@@ -66,11 +64,6 @@ def rehearsed(training: Training, kind: str = "llama", **changes: Any) -> Traini
 # ------------------------------------------------------------------------------------------- against measured peaks
 
 
-# Transformers 4 creates a mask for tensors on the meta device. On a GPU it finds that a batch needs no mask.
-masks_as_on_a_gpu = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 masks meta tensors")
-
-
-@masks_as_on_a_gpu
 @pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-0.6B"])
 def test_peaks_measured_on_an_h200(model: str) -> None:
     """Compare with results of benchmarks/models.py, with gradient checkpointing: 4 x 8,192 and 1 x 131,072 tokens."""
@@ -109,12 +102,6 @@ def test_stock_losses_measured_on_an_h200() -> None:
     assert compared >= 6
 
 
-@contextlib.contextmanager
-def autocast(dtype: torch.dtype | None, device: str = "cpu") -> Iterator[None]:
-    with torch.autocast(device, dtype) if dtype is not None else contextlib.nullcontext():
-        yield
-
-
 @pytest.mark.parametrize(
     "kind, dtype, mixed, checkpointing",
     [
@@ -139,7 +126,7 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
     inputs |= values
 
     def run_step() -> None:
-        with autocast(mixed):
+        with torch.autocast("cpu", mixed, enabled=mixed is not None):
             loss = model(**inputs).loss
         loss.backward()
 
@@ -169,7 +156,6 @@ def test_the_heads_gradient_is_allocated_with_the_loss() -> None:
     assert parts["gradients"] >= 4000 * 64 * 2
 
 
-@masks_as_on_a_gpu
 def test_attention_without_probabilities() -> None:
     """Check that the memory of SDPA is linear in the length, and the memory of plain attention is not."""
 
@@ -182,7 +168,6 @@ def test_attention_without_probabilities() -> None:
     assert growth("eager") > 3
 
 
-@masks_as_on_a_gpu
 def test_a_window_is_a_mask_in_memory() -> None:
     """Check that only sequences longer than a sliding window have a mask of tokens by tokens, as on a GPU."""
     sliding = rehearsed(BFLOAT16(1), "mistral", sliding_window=1024)
@@ -278,7 +263,6 @@ def test_the_longest_fits_and_more_does_not(attention: str, start: int) -> None:
 def test_nothing_fits() -> None:
     steps = rehearsed(BFLOAT16(1))
     assert steps.find_longest(STOCK, memory.CONTEXT_BYTES + memory.LIBRARY_BYTES) == memory.LongestSequence(0, None)
-    assert len(steps._step_cache) < 8  # the search does not try every length
     assert not StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 99)
     assert StepMemory(100, {}, False).fits(memory.CONTEXT_BYTES + 100)
 
@@ -314,20 +298,6 @@ def test_shares(kind: str, variant: Variant) -> None:
     assert all(p.grad is None for p in steps.model.parameters())
 
 
-@pytest.mark.usefixtures("no_defaults")
-@pytest.mark.parametrize("kind", sharding.SHARDING_KINDS)
-def test_many_gpus_do_not_divide_gathered_weights(kind: str) -> None:
-    """Check the limit of many GPUs: the shards vanish; activations, the loss and gathered weights remain."""
-
-    def peak(gpus: int) -> StepMemory:
-        return rehearsed(Training(1, sharding=Sharding(kind, gpus)), tie_word_embeddings=False).step(64, PATCHED)
-
-    two, many, more = peak(2), peak(1 << 20), peak(1 << 30)
-    assert many.peak_bytes - more.peak_bytes < 100
-    assert two.peak_bytes - more.peak_bytes > 3 * HEAD_BYTES
-    assert more.parts["unsharded"] >= HEAD_BYTES
-
-
 def test_defaults_of_deepspeed() -> None:
     """Check the bucket of gradients, and weights that stay gathered: at most all weights of a small model."""
     steps = rehearsed(Training(1, sharding=Sharding("zero3", 2)), tie_word_embeddings=False)
@@ -359,12 +329,11 @@ def test_a_model(folder: Path) -> None:
     for expected in (
         "H100, 1 GiB",
         "strategy 'tokens'",
-        "stock, checkpointing",
+        "checkpointing",
         "longest of 2 sequences, tokens",
-        "W weights",
+        "  weights",
     ):
         assert expected in output.stdout
-    assert "the GPU " in output.stdout
 
 
 def test_json(folder: Path) -> None:
@@ -441,11 +410,15 @@ def test_a_kind_of_device() -> None:
     assert "logits in memory in float32" in found["loss"]["plan"]
 
 
-def test_without_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
+@pytest.mark.parametrize("version", [None, "4.57.6"])
+def test_without_transformers(version: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if version is None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    else:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     output = run("--model", folder)
     assert output.exit_code == 2
-    assert "pip install transformers, or" in " ".join(output.stderr.split())
+    assert "needs Transformers 5: pip install -U transformers, or" in " ".join(output.stderr.split())
     assert run("--shape", "64,64,4000", "--json").exit_code == 0
 
 
@@ -509,7 +482,7 @@ def measured_peak(config: Any, training: Training, variant: Variant) -> int:
     ids = torch.randint(model.config.vocab_size, (training.batch_size, LENGTH), device="cuda")
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        with autocast(training.autocast, "cuda"):
+        with torch.autocast("cuda", training.autocast, enabled=training.autocast is not None):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()

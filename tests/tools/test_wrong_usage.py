@@ -73,7 +73,7 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 )
 def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     if "--model" in arguments:
-        pytest.importorskip("transformers")
+        pytest.importorskip("transformers", minversion="5")
     for name, text in {
         "broken": "{",
         "unknown": '{"model_type": "abacus"}',

@@ -37,13 +37,9 @@ MEDIA = {
 
 
 def load_config(source: str) -> Any:
-    """Load the config of a model from a folder, a ``config.json``, or the cache of Transformers, without a download.
+    """Load the config of a model from a folder, a ``config.json``, or by a hub id from the cache of Transformers.
 
-    Args:
-        source: a path, or a hub id whose config has been downloaded before.
-
-    Raises:
-        ValueError: no config was found, or this version of Transformers does not support its model.
+    Raises ValueError if no config was found, or if this version of Transformers does not support its model.
     """
     from transformers import AutoConfig
 
@@ -71,11 +67,7 @@ def format_in_one_line(error: BaseException) -> str:
 
 
 def make_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a model of a config's class, in ``train()``, on the meta device.
-
-    Raises:
-        ValueError: Transformers has no class with a language-model head for the config, or cannot create the model.
-    """
+    """Return a model of a config's class, in ``train()``, on the meta device. Raise ValueError if there is none."""
     import transformers
 
     names = set(getattr(config, "architectures", None) or ())
@@ -101,10 +93,7 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def shard_config(config: Any, shards: int) -> Any:
-    """Return a config whose embedding and head have the ceil(V / shards) classes of the process with most classes.
-
-    All other sizes stay.
-    """
+    """Return a config whose embedding and head have the ceil(V / shards) classes of the process with most classes."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -130,14 +119,7 @@ def max_positions(config: Any) -> int | None:
 
 
 class StepInputs:
-    """The inputs of a model in a training step.
-
-    Args:
-        model: the result of `make_model`.
-
-    Raises:
-        ValueError: the model has no argument ``input_ids``.
-    """
+    """The inputs of a model in a training step. Raises ValueError if the model has no argument ``input_ids``."""
 
     def __init__(self, model: Any) -> None:
         config, self._arguments = model.config, inspect.signature(model.forward).parameters

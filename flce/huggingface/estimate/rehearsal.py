@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -51,9 +50,7 @@ class BudgetError(ValueError):
 class StepMeter(TorchDispatchMode):
     """A mode that counts the bytes of meta tensors by category, now and at the peak.
 
-    Args:
-        device: the simulated device.
-        autocast: the dtype to which autocast casts float32 operands, or None if autocast is off.
+    ``autocast`` is the dtype to which autocast casts float32 operands, or None if autocast is off.
     """
 
     def __init__(self, device: DescribedDevice, autocast: torch.dtype | None = None) -> None:
@@ -69,13 +66,8 @@ class StepMeter(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------- counting
 
     def track_storage(self, tensor: Tensor, category: str | None = None, is_permanent: bool = False) -> None:
-        """Count a tensor's storage until it is freed. A second call moves the storage to another category.
-
-        Args:
-            tensor: the tensor.
-            category: the category, or None for the current one.
-            is_permanent: whether the storage exists longer than the step.
-        """
+        """Count a tensor's storage until it is freed, or always if ``is_permanent``. A second call moves the storage to
+        another category. ``None`` is the current category."""
         storage, category = tensor.untyped_storage(), category or self.category
         key = storage._cdata
         known = self._sizes.get(key)
@@ -128,8 +120,8 @@ class StepMeter(TorchDispatchMode):
             for tensor in outputs:
                 if tensor.untyped_storage()._cdata not in self._sizes:
                     self.track_storage(tensor)
-        if func in _SCRATCH_BYTES:
-            self.add_temporary_bytes(_SCRATCH_BYTES[func](*args), TEMPORARY)
+        if func is _aten._scaled_dot_product_flash_attention_backward.default:
+            self.add_temporary_bytes(_flash_backward_scratch(*args), TEMPORARY)
         self._propagate_values(func, args, kwargs, inputs, outputs)
         return result
 
@@ -230,52 +222,24 @@ def _tensors(values: Any) -> list[Tensor]:
 def _flash_backward_scratch(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
 ) -> int:
-    """Return the bytes of a float32 sum of dQ, of row sums, and of dK and dV by query head if heads share keys."""
+    """Return the bytes that flash attention allocates beside its results: a float32 sum of dQ, row sums, and dK and dV
+    by query head if heads share keys. Other kernels allocate no more than a few MiB."""
     size = 4 * query.numel() + 2 * lse.nbytes
     if key.shape[1] != query.shape[1]:
         size += 2 * key.nbytes * (query.shape[1] // key.shape[1])
     return size
 
 
-# Kernels that allocate more than a few MiB in addition to their results: functions of the arguments that return bytes.
-_SCRATCH_BYTES: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_scratch,
-}
-
-
-class _MetaAutocast(torch.autocast):
-    """`torch.autocast` that accepts the device type "meta" and treats it as "cuda".
-
-    Transformers before 5.0 calls ``torch.autocast(tensor.device.type, enabled=False)``, and PyTorch raises an error for
-    "meta". No mode can intercept this call: `TorchFunctionMode` and `TorchDispatchMode` see functions of tensors, and
-    the constructor of ``torch.autocast`` is not one. `torch.device` has no subclasses that could report another type.
-    So `CudaOperatorsMode` replaces the class ``torch.autocast`` globally while it is entered. For all other device
-    types this class behaves as the stock class, so code in other threads is not affected.
-    """
-
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cuda" if device_type == "meta" else device_type, *args, **kwargs)
-
-
 class CudaOperatorsMode(TorchFunctionMode):
     """A mode that calls the operators of CUDA tensors where PyTorch would call other operators for meta tensors.
 
-    Args:
-        autocast: the dtype of ``torch.autocast("cuda", autocast)``, which has no effect on meta tensors, or None.
+    It casts operands as ``torch.autocast("cuda", autocast)`` does, which has no effect on meta tensors.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.autocast = autocast
         self._casts = WeakIdKeyDictionary()  # casts of weights, which autocast caches
-
-    def __enter__(self) -> CudaOperatorsMode:
-        self._stock_autocast, torch.autocast = torch.autocast, _MetaAutocast  # type: ignore[misc]
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        torch.autocast = self._stock_autocast  # type: ignore[misc]
-        super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -287,8 +251,9 @@ class CudaOperatorsMode(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
-        if func is Tensor.__getitem__:
-            args = args[0], _index_with_tensors(args[1])
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            # PyTorch would create meta tensors without values from lists of numbers.
+            args = args[0], tuple(torch.tensor(item) if isinstance(item, list) else item for item in args[1])
         return func(*args, **kwargs)
 
     def _to_autocast_dtype(self, tensor: Tensor) -> Tensor:
@@ -315,13 +280,6 @@ _AUTOCAST_TO_FLOAT32 = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Te
 def autocast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``tensor`` in ``dtype``. Integers and float64 are not cast, as in autocast."""
     return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def _index_with_tensors(index: Any) -> Any:
-    """Replace lists of numbers in an index by CPU tensors. PyTorch would create meta tensors without values."""
-    if not isinstance(index, tuple):
-        return index
-    return tuple(torch.tensor(item) if isinstance(item, list) else item for item in index)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

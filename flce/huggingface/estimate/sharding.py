@@ -33,15 +33,12 @@ SUB_GROUP_SIZE = 1_000_000_000  # sub_group_size
 
 @dataclass(frozen=True)
 class Sharding:
-    """The division of a model over GPUs.
-
-    Args:
-        kind: one of `SHARDING_KINDS`.
-        gpus: the number of GPUs, at least 2.
-    """
+    """The division of a model over GPUs."""
 
     kind: str
+    """One of `SHARDING_KINDS`."""
     gpus: int
+    """The number of GPUs, at least 2."""
 
     def share(self, size: int) -> int:
         """Return the bytes of one GPU's share of ``size`` bytes."""
@@ -49,13 +46,7 @@ class Sharding:
 
 
 class _Unit:
-    """Modules whose weights are gathered together.
-
-    Args:
-        module: the module whose forward and backward need the weights.
-        parameters: the weights.
-        stays_gathered: whether the weights stay gathered from the forward of the unit to its backward.
-    """
+    """A module whose weights (``parameters``) are gathered together, and optionally stay gathered until backward."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
         self.module, self.parameters, self.stays_gathered = module, parameters, stays_gathered
@@ -67,12 +58,7 @@ class _Unit:
 class Shards:
     """The shares of a model in one step on the meta device. Create it before the meter counts the full weights.
 
-    Args:
-        model: a model with parameters on the meta device.
-        sharding: the division of the model.
-        meter: the meter of the step.
-        state: a function that returns the bytes of the optimizer's state of a parameter.
-        accumulation: whether gradients exist before the step.
+    ``state`` returns the bytes of the optimizer's state of a parameter. ``accumulation``: gradients exist before.
     """
 
     def __init__(

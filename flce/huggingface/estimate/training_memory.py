@@ -62,10 +62,7 @@ class OptimizerMemory:
 
 
 def _adamw_8bit_state_bytes(parameter: Tensor) -> int:
-    """Return the bytes that bitsandbytes stores: two 8-bit states, each with a float32 for every 256 entries.
-
-    Parameters with less than 4,096 entries have two float32 states.
-    """
+    # bitsandbytes stores two 8-bit states with a float32 for every 256 entries, or two float32 states if few entries.
     n = parameter.numel()
     return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
 
@@ -82,28 +79,21 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Training:
-    """Options of a training step, except the length of its sequences.
-
-    Args:
-        batch_size: the number of sequences in a step on one GPU.
-        dtype: the dtype of weights, gradients, activations and optimizer state.
-        autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off.
-        optimizer: a key of `OPTIMIZERS`.
-        frozen_head: whether the weight of the head, and of an embedding that is tied to it, gets no gradient.
-        accumulation: whether gradients of earlier steps exist when a step begins.
-        options: the options of the fused loss.
-        shards: the number of processes over which the embedding and the head are divided by classes.
-        sharding: the division of weights, gradients and optimizer state over GPUs; None: each GPU has all.
-    """
+    """Options of a training step on one GPU, except the length of its sequences."""
 
     batch_size: int
     dtype: torch.dtype = torch.bfloat16
     autocast: torch.dtype | None = None
+    """The dtype of matrix products under ``torch.autocast``, with weights in float32; None: autocast is off."""
     optimizer: str = "adamw"
+    """A key of `OPTIMIZERS`."""
     frozen_head: bool = False
+    """True if the weight of the head, and of an embedding that is tied to it, gets no gradient."""
     accumulation: bool = False
+    """True if gradients of earlier steps exist when a step begins."""
     options: ChunkOptions | None = None
     shards: int = 1
+    """The number of processes over which the embedding and the head are divided by classes."""
     sharding: Sharding | None = None
 
 
@@ -152,13 +142,7 @@ class LongestSequence:
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
-    Args:
-        config: a configuration of Transformers, for a model with a language-model head.
-        training: the options of a step.
-        device: the GPU, a result of `flce.planning.device_kinds.resolve_device`.
-
-    Raises:
-        ValueError: `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs.
+    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs.
     """
 
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
@@ -199,12 +183,7 @@ class TrainingMemory:
         return tuple(head.weight.shape)
 
     def step(self, length: int, variant: Variant) -> StepMemory:
-        """Return the memory of a step with sequences of ``length`` tokens.
-
-        Raises:
-            StepError: the model cannot run such a step, or needs values to run it.
-            BudgetError: no plan of the loss is within the budget.
-        """
+        """Return the memory of a step of sequences of ``length`` tokens, or raise `StepError` or `BudgetError`."""
         key = length, variant
         if key not in self._step_cache:
             try:
@@ -220,13 +199,8 @@ class TrainingMemory:
     def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
         """Return the longest sequence that fits in ``memory`` bytes.
 
-        A line through the last two lengths and peaks predicts the next length to try. The result is a length that was
-        tried and fits. It uses 99% of the memory, or 1% more tokens do not fit, or the model cannot run 1% more tokens.
-
-        Args:
-            variant: the variant of the step.
-            memory: bytes of the device.
-            start: the first length to try.
+        A line through the last two lengths and peaks predicts the next length to try, after ``start``. The result is a
+        length that was tried and fits. It uses 99% of the memory, or 1% more tokens do not fit or cannot be run.
         """
         available = memory - CONTEXT_BYTES
         low, high = 0, MAX_TOKENS // self.training.batch_size + 1  # `low` fits, `high` does not

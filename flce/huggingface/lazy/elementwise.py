@@ -12,7 +12,7 @@ from torch import Tensor
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
 from flce.huggingface.lazy.state import LazyState, normalized_dim
 from flce.huggingface.lazy.terms import Term
-from flce.huggingface.partitioned import resolve_stand_in
+from flce.huggingface.wrappers import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
 
 

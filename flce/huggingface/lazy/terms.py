@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.normal_form import Op, to_normal_form
-from flce.huggingface.partitioned import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
 from flce.huggingface.staleness import TensorSnapshot
+from flce.huggingface.wrappers import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
 
 TENSOR_NAMES = ("hidden", "weight", "bias")
 

@@ -97,9 +97,6 @@ class CheckResult:
         return max(self.figures, key=lambda figure: figure.share, default=None)
 
 
-# --- hidden states and a head, or logits ---
-
-
 class Shape(NamedTuple):
     tokens: int
     hidden: int | None  # None: without a head; the inputs are logits
@@ -324,9 +321,6 @@ class LogprobsCheck(Check):
         grads |= {} if p.linear_bias is None else {"bias gradient": p.linear_bias.grad}
         joined = {name: torch.cat([part[name] for part in parts]) for name in upstream}
         return joined | {name: grad for name, grad in grads.items() if grad is not None}
-
-
-# --- a model that is created from its configuration ---
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flce
 from flce.core.options import ChunkOptions
 from flce.core.shard import all_gather, shard_bounds
-from flce.testing.problem import CallResult, run_stock
+from flce.testing.problem import run_fused, run_stock
 from flce.tools.check.checks import (
     DEFAULT_OPTIONS,
     Check,
@@ -47,21 +46,12 @@ class SplitCheck(Check):
     options: ChunkOptions = DEFAULT_OPTIONS
     sequence_parallel: bool = False
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"sequence_parallel": self.sequence_parallel, "options": self.options}
-
     def ours(self) -> Results:
-        p = create_problem(self.inputs)
-        tensors = {"input": p.input, "weight": p.linear_weight, "bias": p.linear_bias}
-        leaves = {n: None if t is None else self._shard(n, t).clone().requires_grad_() for n, t in tensors.items()}
-        x, weight, bias = leaves.values()
-        assert x is not None
-        assert weight is not None
-        settings: Any = {"process_group": dist.group.WORLD, "vocab_size": self.inputs.shape.vocab, **self.settings}
-        value: Any = flce.fused_linear_cross_entropy(x, weight, p.target, linear_bias=bias, **settings, **p.kwargs)
-        value.backward(torch.as_tensor(self.inputs.grad_output).to(value))
-        return results_by_name(CallResult(value.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
+        names = {"x": "input", "w": "weight", "b": "bias"}
+        p = create_problem(self.inputs).map(lambda t, letter: self._shard(names[letter], t))
+        group, vocab_size = dist.group.WORLD, self.inputs.shape.vocab
+        p = p.with_(process_group=group, vocab_size=vocab_size, sequence_parallel=self.sequence_parallel)
+        return results_by_name(run_fused(p, options=self.options, grad_output=self.inputs.grad_output))
 
     def references(self) -> tuple[Results, Results]:
         stock = run_stock(create_problem(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
@@ -75,7 +65,8 @@ class SplitCheck(Check):
         return super().other_failures(ours) + ([] if same else ["The processes have different losses."])
 
     def plan(self) -> str:
-        return plan_text(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **self.settings)
+        settings: Any = {"sequence_parallel": self.sequence_parallel, "options": self.options}
+        return plan_text(self.inputs, shards=dist.get_world_size(), bias_grad=self.inputs.bias, **settings)
 
     def _shard(self, what: str, full: Tensor) -> Tensor:
         """Return the shard of a tensor, or of its gradient, of this process."""
@@ -88,11 +79,7 @@ class SplitCheck(Check):
 
 
 def choose_device(processes: int, device: torch.device | None) -> torch.device:
-    """Return the device type of the processes: GPUs if there are enough and `device` is not a CPU, else the CPU.
-
-    Raises:
-        ValueError: there are not enough GPUs, or PyTorch has no torch.distributed.
-    """
+    """Return the device type of the processes: GPUs if there are enough and `device` is not a CPU, else the CPU."""
     if not dist.is_available():
         raise ValueError("needs torch.distributed, which this PyTorch does not have")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

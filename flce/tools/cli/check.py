@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 from dataclasses import asdict
@@ -42,10 +41,12 @@ def check(
 
     Example: flce check --quick
     """
+    import torch
+
     from flce.core.devices import find_device
     from flce.tools.check import processes as split
     from flce.tools.check import suite
-    from flce.tools.machine import environment, use_threads
+    from flce.tools.machine import environment
 
     only = None if device is None else parse_option("--device", find_device, device)
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
@@ -56,11 +57,11 @@ def check(
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=stderr(), transient=True) as bar:
         shown, results = bar.add_task("", total=len(checks) + len(divided)), []
-        # The quick checks are so small that several threads would be slower.
-        with use_threads(1) if quick else contextlib.nullcontext():
-            for each in checks:
-                bar.update(shown, advance=1, description=f"{each.inputs.device} {each.backend} {each.title}")
-                results.append(each.run())
+        if quick:  # these checks are so small that several threads would be slower
+            torch.set_num_threads(1)
+        for each in checks:
+            bar.update(shown, advance=1, description=f"{each.inputs.device} {each.backend} {each.title}")
+            results.append(each.run())
         if processes:
             bar.update(shown, description="a divided head")
             results += split.run_split(divided, processes)

@@ -96,8 +96,8 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
         "Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.": (
             gpus and old_triton and not _has_c_compiler()
         ),
-        "TRL 1.16 and newer multiplies by the head's weight in a separate kernel, so its trainers do not use a "
-        f"patched head. {locate_page('trainers.md')} has the subclass of SFTTrainer that does.": (
+        "The trainers of TRL 1.16 and newer do not use a patched head, unless you call "
+        f"flce.huggingface.trl.install() before you create a trainer: see {locate_page('trainers.md')}.": (
             installed.get("trl", (0,)) >= (1, 16)
         ),
     }

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
 T = TypeVar("T")
 MIN_FOLDED = 20  # the least width in characters of a column of words that is folded
@@ -26,29 +25,17 @@ def stderr() -> Console:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table or, if the console is too narrow, a line for each row. Text is never cut.
+    """Print a table. Text is never cut: a console that is too narrow gets lines that are longer than the console.
 
     Columns with ``no_wrap``, which have figures, keep their width. Text of other columns may be folded.
     """
     words = [column for column in table.columns if not column.no_wrap]
     for column in words:
         column.overflow, column.max_width = "fold", MIN_FOLDED
-    least = Measurement.get(console, console.options.update(width=10_000), table).minimum
+    console.width = max(console.width, Measurement.get(console, console.options.update(width=10_000), table).minimum)
     for column in words:
         column.max_width = None
-    if least <= console.width:
-        console.print(table)
-        return
-    if table.title:
-        console.print(table.title, style="italic", soft_wrap=True)
-    heads = [" ".join(_plain(column.header).split()) for column in table.columns]
-    for row in zip(*(map(_plain, column.cells) for column in table.columns), strict=True):
-        fields = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], row[1:], strict=True) if cell.strip()]
-        console.print(": ".join(filter(None, (row[0].strip(), "; ".join(fields)))), markup=False, soft_wrap=True)
-
-
-def _plain(cell: Any) -> str:
-    return cell.plain if isinstance(cell, Text) else Text.from_markup(cell).plain
+    console.print(table)
 
 
 def parse_option(option: str, parse: Callable[..., T], *arguments: Any) -> T:

@@ -7,12 +7,12 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 from flce.core.project import locate_page
 from flce.core.sizes import parse_bytes, parse_sizes, size_text
@@ -31,17 +31,7 @@ Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
 """The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`."""
 # `flce.huggingface.estimate.sharding.SHARDING_KINDS`.
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
-COLOURS = {
-    "weights": "blue",
-    "unsharded": "bright_blue",
-    "gradients": "green",
-    "optimizer": "yellow",
-    "activations": "magenta",
-    "loss": "red",
-    "temporary": "cyan",
-}
 USUAL_LENGTH = 4096
-MAX_BAR, MIN_BAR = 60, 20  # characters of the longest bar; a narrower console gets no chart
 NOTE = (
     "The peak is the largest number of bytes that a step allocates at one time: weights + gradients + the optimizer's "
     "state + activations + loss + temporary. Unsharded weights are gathered from other GPUs. Activations are stored "
@@ -189,8 +179,8 @@ def _plan_steps(
     checkpointing: bool | None,
 ) -> dict[str, Any]:
     """Return the memory of a step of the model in each variant, and the longest sequences."""
-    if importlib.util.find_spec("transformers") is None:
-        missing = "needs Transformers: pip install transformers, or give --shape N,H,V instead of a model"
+    if importlib.util.find_spec("transformers") is None or metadata.version("transformers").startswith("4."):
+        missing = "needs Transformers 5: pip install -U transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import load_config
@@ -287,64 +277,30 @@ def _print_plan(result: dict[str, Any]) -> None:
     for remark in model["remarks"]:
         console.print(remark, soft_wrap=True)
     print_table(console, _table(result["steps"], training["batch_size"]))
-    for sentence in _about_lengths(result):
+    for obstacle in dict.fromkeys(step["longest_obstacle"] for step in result["steps"] if step["longest_obstacle"]):
+        console.print(f"Why no sequence is longer: {obstacle.rstrip('.')}.", soft_wrap=True)
+    longest, positions = max(step["longest_sequence"] for step in result["steps"]), model["positions"]
+    if positions is not None and max(longest, training["sequence_length"]) > positions:
+        sentence = f"The config has {positions:,} positions: longer sequences fit, but the model does not support them."
         console.print(sentence, soft_wrap=True)
-    for line in _chart(result["steps"], device["memory_bytes"], console.width):
-        console.print(line, no_wrap=True)
     if any(step["patched"] and not step["fused"] for step in result["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) has the reason.", soft_wrap=True)
     console.print(result["note"], soft_wrap=True)
 
 
-def _name(step: dict[str, Any]) -> str:
-    return ("patched" if step["patched"] else "stock") + (", checkpointing" if step["checkpointing"] else "")
-
-
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
-    heads = (Column(_name(step).replace(", ", ",\n"), justify="right", no_wrap=True) for step in steps)
-    table = Table("", *heads, title="A training step", title_justify="left")
+    heads = [
+        ("patched" if step["patched"] else "stock") + (",\ncheckpointing" if step["checkpointing"] else "")
+        for step in steps
+    ]
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    table = Table("", *columns, title="A training step", title_justify="left")
     table.add_row("peak", *(size_text(step["peak_bytes"]) for step in steps))
-    for part in [part for part in COLOURS if part != "unsharded" or any(step["parts"][part] for step in steps)]:
-        table.add_row(f"  {part}", *(size_text(step["parts"][part]) for step in steps))
+    for part in steps[0]["parts"]:
+        sizes = [step["parts"][part] for step in steps]
+        if part != "unsharded" or any(sizes):
+            table.add_row(f"  {part}", *map(size_text, sizes))
     table.add_row("fits", *("yes" if step["fits"] else "no" for step in steps))
     which = "longest sequence" if batch_size == 1 else f"longest of {batch_size:,} sequences"
     table.add_row(f"{which}, tokens", *(f"{step['longest_sequence']:,}" for step in steps))
     return table
-
-
-def _about_lengths(result: dict[str, Any]) -> list[str]:
-    """Return sentences about limits of sequences that are not memory."""
-    steps, positions = result["steps"], result["model"]["positions"]
-    obstacles = dict.fromkeys(step["longest_obstacle"] for step in steps if step["longest_obstacle"])
-    lines = [f"Why no sequence is longer: {obstacle.rstrip('.')}." for obstacle in obstacles]
-    lengths = [result["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
-    if positions is not None and max(lengths) > positions:
-        lines.append(
-            f"The config has {positions:,} positions: longer sequences fit, but the model does not support them."
-        )
-    return lines
-
-
-def _chart(steps: list[dict[str, Any]], memory: int, columns: int) -> list[Text]:
-    """Return the lines of a bar chart of the steps and the GPU's memory, or no lines if the console is narrow."""
-    width = max(len(_name(step)) for step in steps)
-    bar = min(MAX_BAR, columns - width - 1)
-    if bar < MIN_BAR:
-        return []
-    scale = bar / max(memory, *(step["peak_bytes"] for step in steps))
-    lines = []
-    for step in steps:
-        line, end, total = Text(f"{_name(step):>{width}} "), 0, 0
-        for part, colour in COLOURS.items():
-            total += step["parts"][part]
-            start, end = end, round(total * scale)
-            line.append(part[0].upper() * (end - start), style=f"white on {colour}")
-        lines.append(line)
-    lines.append(Text(f"{'the GPU':>{width}} " + "=" * round(memory * scale)))
-    legend = [Text()]
-    for part, colour in COLOURS.items():
-        entry = Text.assemble((part[0].upper(), f"white on {colour}"), f" {part}  ")
-        if legend[-1].cell_len + entry.cell_len > columns:
-            legend.append(Text())
-        legend[-1].append_text(entry)
-    return [*lines, *legend]
