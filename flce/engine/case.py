@@ -44,6 +44,7 @@ DEFAULTS = {
     "cpu": DefaultBytes(128 << 20, 128 << 20, 128 << 20, None),
     "other": DefaultBytes(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
+# The planner's numbers of tokens of a chunk are divisible by this.
 ROW_MULTIPLE = 128
 # A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
 #
@@ -53,7 +54,8 @@ ROW_MULTIPLE = 128
 # | others of that size           | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
-# Tokens of a chunk of statistics if logits stay in registers: 33 MiB for 128,256 classes.
+# Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
+# MiB for 128,256 classes.
 FUSED_PRODUCT_ROWS = 8192
 # If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
 # exponentials need less memory:
@@ -212,9 +214,9 @@ class Case:
     @functools.cached_property
     def supports_block_exponentials(self) -> bool:
         """True if exponentials can be computed from logits that are in memory one block at a time."""
-        spec, supported = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        has_both = spec.softcap is not None and spec.label_smoothing
-        return supported and self.dtypes(False).has_wider_logits and not has_both
+        has_softcap_and_smoothing = self.spec.softcap is not None and self.spec.label_smoothing
+        has_kernel = self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE and not has_softcap_and_smoothing
+        return has_kernel and self.dtypes(False).has_wider_logits
 
     @functools.cached_property
     def supports_unnormalized_products(self) -> bool:
@@ -245,8 +247,8 @@ class Case:
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
     @property
-    def logits_per_chunk(self) -> int:
-        """Number of gradients of logits in a chunk if there is no budget."""
+    def default_chunk_entries(self) -> int:
+        """Number of entries of the gradient of a chunk's logits, if there is no budget."""
         return self.defaults.chunk // self.dtypes(True).logits_grad.itemsize
 
     def equal_chunk_rows(self, rows: int) -> int:

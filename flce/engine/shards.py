@@ -106,15 +106,17 @@ class Vocabulary:
     upstream: Tensor | None = None
 
     is_sharded = False
-    """True if other processes have other classes."""
+    """True if this process has only some of the classes."""
     first_class = 0
-    """Index of the first of these classes among all classes."""
+    """The first class of this process."""
 
     def __post_init__(self) -> None:
-        self.problem, self.selection, self.local_out = self.full_problem, self.full_selection, self.out
-        """Inputs of schedules, and memory for statistics of these classes."""
+        self.problem, self.selection = self.full_problem, self.full_selection
+        """Problem of the classes of this process, and its selected tokens. Schedules process these."""
+        self.local_out = self.out
+        """Memory for the statistics of these classes. None in backward."""
         self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
-        """Inputs of the gradient of the logits of these classes."""
+        """Loss scales and normalizer from which the gradient of the logits of these classes is computed."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -135,7 +137,8 @@ class Vocabulary:
         return factors
 
     def _call(self, tokens: slice, out: RowOutputs | None) -> TileCall:
-        """Return the call of the full loss for results or gradients of some rows. Its tile has these classes."""
+        """Return the call of the full loss for results or gradients of some rows. Its tile has the classes of this
+        process."""
         size = self.full_problem.local_vocab_size
         tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec

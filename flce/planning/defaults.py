@@ -116,7 +116,7 @@ def _entry_bytes(c: Case) -> int:
 def _default_cols(c: Case) -> int:
     """Return the number of classes of a block with all tokens. A block has a quarter of the bytes of a chunk, because
     users choose `vocab` to save memory. With smaller chunks it is not wider: its dW is summed over chunks."""
-    cols = c.logits_per_chunk // 4 // max(1, c.num_tokens)
+    cols = c.default_chunk_entries // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 

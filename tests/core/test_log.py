@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +21,8 @@ from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
+from tests.processes import run_python
 
-ROOT = Path(flce.__file__).resolve().parents[1]
 _sizes = itertools.count(1201)  # plans are logged once in a process: each test needs other shapes
 
 
@@ -149,15 +145,7 @@ for _ in range(2):
 
 
 def stderr(code: str, **env: str) -> list[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": str(ROOT), **env},
-        check=True,
-        timeout=240,
-    )
+    done = run_python("-c", code, **env)
     assert not done.stdout
     return done.stderr.splitlines()
 

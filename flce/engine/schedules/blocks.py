@@ -163,7 +163,7 @@ def _block_layout(c: Case, cols: int) -> BlockLayout:
     """Return the layout of blocks of at least `cols` classes."""
     rows = c.chunk_rows
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.logits_per_chunk // rows)
+    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.default_chunk_entries // rows)
 
 
 def compute_blocks(
