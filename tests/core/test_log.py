@@ -145,7 +145,7 @@ for _ in range(2):
 
 
 def stderr(code: str, **env: str) -> list[str]:
-    done = run_python("-c", code, **env)
+    done = run_python("-c", code, env=env)
     assert not done.stdout
     return done.stderr.splitlines()
 

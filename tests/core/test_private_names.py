@@ -57,7 +57,7 @@ def test_this_version_has_them() -> None:
 def outcomes() -> dict[str, Any]:
     # On a machine with GPUs autograd starts threads, and a process with threads cannot be forked.
     env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = run_python("-m", "tests.without_private_names", *private.NAMES, **env)
+    done = run_python("-m", "tests.without_private_names", *private.NAMES, env=env)
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

@@ -52,7 +52,7 @@ SCRIPT = """
 
 
 def test_first_call_and_other_lengths(tmp_path: Path) -> None:
-    result = run_python("-c", textwrap.dedent(SCRIPT), TRITON_CACHE_DIR=str(tmp_path))
+    result = run_python("-c", textwrap.dedent(SCRIPT), env={"TRITON_CACHE_DIR": str(tmp_path)})
     lines = [line.split() for line in result.stdout.splitlines()]
     values = [float(words[1]) for words in lines if words and words[0] in ("first", "built")]
     first, *built = values

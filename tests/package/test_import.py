@@ -16,7 +16,7 @@ from tests.processes import ROOT, run_python
 
 def python(code: str, **env: str) -> Any:
     """Run ``code`` in a new process. Return the JSON of its last line."""
-    return json.loads(run_python("-c", code, **env).stdout.strip().splitlines()[-1])
+    return json.loads(run_python("-c", code, env=env).stdout.strip().splitlines()[-1])
 
 
 MEASURE = """

@@ -30,7 +30,7 @@ class Built(NamedTuple):
 
 def python(code: str, folder: Path, *arguments: str, **env: str) -> str:
     """Run ``code`` in a new process in ``folder``. Return the last line of its output."""
-    return run_python("-c", code, *arguments, cwd=folder, **env).stdout.strip().splitlines()[-1]
+    return run_python("-c", code, *arguments, cwd=folder, env=env).stdout.strip().splitlines()[-1]
 
 
 def build(kind: str, folder: Path, out: Path) -> Path:
@@ -221,10 +221,3 @@ def test_the_issue_template() -> None:
         command = typer.main.get_command(commands).commands[started.split()[-1]]
         options = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", description)) <= options
-
-
-def test_the_citation() -> None:
-    yaml = pytest.importorskip("yaml")
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["authors"] == [{"name": "The flce authors"}]
-    assert citation["license"] == "MIT"
