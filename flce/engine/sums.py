@@ -127,25 +127,22 @@ class BlockSum(WeightSum):
         self._context.round(self._sum, self._context.dw_memory(self._term)[self._classes])
 
 
-class FusedDividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens. The fused product divides it by the gradient scale before it
-    rounds it."""
-
-    def add(self, dlogits: Tensor, x: Tensor) -> None:
-        ctx, (out,) = self._context, self._sums()
-        ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
-
-
 class DividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens. The vendor's product does not divide by the gradient scale.
-    So the block is computed in float32, in several sub-blocks of classes, which are divided and rounded."""
+    """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded.
 
-    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor) -> None:
+    The fused product divides. The vendor's product does not. So it computes the block in float32, in several sub-blocks
+    of classes, in `memory`.
+    """
+
+    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor | None) -> None:
         super().__init__(ctx, term, classes)
         self._memory = memory
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         ctx, (out,) = self._context, self._sums()
+        if self._memory is None:
+            ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
+            return
         for sub_block in ctx.split_range(slice(0, len(out)), len(self._memory)):
             total = self._memory[: sub_block.stop - sub_block.start]
             ctx.matmul(dlogits[:, sub_block].t(), x, out=total)
@@ -229,19 +226,17 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
     """Return a function that returns the sums of dW over chunks of `rows` tokens, by term, for a block of classes.
     Blocks have at most `cols` classes, or more if their tiles are borrowed."""
     memory: dict[int, Tensor] = {}
+    is_single = ctx.is_single_chunk(rows)
+    needs_separate_sum = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
 
-    def build(block: slice) -> dict[int, WeightSum]:
-        return {k: build_for_term(k, block) for k in ctx.dw_terms}
-
-    def build_for_term(k: int, block: slice) -> WeightSum:
-        is_single = ctx.is_single_chunk(rows)
-        if ctx.dtypes.sums == ctx.problem.dtype or (is_single and not ctx.dtypes.unscales_sums):
+    def build(k: int, block: slice) -> WeightSum:
+        if not needs_separate_sum:
             return WeightSum(ctx, k, block)
         if is_single and ctx.in_registers:
-            return FusedDividedSum(ctx, k, block)
+            return DividedSum(ctx, k, block, None)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]
             memory[k] = DividedSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
         return (DividedSum if is_single else BlockSum)(ctx, k, block, memory[k])
 
-    return build
+    return lambda block: {k: build(k, block) for k in ctx.dw_terms}

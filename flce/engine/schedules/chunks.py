@@ -51,7 +51,9 @@ class NormalizedChunks(Chunks):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return super().sizes(c) if c.supports_block_exponentials and not c.supports_unnormalized_products else NO_SIZES
+        return (
+            super().sizes(c) if c.can_compute_exponentials_in_blocks and not c.can_multiply_exponentials else NO_SIZES
+        )
 
     def forward(self, ctx: PassContext) -> None:
         tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)

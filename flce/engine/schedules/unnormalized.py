@@ -57,7 +57,7 @@ class Unnormalized(Schedule):
     def sizes(cls, c: Case) -> range:
         return (
             sizes_up_to(c.num_tokens)
-            if c.supports_unnormalized_products and c.needs.any and c.spec.reduction != "none"
+            if c.can_multiply_exponentials and c.needs.any and c.spec.reduction != "none"
             else NO_SIZES
         )
 
