@@ -155,12 +155,7 @@ class Case:
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
 
     def check(self) -> None:
-        """Check dtype and options. Called once for each plan, not in each call.
-
-        Raises:
-            TypeError: flce does not support the dtype.
-            ValueError: an option does not support the dtype.
-        """
+        """Raise TypeError or ValueError if flce or an option does not support the dtype. Called once for each plan."""
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")

@@ -63,11 +63,7 @@ RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stat
 def shard_spec(spec: LossSpec) -> LossSpec:
     """Return the spec of a shard: log-probabilities and the other statistics of the full spec. With label smoothing the
     loss of the shard is the sum of ``w[k] * (lse - z[k])`` over its classes, divided by their number. Otherwise the
-    loss is not read.
-
-    Raises:
-        NotImplementedError: the spec has a field that a divided head does not support.
-    """
+    loss is not read. Raise NotImplementedError for a field that a divided head does not support."""
     names = {field.name for field in fields(spec)}
     unsupported = names.difference(LOGIT_FIELDS, RESULT_FIELDS)
     for name in sorted(unsupported):

@@ -460,43 +460,38 @@ def wrong_arguments() -> None:
     group, rank = groups()["all"], dist.get_rank()
     p = problem((3, 4), 16, 41)
     local = LocalShare(p, group)
-    call = functools.partial(flce.fused_linear_cross_entropy, local.input, local.weight, p.target)
-    for group_kwargs, message in (
-        ({"vocab_size": 41}, "^vocab_size=41 needs a"),
-        ({"sequence_parallel": True}, "^sequence_parallel=True needs a"),
-        ({"vocab_size": 41, "sequence_parallel": True}, "^vocab_size=41 and sequence_parallel=True need a"),
-    ):
-        with pytest.raises(ValueError, match=f"{message} process_group: give"):
-            call(**group_kwargs)
-    with pytest.raises(TypeError, match="sequence_parallel must be a bool"):
-        call(process_group=group, vocab_size=41, sequence_parallel=1)
-    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
-        call(process_group="tp")
-    with pytest.raises(ValueError, match=rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"):
-        call(process_group=group, vocab_size=9)
-    with pytest.raises(ValueError, match="vocab_size must be positive, got 0"):
-        call(process_group=group, vocab_size=0)
-    with pytest.raises(ValueError, match="class-index targets"):
-        flce.fused_linear_cross_entropy(
-            local.input,
-            local.weight,
-            torch.rand(3, 4, 41, dtype=torch.float64, device=device()),
-            **local.group_arguments,
-        )
+    given: dict[str, Any] = {"input": local.input, "linear_weight": local.weight, "target": p.target}
     # `dist.new_group` returns this value in processes that are not in the group.
     others: Any = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(ValueError, match="must contain this process"):
-        call(process_group=others)
+    scalar = torch.ones((), dtype=torch.float64, device=device())
+    probabilities = torch.rand(3, 4, 41, dtype=torch.float64, device=device())
+    both = {"vocab_size": 41, "sequence_parallel": True}
+    rows = rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "^vocab_size=41 needs a process_group: give", {"vocab_size": 41}),
+        (ValueError, "^sequence_parallel=True needs a process_group: give", {"sequence_parallel": True}),
+        (ValueError, "^vocab_size=41 and sequence_parallel=True need a process_group: give", both),
+        (TypeError, "sequence_parallel must be a bool", {**local.group_arguments, "sequence_parallel": 1}),
+        (TypeError, "process_group must be a torch.distributed.ProcessGroup, got str", {"process_group": "tp"}),
+        (ValueError, rows, {"process_group": group, "vocab_size": 9}),
+        (ValueError, "vocab_size must be positive, got 0", {"process_group": group, "vocab_size": 0}),
+        (ValueError, "class-index targets", {"target": probabilities, **local.group_arguments}),
+        (ValueError, "must contain this process", {"process_group": others}),
+        (ValueError, r"weight must have shape \(41,\)", {"weight": scalar, **local.group_arguments}),
+        (
+            ValueError,
+            r"adapters\[0\]\[1\] must have shape",
+            {"adapters": [(local.input, scalar)], **local.group_arguments},
+        ),
+    ]
+    for kind, message, arguments in cases:
+        with pytest.raises(kind, match=message):
+            flce.fused_linear_cross_entropy(**{**given, **arguments})
     settings = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
     with pytest.raises(ValueError, match="must contain this process"):
         flce.linear_logprobs(local.input, local.weight, None, **settings)
     with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
-        flce.linear_logprobs(local.input, local.weight, p.target, top_k=42, **local.group_arguments)
-    scalar = torch.ones((), dtype=torch.float64, device=device())
-    with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
-        call(weight=scalar, **local.group_arguments)
-    with pytest.raises(ValueError, match=r"adapters\[0\]\[1\] must have shape"):
-        call(adapters=[(local.input, scalar)], **local.group_arguments)
+        flce.linear_logprobs(**given, top_k=42, **local.group_arguments)
     # Collectives do not propagate tangents of forward-mode differentiation.
     shares = LocalShare(problem((3, 4), 16, 41), group, sequence_parallel=True)
     with forward_ad.dual_level():
@@ -506,29 +501,23 @@ def wrong_arguments() -> None:
     # Values that differ between processes, found with FLCE_DEBUG.
     os.environ["FLCE_DEBUG"] = "1"
     all_weights = torch.ones(41, dtype=torch.float64, device=device())
-    for difference, kwargs in (
+    dtype = torch.float32 if rank == group.size() - 1 else torch.float64
+    differences: list[tuple[str, dict[str, Any]]] = [
         ("options", {"z_loss": 0.1 * rank}),
         ("V", {"vocab_size": None}),
-        ("the shape of target", {}),
-        ("dtypes", {}),
+        ("the shape of target", {"target": p.target[: 2 if rank == 1 else 3]}),
+        ("dtypes", {"input": local.input.to(dtype), "linear_weight": local.weight.to(dtype)}),
         ("whether there is a weight", {"weight": None if rank else all_weights}),
         ("of which classes", {"weight": all_weights if rank == 0 else all_weights[local.classes]}),
         ("whether there is a linear_bias of the slice", {"linear_bias": None if rank else all_weights[:3]}),
         ("shapes of adapters", {"adapters": [(local.input[..., :2], local.weight[: 3 if rank else None, :2])]}),
         ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
         ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
-        ("which tensors need a gradient", {}),
-    ):
-        settings = {**local.group_arguments, **kwargs}
-        target, x, weight = p.target, local.input, local.weight
-        if difference == "the shape of target" and rank == 1:
-            target = target[:2]
-        if difference == "dtypes" and rank == group.size() - 1:
-            x, weight = x.float(), weight.float()
-        if difference == "which tensors need a gradient" and rank == 1:
-            weight = weight.detach()
+        ("which tensors need a gradient", {"linear_weight": local.weight.detach() if rank == 1 else local.weight}),
+    ]
+    for difference, arguments in differences:
         with pytest.raises(ValueError, match=f"given different values of .*{difference}"):
-            flce.fused_linear_cross_entropy(x, weight, target, **settings)
+            flce.fused_linear_cross_entropy(**{**given, **local.group_arguments, **arguments})
     # The same shard in all processes, with and without vocab_size.
     equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
     for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
