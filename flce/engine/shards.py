@@ -81,7 +81,8 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 @dataclass
 class Vocabulary:
-    """All classes, for a pass of one process. `VocabularyShard` overrides the methods that merge results of processes.
+    """Vocabulary of a pass, and the results of its rows. Here this process has all classes. `VocabularyShard` overrides
+    the methods that merge results of processes.
 
     Attributes:
         full_problem: the problem of all classes.
@@ -165,7 +166,7 @@ class Vocabulary:
 
 
 class VocabularyShard(Vocabulary):
-    """Shard of one process, for a pass whose results are of all classes."""
+    """Vocabulary of a pass of which this process has one shard. The results are of all classes."""
 
     is_sharded = True
 

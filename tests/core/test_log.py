@@ -6,7 +6,6 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.backends.contract import unsupported_by_fused_products
 from flce.core import callers, log
-from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
@@ -110,27 +107,6 @@ def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> 
     call(5, next(_sizes))
     with _Nothing():
         call(5, next(_sizes))
-
-
-def test_why_logits_are_in_memory() -> None:
-    assert unsupported_by_fused_products(LossSpec(softcap=30.0, stats=("lse",))) == []
-    assert unsupported_by_fused_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == [
-        "argmax",
-        "label_smoothing",
-    ]
-    x, adapter = 64, (8,)
-    for dtype, ranks, hidden, why in (
-        (torch.float32, (), x, "float32"),
-        (torch.bfloat16, adapter, x, "adapters"),
-        (torch.bfloat16, (), x + 1, "H is not divisible"),
-        (torch.bfloat16, (), x, None),
-    ):
-        c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
-        here = replace(c, has_fused_products=True)
-        reason = here.logits_in_memory_reason
-        assert reason is None if why is None else str(reason).startswith(why)
-        assert here.supports_fused_products == (why is None)
-        assert "no kernel" in str(c.logits_in_memory_reason)
 
 
 # ---------------------------------------------------------------------------------------------- the environment

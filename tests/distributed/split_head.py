@@ -72,7 +72,7 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 
 
-class _FinishedWork:
+class FinishedWork:
     def wait(self) -> None:
         pass
 
@@ -85,7 +85,7 @@ def _via_cpu(collective: Any) -> Any:
         on_cpu = [out.cpu(), *(t.cpu() if isinstance(t, Tensor) else t for t in args)]
         collective(*on_cpu, **kwargs)
         out.copy_(on_cpu[0])
-        return _FinishedWork() if async_op else None
+        return FinishedWork() if async_op else None
 
     return run_on_cpu
 
@@ -272,7 +272,7 @@ def token_results(group_name: str) -> None:
         p = problem((3, 8), 16, vocab, **kwargs)
         candidates = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
         local = LocalShare(p, group, sequence_parallel)
-        alone = LocalShare(p, _SingleProcessGroup())
+        alone = LocalShare(p, SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 
         def call(
             share: LocalShare,
@@ -317,16 +317,6 @@ def token_results(group_name: str) -> None:
         )
         errors = local.errors(exact)
         assert max(errors.values()) < 1e-9, errors
-
-
-class _SingleProcessGroup:
-    """Simulation of a group of one process, for `LocalShare`."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def _grad(t: Tensor) -> Tensor:

@@ -696,36 +696,18 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
 PIPELINES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
 
-class FirstStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(V, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embedding(ids).tanh()
-
-
-class MiddleStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden).tanh()
-
-
-class LastStage(MiddleStage):
+class LastStage(nn.Module):
     """Stage with the head. The schedule computes the loss of its logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lm_head = nn.Linear(32, V, bias=False)
+        self.layer, self.lm_head = nn.Linear(32, 32), nn.Linear(32, V, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(super().forward(hidden))
+        return self.lm_head(self.layer(hidden).tanh())
 
 
 def pipelined(name: str) -> None:
@@ -740,7 +722,8 @@ def pipelined(name: str) -> None:
     results = []
     for patched in (False, True):
         torch.manual_seed(0)
-        modules = [FirstStage(), *(MiddleStage() for _ in range(count - 2)), LastStage()]
+        first, middle = nn.Embedding(V, 32), [nn.Linear(32, 32) for _ in range(count - 2)]
+        modules = [*(nn.Sequential(layer, nn.Tanh()) for layer in (first, *middle)), LastStage()]
         if patched:
             flce.patch_model(modules[-1], on_materialize="raise")
         local_modules = [modules[i] for i in places.get(name, [rank])]

@@ -38,11 +38,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
     """Count calls and bytes of the collectives of the first of several processes. The others send the same data."""
@@ -58,9 +53,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
         if x.dtype != torch.int64:  # with int64 numbers on a CPU, processes compare their arguments
             record("all-gather", out.nbytes)
 
-    def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> _Done:
+    def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> split_head.FinishedWork:
         record("all-reduce", x.nbytes)
-        return _Done()
+        return split_head.FinishedWork()
 
     def reduce_scatter(out: Tensor, x: Tensor, group: Any) -> None:
         record("reduce-scatter", x.nbytes)

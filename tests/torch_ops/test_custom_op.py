@@ -32,12 +32,6 @@ from tests.helpers import (
 from tests.processes import run_python
 
 
-def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
-    if strategy == "tokens":
-        kwargs.setdefault("chunk_rows", 5)
-    return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
-
-
 def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
     loss = flce.fused_linear_cross_entropy(x, w, y, **kwargs)
     assert isinstance(loss, Tensor)
@@ -317,7 +311,8 @@ def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.Mon
     assert "flce_linear_cross_entropy" in type(node).__name__
     for strategy, reduction in itertools.product(STRATEGIES, REDUCTIONS):
         p = make_problem((7,), 8, 30, dtype=torch.float32, bias=True, adapter_ranks=(2,), reduction=reduction)
-        options, outcomes = options_for(strategy), []
+        rows = 5 if strategy == "tokens" else None
+        options, outcomes = flce.ChunkOptions(chunk_rows=rows, strategy=strategy), []  # type: ignore[arg-type]
         for watched in (False, True):
             with monkeypatch.context() as patch:
                 if watched:
