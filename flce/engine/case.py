@@ -56,7 +56,7 @@ STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
 # MiB for 128,256 classes.
-FUSED_PRODUCT_ROWS = 8192
+STATISTICS_ROWS_IN_REGISTERS = 8192
 # If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
 # exponentials need less memory:
 #
@@ -268,7 +268,7 @@ class Case:
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
             row_bytes = 4 * num_partial_statistics(self.spec) * ceil_div(self.vocab_size, FUSED_PRODUCT_BLOCK)
-            return min(max_rows, FUSED_PRODUCT_ROWS, max(1, available_bytes // row_bytes)), cols
+            return min(max_rows, STATISTICS_ROWS_IN_REGISTERS, max(1, available_bytes // row_bytes)), cols
         entries = available_bytes // dtypes.logits.itemsize
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows
