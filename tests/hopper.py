@@ -61,7 +61,7 @@ def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
 
 def clear_device_caches() -> None:
     """Clear the caches of device records, so that the next call reads PyTorch and the environment again."""
-    for cached in (load_profile, devices._detected_record, devices._profiled_record, search.plan_for_case):
+    for cached in (load_profile, devices._gpu_record, search.plan_for_case):
         cached.cache_clear()
 
 

@@ -32,13 +32,8 @@ class Caller(NamedTuple):
         return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
 
     def warn(self, message: str, category: type[Warning], shown: set[WarningKey] | None = None) -> None:
-        """Warn as if this line did. The warning is shown once, unless Python's filters set something else.
-
-        Args:
-            message: the text.
-            category: class of the warning.
-            shown: warnings that were already shown; None: the warnings of this process.
-        """
+        """Warn as if this line did. The warning is shown once, unless Python's filters set something else. `shown`:
+        warnings that were already shown; None: the warnings of this process."""
         shown = _shown_warnings if shown is None else shown
         file, line = self.frame.f_code.co_filename, self.frame.f_lineno
         key = (message, category, file, line)

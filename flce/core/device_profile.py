@@ -24,11 +24,8 @@ _FIELDS = ("name", "arch", *_INTEGER_FIELDS, *_RATE_FIELDS, "own_products")
 
 @functools.cache
 def load_profile() -> tuple[str, Mapping[str, Any]] | None:
-    """Return the path and the contents of the profile, read at the first call, or None if there is no profile.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a profile. The message names the file.
-    """
+    """Return the path and the contents of the profile, read at the first call, or None if there is no profile. Raise
+    ValueError if the file is not a profile."""
     path = os.environ.get("FLCE_PROFILE", "")
     if not path:
         return None
@@ -50,14 +47,8 @@ def load_profile() -> tuple[str, Mapping[str, Any]] | None:
 
 
 def apply_profile(device: DeviceRecord, name: str) -> DeviceRecord:
-    """Return the record with the changes of the profile.
-
-    Args:
-        name: name of the device in PyTorch.
-
-    Raises:
-        ValueError: as `load_profile`, or the profile is for another device.
-    """
+    """Return the record with the changes of the profile. `name`: of the device in PyTorch. Raise ValueError if the
+    profile is for another device."""
     loaded = load_profile()
     if loaded is None:
         return device

@@ -121,12 +121,7 @@ def record_of_kind(kind: str) -> DeviceRecord | None:
 
 
 def record_from_properties(properties: Any, hip: bool) -> DeviceRecord:
-    """Return the record of a device of this machine.
-
-    Args:
-        properties: result of `torch.cuda.get_device_properties`.
-        hip: True for an AMD GPU.
-    """
+    """Return the record of a device with these `torch.cuda.get_device_properties`. `hip`: True for an AMD GPU."""
     arch = properties.gcnArchName.partition(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
     base = _nearest_record(arch)
     reported = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from flce.core.device_profile import apply_profile, load_profile
+from flce.core.device_profile import apply_profile
 from flce.core.device_record import CPU, UNKNOWN_DEVICE, DeviceRecord, record_from_properties
 
 
@@ -54,32 +54,19 @@ def device_record(device: torch.device) -> DeviceRecord:
 
     With a process group the profile is ignored: all ranks must compute the same plan, and each machine may have another
     file.
-
-    Raises:
-        ValueError: the profile is invalid, or is for another device.
     """
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
         return UNKNOWN_DEVICE._replace(name=device.type)
     index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index
-    found = _profiled_record(index)
     in_a_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return _detected_record(index) if found.profile is not None and in_a_group else found
+    return _gpu_record(index, with_profile=not in_a_group)
 
 
 @functools.cache
-def _profiled_record(index: int | None) -> DeviceRecord:
-    detected = _detected_record(index)
-    return (
-        detected
-        if detected is UNKNOWN_DEVICE or load_profile() is None
-        else apply_profile(detected, torch.cuda.get_device_name(index))
-    )
-
-
-@functools.cache
-def _detected_record(index: int | None) -> DeviceRecord:
+def _gpu_record(index: int | None, with_profile: bool) -> DeviceRecord:
     if not torch.cuda.is_available():
         return UNKNOWN_DEVICE
-    return record_from_properties(torch.cuda.get_device_properties(index), torch.version.hip is not None)
+    detected = record_from_properties(torch.cuda.get_device_properties(index), torch.version.hip is not None)
+    return apply_profile(detected, torch.cuda.get_device_name(index)) if with_profile else detected

@@ -9,11 +9,8 @@ from torch import Tensor
 
 
 def check_int(name: str, value: Any, expected: str = "an int") -> int:
-    """Return an int, an integer of NumPy or an integer 0-d tensor as an int.
-
-    Raises:
-        TypeError: any other value. A bool is not an int, as in PyTorch.
-    """
+    """Return an int, an integer of NumPy or an integer 0-d tensor as an int. Raise TypeError for any other value. A
+    bool is not an int, as in PyTorch."""
     if type(value) is int:
         return value if not torch.compiler.is_compiling() else specialize(value)
     number = _python_number(value)
@@ -30,11 +27,8 @@ def specialize(value: Any) -> Any:
 
 
 def check_float(name: str, value: Any, *, may_be_bool: bool = False) -> float:
-    """Return an int or a float, of Python, NumPy or a 0-d tensor, as a float.
-
-    Raises:
-        TypeError: any other value, and a tensor that requires grad, because it would get no gradient.
-    """
+    """Return an int or a float, of Python, NumPy or a 0-d tensor, as a float. Raise TypeError for any other value, and
+    for a tensor that requires grad, because it would get no gradient."""
     number = _python_number(value)
     is_bool = isinstance(number, bool)
     # While a graph is traced, numbers may be symbols.

@@ -111,6 +111,16 @@ def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
     return unsharded
 
 
+def _required(path: str, purpose: str) -> PrivateName:
+    """Return the entry of a name without which `purpose` is impossible."""
+    return PrivateName((path,), purpose, "That raises RuntimeError.", _unavailable(purpose))
+
+
+def _hook_on_logits(path: str, purpose: str, module: str, wrapper: str = "this wrapper") -> PrivateName:
+    """Return the entry of a hook or function that a wrapper of models registers on the logits."""
+    return PrivateName((path,), purpose, f"Training under {wrapper} computes the logits.", None, None, module)
+
+
 _FSDP1, _FSDP2 = "torch.distributed.fsdp._runtime_utils", "torch.distributed.fsdp._fully_shard"
 _SLOWER = "Calls go through the custom operators, which takes longer."
 
@@ -161,18 +171,8 @@ NAMES: dict[str, PrivateName] = {
         "This call raises an error of PyTorch.",
         lambda x: False,
     ),
-    "remove_batch_dim": PrivateName(
-        ("torch._remove_batch_dim",),
-        "torch.autograd.grad(is_grads_batched=True)",
-        "That raises RuntimeError.",
-        _unavailable("torch.autograd.grad(is_grads_batched=True)"),
-    ),
-    "add_batch_dim": PrivateName(
-        ("torch._add_batch_dim",),
-        "torch.autograd.grad(is_grads_batched=True)",
-        "That raises RuntimeError.",
-        _unavailable("torch.autograd.grad(is_grads_batched=True)"),
-    ),
+    "remove_batch_dim": _required("torch._remove_batch_dim", "torch.autograd.grad(is_grads_batched=True)"),
+    "add_batch_dim": _required("torch._add_batch_dim", "torch.autograd.grad(is_grads_batched=True)"),
     "forward_ad": PrivateName(
         ("torch.autograd.forward_ad._current_level",),
         "detecting whether forward-mode differentiation is active",
@@ -218,18 +218,10 @@ NAMES: dict[str, PrivateName] = {
         "flce.profile_memory ends that record.",
         lambda: False,
     ),
-    "record_memory_history": PrivateName(
-        ("torch.cuda.memory._record_memory_history",),
-        "flce.profile_memory on a CUDA device",
-        "That raises RuntimeError.",
-        _unavailable("flce.profile_memory on a CUDA device"),
+    "record_memory_history": _required(
+        "torch.cuda.memory._record_memory_history", "flce.profile_memory on a CUDA device"
     ),
-    "memory_snapshot": PrivateName(
-        ("torch.cuda.memory._snapshot",),
-        "flce.profile_memory on a CUDA device",
-        "That raises RuntimeError.",
-        _unavailable("flce.profile_memory on a CUDA device"),
-    ),
+    "memory_snapshot": _required("torch.cuda.memory._snapshot", "flce.profile_memory on a CUDA device"),
     # ----------------------------------------------------------------------------------------------- patched models
     "make_wrapper_subclass": PrivateName(
         ("torch.Tensor._make_wrapper_subclass",),
@@ -307,12 +299,8 @@ NAMES: dict[str, PrivateName] = {
         build=lambda method: attrgetter("_compiled_call_impl"),
     ),
     # ------------------------------------------------------------------------------- patched models, several GPUs
-    "FSDPState": PrivateName(
-        (f"{_FSDP2}._fsdp_state.FSDPState",),
-        "FSDP2's hooks on the logits",
-        "Training under FSDP2 computes the logits.",
-        None,
-        required_module="torch.distributed.fsdp",
+    "FSDPState": _hook_on_logits(
+        f"{_FSDP2}._fsdp_state.FSDPState", "FSDP2's hooks on the logits", "torch.distributed.fsdp", "FSDP2"
     ),
     "fsdp_state_of": PrivateName(
         (f"{_FSDP2}.FSDPModule._get_fsdp_state",),
@@ -321,12 +309,8 @@ NAMES: dict[str, PrivateName] = {
         lambda unit: None,
         required_module="torch.distributed.fsdp",
     ),
-    "fsdp1_hook": PrivateName(
-        (f"{_FSDP1}._pre_backward_hook",),
-        "FSDP1's hooks on the logits",
-        "Training under FSDP1 computes the logits.",
-        None,
-        required_module="torch.distributed.fsdp",
+    "fsdp1_hook": _hook_on_logits(
+        f"{_FSDP1}._pre_backward_hook", "FSDP1's hooks on the logits", "torch.distributed.fsdp", "FSDP1"
     ),
     "fsdp1_unsharded": PrivateName(
         (f"{_FSDP1}._unshard", f"{_FSDP1}._reshard", "torch.distributed.fsdp._common_utils.HandleTrainingState"),
@@ -336,33 +320,26 @@ NAMES: dict[str, PrivateName] = {
         build=_fsdp1_unsharded,
         required_module="torch.distributed.fsdp",
     ),
-    "DDPSink": PrivateName(
-        ("torch.nn.parallel.distributed._DDPSink",),
+    "DDPSink": _hook_on_logits(
+        "torch.nn.parallel.distributed._DDPSink",
         "the autograd.Function that DDP(static_graph=True) applies to the logits",
-        "Training under this wrapper computes the logits.",
-        None,
-        required_module="torch.nn.parallel.distributed",
+        "torch.nn.parallel.distributed",
     ),
-    "fabric_hook": PrivateName(
-        ("lightning.fabric.wrappers._backward_hook",),
+    "fabric_hook": _hook_on_logits(
+        "lightning.fabric.wrappers._backward_hook",
         "Lightning Fabric's hooks on the logits",
-        "Training under this wrapper computes the logits.",
-        None,
-        required_module="lightning.fabric.wrappers",
+        "lightning.fabric.wrappers",
     ),
-    "standalone_fabric_hook": PrivateName(
-        ("lightning_fabric.wrappers._backward_hook",),
+    "standalone_fabric_hook": _hook_on_logits(
+        "lightning_fabric.wrappers._backward_hook",
         "the hooks on the logits of Lightning Fabric as a separate package",
-        "Training under this wrapper computes the logits.",
-        None,
-        required_module="lightning_fabric.wrappers",
+        "lightning_fabric.wrappers",
     ),
-    "deepspeed_hook": PrivateName(
-        ("deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook",),
+    "deepspeed_hook": _hook_on_logits(
+        "deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook",
         "DeepSpeed's hooks on the logits",
-        "Training under DeepSpeed computes the logits.",
-        None,
-        required_module="deepspeed.runtime.utils",
+        "deepspeed.runtime.utils",
+        "DeepSpeed",
     ),
     "current_graph_task_id": PrivateName(
         ("torch._C._current_graph_task_id",),

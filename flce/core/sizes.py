@@ -10,11 +10,8 @@ MAX_SIZE = 1 << 30  # of a dimension: the bytes of all tensors of a plan then fi
 
 
 def parse_bytes(text: str, name: str = "") -> int:
-    """Return the bytes of "256MiB" or "1.5 GB".
-
-    Raises:
-        ValueError: `text` is not a size. The message begins with `name`, the name of an argument.
-    """
+    """Return the bytes of "256MiB" or "1.5 GB". Raise ValueError for another text. Its message begins with `name`, the
+    name of an argument."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
         expected = f"{name} must be an int or" if name else "expected"
@@ -23,11 +20,8 @@ def parse_bytes(text: str, name: str = "") -> int:
 
 
 def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
-    """Return one number for each of the names, from "4096,2048,32000" or "4096x2048x32000".
-
-    Raises:
-        ValueError: `text` does not have the right number of positive numbers.
-    """
+    """Return one number for each of the names, from "4096,2048,32000" or "4096x2048x32000". Raise ValueError for
+    another text."""
     parts = text.replace("x", ",").split(",")
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
     count = len(names.split(","))

@@ -123,9 +123,9 @@ class BlockLayout:
         return widths + [self.cols] * num_full + [rest] * (rest > 0)
 
 
-def dx_sum_start(num_tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
+def dx_sum_start(num_tokens: int, vocab_size: int, sum_dtype: torch.dtype, dtype: torch.dtype) -> int:
     """Return the first class from which on the memory of dW is large enough for a sum of dX."""
-    num_classes = -(-num_tokens * sums.itemsize // dtype.itemsize)
+    num_classes = -(-num_tokens * sum_dtype.itemsize // dtype.itemsize)
     return max(0, vocab_size - num_classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 

@@ -44,6 +44,7 @@ DEFAULTS = {
     "cpu": DefaultBytes(128 << 20, 128 << 20, 128 << 20, None),
     "other": DefaultBytes(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
+# The planner's numbers of tokens of a chunk are divisible by this.
 ROW_MULTIPLE = 128
 # A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
 #
@@ -53,8 +54,9 @@ ROW_MULTIPLE = 128
 # | others of that size           | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
-# Tokens of a chunk of statistics if logits stay in registers: 33 MiB for 128,256 classes.
-FUSED_PRODUCT_ROWS = 8192
+# Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
+# MiB for 128,256 classes.
+STATISTICS_ROWS_IN_REGISTERS = 8192
 # If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
 # exponentials need less memory:
 #
@@ -153,12 +155,7 @@ class Case:
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
 
     def check(self) -> None:
-        """Check dtype and options. Called once for each plan, not in each call.
-
-        Raises:
-            TypeError: flce does not support the dtype.
-            ValueError: an option does not support the dtype.
-        """
+        """Raise TypeError or ValueError if flce or an option does not support the dtype. Called once for each plan."""
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
@@ -210,17 +207,17 @@ class Case:
         return ", ".join(unsupported_by_fused_products(self.spec)) or None
 
     @functools.cached_property
-    def supports_block_exponentials(self) -> bool:
+    def can_compute_exponentials_in_blocks(self) -> bool:
         """True if exponentials can be computed from logits that are in memory one block at a time."""
-        spec, supported = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        has_both = spec.softcap is not None and spec.label_smoothing
-        return supported and self.dtypes(False).has_wider_logits and not has_both
+        has_softcap_and_smoothing = self.spec.softcap is not None and self.spec.label_smoothing
+        has_kernel = self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE and not has_softcap_and_smoothing
+        return has_kernel and self.dtypes(False).has_wider_logits
 
     @functools.cached_property
-    def supports_unnormalized_products(self) -> bool:
+    def can_multiply_exponentials(self) -> bool:
         """True if matrix products can read exponentials, and their results can be normalized."""
         return (
-            (self.supports_fused_products or self.supports_block_exponentials)
+            (self.supports_fused_products or self.can_compute_exponentials_in_blocks)
             and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # The range of float16 is too small.
             and not self.spec.label_smoothing
         )
@@ -245,8 +242,8 @@ class Case:
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
     @property
-    def logits_per_chunk(self) -> int:
-        """Number of gradients of logits in a chunk if there is no budget."""
+    def default_chunk_entries(self) -> int:
+        """Number of entries of the gradient of a chunk's logits, if there is no budget."""
         return self.defaults.chunk // self.dtypes(True).logits_grad.itemsize
 
     def equal_chunk_rows(self, rows: int) -> int:
@@ -271,7 +268,7 @@ class Case:
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
             row_bytes = 4 * num_partial_statistics(self.spec) * ceil_div(self.vocab_size, FUSED_PRODUCT_BLOCK)
-            return min(max_rows, FUSED_PRODUCT_ROWS, max(1, available_bytes // row_bytes)), cols
+            return min(max_rows, STATISTICS_ROWS_IN_REGISTERS, max(1, available_bytes // row_bytes)), cols
         entries = available_bytes // dtypes.logits.itemsize
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows

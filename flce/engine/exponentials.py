@@ -64,16 +64,15 @@ class Exponentials:
                 block_factors[0] = self._shard_factor(state[BASE], block_tokens, exps.dtype)
 
     def _shard_factor(self, base: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
-        """Return (rows,) the factors by which exponentials relative to `base` become the derivative of the shard's
-        log-sum-exp with respect to its logits, before scale and softcap."""
+        """Return the factors of exponentials relative to `base`, (rows,). Factor times exponential is the derivative of
+        the shard's log-sum-exp with respect to a logit, before scale and softcap."""
         assert self._context.out is not None
         spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, tokens)
         jacobian_factor = spec.scale * spec.cap
-        jacobian_factor = (
-            1.0 if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR else jacobian_factor
-        )
-        relative = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
-        return (relative - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
+        if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
+            jacobian_factor = 1.0
+        base_minus_offset = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
+        return (base_minus_offset - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
 
     def convert_to_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Overwrite exponentials of some rows and all classes with the gradient of the logits."""

@@ -62,7 +62,7 @@ class Plan:
 
 
 class Runtime(NamedTuple):
-    """The backend and the memory of a pass: of a device, or counting ones of a dry run (`planning.dry_run`)."""
+    """Backend and memory of a pass. A dry run has a backend and an arena that count (`planning.dry_run`)."""
 
     backend: Backend
     arena: Arena

@@ -93,22 +93,23 @@ class Selection:
 
     @functools.cached_property
     def target(self) -> Tensor:
-        """(rows,)"""
+        """(rows,) targets of the selected rows."""
         return self.take(self.problem.target)
 
     @functools.cached_property
     def token_weight(self) -> Tensor | None:
-        """(rows,)"""
+        """(rows,) token weights of the selected rows."""
         weight = self.problem.token_weight
         return None if weight is None else self.take(weight)
 
     @functools.cached_property
     def row_factor(self) -> Tensor | None:
-        """(rows,)"""
+        """(rows,) 1 / temperature of the selected rows."""
         factor = self.problem.row_factor
         return None if factor is None else self.take(factor)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return the selected rows of `x`, whose dimension `dim` has N rows."""
         return x if self.index is None else x.index_select(dim, self.index)
 
     def row_inputs(self, tokens: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:

@@ -63,11 +63,7 @@ RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stat
 def shard_spec(spec: LossSpec) -> LossSpec:
     """Return the spec of a shard: log-probabilities and the other statistics of the full spec. With label smoothing the
     loss of the shard is the sum of ``w[k] * (lse - z[k])`` over its classes, divided by their number. Otherwise the
-    loss is not read.
-
-    Raises:
-        NotImplementedError: the spec has a field that a divided head does not support.
-    """
+    loss is not read. Raise NotImplementedError for a field that a divided head does not support."""
     names = {field.name for field in fields(spec)}
     unsupported = names.difference(LOGIT_FIELDS, RESULT_FIELDS)
     for name in sorted(unsupported):
@@ -85,7 +81,8 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 @dataclass
 class Vocabulary:
-    """All classes, for a pass of one process. `VocabularyShard` overrides the methods that merge results of processes.
+    """Vocabulary of a pass, and the results of its rows. Here this process has all classes. `VocabularyShard` overrides
+    the methods that merge results of processes.
 
     Attributes:
         full_problem: the problem of all classes.
@@ -106,15 +103,17 @@ class Vocabulary:
     upstream: Tensor | None = None
 
     is_sharded = False
-    """True if other processes have other classes."""
+    """True if this process has only some of the classes."""
     first_class = 0
-    """Index of the first of these classes among all classes."""
+    """The first class of this process."""
 
     def __post_init__(self) -> None:
-        self.problem, self.selection, self.local_out = self.full_problem, self.full_selection, self.out
-        """Inputs of schedules, and memory for statistics of these classes."""
+        self.problem, self.selection = self.full_problem, self.full_selection
+        """Problem of the classes of this process, and its selected tokens. Schedules process these."""
+        self.local_out = self.out
+        """Memory for the statistics of these classes. None in backward."""
         self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
-        """Inputs of the gradient of the logits of these classes."""
+        """Loss scales and normalizer from which the gradient of the logits of these classes is computed."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -135,7 +134,8 @@ class Vocabulary:
         return factors
 
     def _call(self, tokens: slice, out: RowOutputs | None) -> TileCall:
-        """Return the call of the full loss for results or gradients of some rows. Its tile has these classes."""
+        """Return the call of the full loss for results or gradients of some rows. Its tile has the classes of this
+        process."""
         size = self.full_problem.local_vocab_size
         tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec
@@ -166,7 +166,7 @@ class Vocabulary:
 
 
 class VocabularyShard(Vocabulary):
-    """Shard of one process, for a pass whose results are of all classes."""
+    """Vocabulary of a pass of which this process has one shard. The results are of all classes."""
 
     is_sharded = True
 

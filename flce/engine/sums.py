@@ -14,28 +14,24 @@ from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
 
 
-def add_tile(
-    ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, WeightSum]
-) -> None:
+def add_tile(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
     """Add a tile to all requested gradients: dX, dW and the gradient of the bias.
 
     Args:
         dlogits: (rows, cols) gradient of the tile's logits.
-        dw_sums: sums of dW by term (`build_weight_sums`, `block_sum_builder`); empty if no dW is needed.
+        dw_sums: sums of dW by term (`build_dw_sums`, `block_sum_builder`); empty if no dW is needed.
     """
     add_to_dx(ctx, dlogits, tokens, classes)
     add_to_dw(ctx, dlogits, tokens, classes, dw_sums)
 
 
 def add_to_dx(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice) -> None:
-    """Add a tile to dX of each term, in the memory of the result. `InputSum` uses separate memory."""
+    """Add a tile to dX of each term, in the memory of the result. `DxSum` uses separate memory."""
     for k in ctx.dx_terms:
         _add_to_dx_of_term(ctx, k, dlogits, tokens, classes)
 
 
-def add_to_dw(
-    ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, WeightSum]
-) -> None:
+def add_to_dw(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
     """Add a tile to dW of each term and to the gradient of the bias."""
     xs = ctx.term_inputs(tokens)
     for k, dw_sum in dw_sums.items():
@@ -62,7 +58,7 @@ def _store_dx(ctx: PassContext, dx: Tensor, grad: Tensor, tokens: slice, add: bo
         ctx.scatter_rows(ctx.round_to(dx, grad.dtype), grad, tokens, add)
 
 
-class InputSum:
+class DxSum:
     """Sum of dX of a term over blocks of classes, for one chunk at a time. If the dtype of sums is wider than the dtype
     of dX, the sum has separate memory and is rounded after the last block."""
 
@@ -85,7 +81,7 @@ class InputSum:
             _store_dx(ctx, total, ctx.dx_memory(self._term), tokens, add=False)
 
 
-class WeightSum:
+class DwSum:
     """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result."""
 
     def __init__(self, ctx: PassContext, term: int, classes: slice) -> None:
@@ -112,7 +108,7 @@ class WeightSum:
         pass
 
 
-class BlockSum(WeightSum):
+class BlockSum(DwSum):
     """Sum of dW of a term for a block of classes, in memory that all blocks share. It is rounded after the last
     chunk."""
 
@@ -127,25 +123,22 @@ class BlockSum(WeightSum):
         self._context.round(self._sum, self._context.dw_memory(self._term)[self._classes])
 
 
-class FusedDividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens. The fused product divides it by the gradient scale before it
-    rounds it."""
+class DividedSum(DwSum):
+    """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded.
 
-    def add(self, dlogits: Tensor, x: Tensor) -> None:
-        ctx, (out,) = self._context, self._sums()
-        ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
+    The fused product divides. The vendor's product does not. So it computes the block in float32, in several sub-blocks
+    of classes, in `memory`.
+    """
 
-
-class DividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens. The vendor's product does not divide by the gradient scale.
-    So the block is computed in float32, in several sub-blocks of classes, which are divided and rounded."""
-
-    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor) -> None:
+    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor | None) -> None:
         super().__init__(ctx, term, classes)
         self._memory = memory
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         ctx, (out,) = self._context, self._sums()
+        if self._memory is None:
+            ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
+            return
         for sub_block in ctx.split_range(slice(0, len(out)), len(self._memory)):
             total = self._memory[: sub_block.stop - sub_block.start]
             ctx.matmul(dlogits[:, sub_block].t(), x, out=total)
@@ -164,7 +157,7 @@ class DividedSum(WeightSum):
         return ctx.new(max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
 
 
-class HalvedSum(WeightSum):
+class HalvedSum(DwSum):
     """Float32 sum of a half-precision dW over chunks, for the classes before `stop`. The sums of the first half of all
     classes fill the memory of dW. The sums of the other classes have separate memory.
 
@@ -209,39 +202,37 @@ class HalvedSum(WeightSum):
         self._second_half = None
 
 
-def build_weight_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
+def build_dw_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[int, DwSum]:
     """Return the sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
     stop, dtypes, is_single = ctx.vocab_size if stop is None else stop, ctx.dtypes, ctx.is_single_chunk(rows)
     if is_single and dtypes.unscales_sums:
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
     if not is_single and dtypes.dw == ctx.problem.dtype != dtypes.sums:
         return {k: HalvedSum(ctx, k, stop) for k in ctx.dw_terms}
-    return {k: WeightSum(ctx, k, slice(0, stop)) for k in ctx.dw_terms}
+    return {k: DwSum(ctx, k, slice(0, stop)) for k in ctx.dw_terms}
 
 
-def finish_sums(dw_sums: Mapping[int, WeightSum]) -> None:
+def finish_sums(dw_sums: Mapping[int, DwSum]) -> None:
     """Round the sums of dW after the last chunk."""
     for dw_sum in dw_sums.values():
         dw_sum.finish()
 
 
-def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
+def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice], dict[int, DwSum]]:
     """Return a function that returns the sums of dW over chunks of `rows` tokens, by term, for a block of classes.
     Blocks have at most `cols` classes, or more if their tiles are borrowed."""
     memory: dict[int, Tensor] = {}
+    is_single = ctx.is_single_chunk(rows)
+    needs_separate_sum = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
 
-    def build(block: slice) -> dict[int, WeightSum]:
-        return {k: build_for_term(k, block) for k in ctx.dw_terms}
-
-    def build_for_term(k: int, block: slice) -> WeightSum:
-        is_single = ctx.is_single_chunk(rows)
-        if ctx.dtypes.sums == ctx.problem.dtype or (is_single and not ctx.dtypes.unscales_sums):
-            return WeightSum(ctx, k, block)
+    def build(k: int, block: slice) -> DwSum:
+        if not needs_separate_sum:
+            return DwSum(ctx, k, block)
         if is_single and ctx.in_registers:
-            return FusedDividedSum(ctx, k, block)
+            return DividedSum(ctx, k, block, None)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]
             memory[k] = DividedSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
         return (DividedSum if is_single else BlockSum)(ctx, k, block, memory[k])
 
-    return build
+    return lambda block: {k: build(k, block) for k in ctx.dw_terms}

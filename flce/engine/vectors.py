@@ -171,11 +171,7 @@ def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | Non
 
 
 def can_read_values(device: torch.device) -> bool:
-    """Return True if the host may read values: on a CPU, or with FLCE_DEBUG=1.
-
-    Raises:
-        ValueError: FLCE_DEBUG is not 0 or 1.
-    """
+    """Return True if the host may read values: on a CPU, or with FLCE_DEBUG=1."""
     debug = os.environ.get("FLCE_DEBUG", "")
     if debug not in ("", "0", "1"):
         raise ValueError(f"FLCE_DEBUG must be 0 or 1, got {debug!r}")
@@ -202,11 +198,8 @@ def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
 
 
 def check_row_factor(factor: Tensor | None) -> Tensor | None:
-    """Return ``1 / temperature`` of each row, NaN where it is not a finite number > 0.
-
-    Raises:
-        ValueError: an entry is not a finite number > 0, and the host may read values.
-    """
+    """Return ``1 / temperature`` of each row. Where it is not a finite number > 0, raise ValueError, or return NaN if
+    the host must not read values."""
     if factor is None:
         return None
     is_valid = (factor > 0) & (factor < torch.inf)
@@ -223,13 +216,8 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 
 
 def check_targets(p: RowProblem) -> bool:
-    """Check targets and `num_items`, if the host may read values. Return True if no target is ignored; False if some
-    are or values were not read.
-
-    Raises:
-        IndexError: a target is out of range.
-        ValueError: `num_items` is negative.
-    """
+    """Raise IndexError for a target that is out of range, and ValueError for a negative `num_items`, if the host may
+    read values. Return True if no target is ignored; False if some are or values were not read."""
     if not can_read_values(p.target.device):
         return False
     if p.num_items is not None:

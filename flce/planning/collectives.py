@@ -45,12 +45,7 @@ class Collective:
 
 
 def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSplit | None:
-    """Check the arguments of `flce.plan` and return the split; None without `shards`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: `shards` is missing or not positive, or does not divide `num_tokens`.
-    """
+    """Check the arguments of `flce.plan` and return the split; None without `shards`."""
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
     if shards is None:

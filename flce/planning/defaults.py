@@ -109,14 +109,14 @@ def _default_rows(c: Case) -> int:
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
     dtypes = c.dtypes(False)
-    gradient = c.spec.reduction == "none" or c.supports_unnormalized_products or c.supports_block_exponentials
+    gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 
 def _default_cols(c: Case) -> int:
     """Return the number of classes of a block with all tokens. A block has a quarter of the bytes of a chunk, because
     users choose `vocab` to save memory. With smaller chunks it is not wider: its dW is summed over chunks."""
-    cols = c.logits_per_chunk // 4 // max(1, c.num_tokens)
+    cols = c.default_chunk_entries // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 

@@ -21,12 +21,8 @@ class DescribedDevice(NamedTuple):
 
 
 def resolve_device(device: torch.device, kind: str | None, memory: int | None) -> DescribedDevice:
-    """Return a device of this machine, or, with a kind, a device that this machine may not have.
-
-    Raises:
-        TypeError: `kind` is not a str or `memory` is not an int.
-        ValueError: `kind` is unknown or `device` is not a GPU, or `memory` is not positive.
-    """
+    """Check the arguments of `flce.plan`. Return a device of this machine, or, with a kind, a device that this machine
+    may not have."""
     if memory is not None:
         memory = check_int("device_memory", memory)
         if memory < 1:

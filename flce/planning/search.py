@@ -52,11 +52,7 @@ def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
 
 
 def make_plan(c: Case) -> ChunkPlan:
-    """Search the plan of a case, without a cache.
-
-    Raises:
-        BudgetError: every plan exceeds the budget.
-    """
+    """Search the plan of a case, without a cache. Raise BudgetError if every plan exceeds the budget."""
     c.check()
     plan = _default_or_fastest(c)
     if plan is not None:

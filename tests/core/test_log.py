@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.backends.contract import unsupported_by_fused_products
 from flce.core import callers, log
-from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
+from tests.processes import run_python
 
-ROOT = Path(flce.__file__).resolve().parents[1]
 _sizes = itertools.count(1201)  # plans are logged once in a process: each test needs other shapes
 
 
@@ -116,27 +109,6 @@ def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> 
         call(5, next(_sizes))
 
 
-def test_why_logits_are_in_memory() -> None:
-    assert unsupported_by_fused_products(LossSpec(softcap=30.0, stats=("lse",))) == []
-    assert unsupported_by_fused_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == [
-        "argmax",
-        "label_smoothing",
-    ]
-    x, adapter = 64, (8,)
-    for dtype, ranks, hidden, why in (
-        (torch.float32, (), x, "float32"),
-        (torch.bfloat16, adapter, x, "adapters"),
-        (torch.bfloat16, (), x + 1, "H is not divisible"),
-        (torch.bfloat16, (), x, None),
-    ):
-        c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
-        here = replace(c, has_fused_products=True)
-        reason = here.logits_in_memory_reason
-        assert reason is None if why is None else str(reason).startswith(why)
-        assert here.supports_fused_products == (why is None)
-        assert "no kernel" in str(c.logits_in_memory_reason)
-
-
 # ---------------------------------------------------------------------------------------------- the environment
 
 CALLS = """
@@ -149,15 +121,7 @@ for _ in range(2):
 
 
 def stderr(code: str, **env: str) -> list[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": str(ROOT), **env},
-        check=True,
-        timeout=240,
-    )
+    done = run_python("-c", code, env=env)
     assert not done.stdout
     return done.stderr.splitlines()
 

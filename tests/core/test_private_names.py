@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 
 import flce
 from flce.core import private
+from tests.processes import run_python
 
 PACKAGE = Path(flce.__file__).parent
 
@@ -57,17 +55,9 @@ def test_this_version_has_them() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.without_private_names", *private.NAMES],
-        capture_output=True,
-        text=True,
-        # On a machine with GPUs autograd starts threads, and a process with threads cannot be forked.
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    # On a machine with GPUs autograd starts threads, and a process with threads cannot be forked.
+    env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = run_python("-m", "tests.without_private_names", *private.NAMES, env=env)
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

@@ -21,12 +21,15 @@ from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
 from tests.distributed.training import (
     LOSSES,
     STEPS,
+    add_trl_head,
     batch,
-    error_of,
+    check_fused,
+    check_late_reads,
     rounding,
     shifted,
     smoothed,
     tiny_llama,
+    trl_loss,
     with_lora,
 )
 
@@ -166,25 +169,9 @@ def _compare_steps(steps: Callable[[Any], list[float]], zero: dict[str, Any]) ->
 
 
 def late_reads(zero: dict[str, Any]) -> None:
-    """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
     stock, patched = _stock_and_patched(zero)
-    ids = batch(dist.get_rank(), 0)
-    expected = stock(input_ids=ids).logits.detach().clone()
-
-    def logits_after_backward() -> Tensor:
-        outputs = patched(input_ids=ids, labels=ids)
-        patched.backward(outputs.loss)
-        logits: Tensor = outputs.logits
-        return logits
-
-    torch.testing.assert_close(logits_after_backward().softmax(-1), expected.softmax(-1))
-    logits = logits_after_backward()
-    patched(input_ids=ids, labels=ids)
-    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-    logits = logits_after_backward()
-    patched.step()
-    error_of(lambda: logits.argmax(-1), "by an optimizer step")
-    assert not torch.equal(patched(input_ids=ids, labels=ids).logits.argmax(-1), expected.argmax(-1))
+    expected = stock(input_ids=batch(dist.get_rank(), 0)).logits.detach().clone()
+    check_late_reads(patched, expected, patched.backward, patched.step)
 
 
 def evaluated(zero: dict[str, Any]) -> None:
@@ -329,20 +316,9 @@ def checkpointed_head() -> list[str]:
 
 def trl_head() -> None:
     """Compare TRL's loss with flce's head with stock."""
-    from trl.trainer import utils
-
-    import flce.huggingface.trl
-
-    def trl_loss(model: Any, ids: Tensor) -> Tensor:
-        outputs = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=True)
-        value: Tensor = -outputs.log_probs.sum() / outputs.label_mask.sum()
-        return value
-
     stock, patched = tiny_llama(), tiny_llama()
-    flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(patched, outputs=("entropy",))
+    add_trl_head(patched)
     results = [_train(create_engine(stock, FREED_AT_ONCE), LOSSES["labels"], False)]
     results.append(_train(create_engine(patched, FREED_AT_ONCE), trl_loss, False))
     _check_same(results[1], results[0])
-    report = flce.report(patched)
-    assert report.fused == STEPS, report
-    assert not report.stock, report
+    check_fused(patched)

@@ -61,7 +61,6 @@ def test_schedules_that_borrow_memory(processes: World) -> None:
     "function",
     [
         split_head.compiled,
-        split_head.repeatable,
         split_head.sequence_first,
         split_head.wrong_arguments,
         split_head.dtensors,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -359,21 +360,24 @@ def _saved_head(model: Any) -> nn.Module:
     return saved
 
 
-def trl_head(summed: bool, wrapping: str) -> None:
-    """Compare TRL's loss with flce's head, trained together with adapters, with stock."""
+def add_trl_head(model: Any) -> None:
     from trl.trainer import utils
 
     import flce.huggingface.trl
 
-    def loss(model: Any, ids: Tensor) -> Tensor:
-        outputs = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
-        value: Tensor = -outputs.log_probs.sum() / outputs.label_mask.sum()
-        return value
+    flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(model, outputs=("entropy",))
 
+
+def trl_loss(model: Any, ids: Tensor, summed: bool = True) -> Tensor:
+    outputs = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
+    value: Tensor = -outputs.log_probs.sum() / outputs.label_mask.sum()
+    return value
+
+
+def trl_head(summed: bool, wrapping: str) -> None:
+    """Compare TRL's loss with flce's head, trained together with adapters, with stock."""
     stock, patched = (with_lora("modules_to_save")(tiny_llama()) for _ in range(2))
-    flce.huggingface.trl.make_add_fused_lm_head(utils.add_fused_lm_head, None)(
-        patched.get_base_model(), outputs=("entropy",)
-    )
+    add_trl_head(patched.get_base_model())
     wrap = {
         "root": _fsdp2,
         "tail, resharded": lambda model: _tail(model, True),
@@ -381,6 +385,7 @@ def trl_head(summed: bool, wrapping: str) -> None:
         "head, resharded": lambda model: _fsdp2(model, [_saved_head(model)], reshard=True),
         "DDP": _ddp,
     }
+    loss = functools.partial(trl_loss, summed=summed)
     check_same(train(wrap[wrapping](patched), loss), reference(stock, with_labels))
     check_fused(patched)
 
@@ -509,21 +514,32 @@ def transformers_tensor_parallel(loss: str) -> None:
 # -------------------------------------------------------------------------------------------------------- late reads
 
 
-def late_reads(wrapping: str) -> None:
+def check_late_reads(model: Any, expected: Tensor, backward: Callable[[Tensor], Any], step: Callable[[], Any]) -> None:
     """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock), on_materialize="ignore")
     ids = batch(dist.get_rank(), 0)
-    expected = stock(input_ids=ids).logits.detach()
-    model = WRAPPINGS[wrapping](patched)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True)
 
     def logits_after_backward() -> Tensor:
         outputs = model(input_ids=ids, labels=ids)
-        outputs.loss.backward()
+        backward(outputs.loss)
         logits: Tensor = outputs.logits
         return logits
 
+    torch.testing.assert_close(logits_after_backward().softmax(-1), expected.softmax(-1))
+    logits = logits_after_backward()
+    model(input_ids=ids, labels=ids)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    logits = logits_after_backward()
+    step()
+    with pytest.raises(RuntimeError, match="by an optimizer step"):
+        logits.argmax(-1)
+    assert not torch.equal(model(input_ids=ids, labels=ids).logits.argmax(-1), expected.argmax(-1))
+
+
+def late_reads(wrapping: str) -> None:
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock), on_materialize="ignore")
+    ids = batch(dist.get_rank(), 0)
+    model = WRAPPINGS[wrapping](patched)
     if wrapping == "head, resharded":  # the gathered weight is freed
         assert model(input_ids=ids).logits._state.weight.untyped_storage().size() == 0
         with (
@@ -532,16 +548,8 @@ def late_reads(wrapping: str) -> None:
         ):  # without the model's forward, no hook gathers the head
             late = patched.lm_head(torch.ones(2, 32, device=device()))
         assert late.argmax(-1).shape == (2,)
-    logits = logits_after_backward()
-    torch.testing.assert_close(logits.softmax(-1), expected.softmax(-1))
-    logits = logits_after_backward()
-    model(input_ids=ids, labels=ids)
-    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-    logits = logits_after_backward()
-    optimizer.step()
-    error_of(lambda: logits.argmax(-1), "by an optimizer step")
-    logits = model(input_ids=ids, labels=ids).logits
-    assert not torch.equal(logits.argmax(-1), expected.argmax(-1))
+    step = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True).step
+    check_late_reads(model, stock(input_ids=ids).logits.detach(), Tensor.backward, step)
 
 
 def evaluated_in_a_wrapper() -> None:
@@ -570,11 +578,6 @@ def compiled(part: str, wrapping: str) -> None:
         wrapped.compile(backend="eager")
     check_same(train(wrapped, own_loss), reference(stock, own_loss))
     assert flce.report(patched).fused or flce.report(patched).materialized
-
-
-def error_of(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        call()
 
 
 # ------------------------------------------------------------------------------------------------------------- FSDP1
@@ -671,33 +674,20 @@ def data_parallel() -> int:
 
 
 def tensor_parallel(loss: str) -> tuple[int, set[str]]:
-    """Train with a head that is divided by classes, whose logits are gathered."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """Compare the loss and the gradients of a head that is divided by classes, whose logits are gathered."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     stock, patched = stock_and_patched()
-    parallelize_module(patched, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    results = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for model in (stock, patched):
-            losses = []
-            optimizer = torch.optim.SGD(
-                model.parameters(), lr=0.1, foreach=False
-            )  # foreach does not support a mixture with DTensors
-            for step in range(STEPS):
-                value = LOSSES[loss](model, batch(0, step))
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(value.item())
-            results.append(losses)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    messages = {str(w.message) for w in caught if w.category is NotFusedWarning}
-    assert len(messages) == 1
-    assert "DTensor" in messages.pop()
+    parallelize_module(patched, _mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    values = [LOSSES[loss](model, batch(0, 0)) for model in (patched, stock)]
+    torch.testing.assert_close(*values)
+    for value in values:
+        value.backward()
+    for got, correct in zip(patched.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(gather_full(got.grad), correct.grad)
+    with pytest.warns(NotFusedWarning, match="DTensor"):  # the second forward pass warns
+        LOSSES[loss](patched, batch(0, 1))
     return flce.report(patched).fused, set(flce.report(patched).stock)
 
 
@@ -706,36 +696,18 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
 PIPELINES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
 
-class FirstStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(V, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embedding(ids).tanh()
-
-
-class MiddleStage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden).tanh()
-
-
-class LastStage(MiddleStage):
+class LastStage(nn.Module):
     """Stage with the head. The schedule computes the loss of its logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lm_head = nn.Linear(32, V, bias=False)
+        self.layer, self.lm_head = nn.Linear(32, 32), nn.Linear(32, V, bias=False)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(super().forward(hidden))
+        return self.lm_head(self.layer(hidden).tanh())
 
 
 def pipelined(name: str) -> None:
@@ -750,7 +722,8 @@ def pipelined(name: str) -> None:
     results = []
     for patched in (False, True):
         torch.manual_seed(0)
-        modules = [FirstStage(), *(MiddleStage() for _ in range(count - 2)), LastStage()]
+        first, middle = nn.Embedding(V, 32), [nn.Linear(32, 32) for _ in range(count - 2)]
+        modules = [*(nn.Sequential(layer, nn.Tanh()) for layer in (first, *middle)), LastStage()]
         if patched:
             flce.patch_model(modules[-1], on_materialize="raise")
         local_modules = [modules[i] for i in places.get(name, [rank])]

@@ -92,18 +92,12 @@ def test_the_sum_of_the_input_gradient_in_borrowed_memory(
 ) -> None:
     problem = make_problem(**SHAPE, dtype=dtype, **EXTRAS[extras])
     upstream = 2.0**12 if dtype == torch.float16 else 1.7
-    separate = run_fused(problem, options=VOCAB, grad_output=upstream)
     plans = force(monkeypatch, blocks_around_sum)
-    outcome = check(problem, options=VOCAB, grad_output=upstream, tolerance=3e-2)
+    check(problem, options=VOCAB, grad_output=upstream, tolerance=2e-2)
     assert len(plans) == 2
     # The sum needs no separate memory.
     separate_plan = ChunkPlan(plans[-1].case, "vocab", blocks_of_128(plans[-1].case))
     assert separate_plan.workspace_bytes - plans[-1].workspace_bytes >= 15 * 64 * 4
-    # The products are the same in the same precision, but in other blocks: the results differ only by rounding.
-    for mine, other in ((outcome.grad_input, separate.grad_input), (outcome.grad_weight, separate.grad_weight)):
-        assert mine is not None
-        assert other is not None
-        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
 def test_dropped_rows_with_borrowed_tiles(backend: str, half_logits: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import flce
@@ -71,10 +70,10 @@ def record_tiles(monkeypatch: pytest.MonkeyPatch, describe: Callable[[Tensor, sl
     records: list[Any] = []
 
     def write_logits(
-        self: PassContext, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = PassContext.write_logits
+        self: PassContext, xs: Sequence[Tensor], classes: slice, out: Tensor, do: Any = PassContext.write_logits
     ) -> None:
-        records.append(describe(xs[0], cols, out))
-        do(self, xs, cols, out)
+        records.append(describe(xs[0], classes, out))
+        do(self, xs, classes, out)
 
     monkeypatch.setattr(PassContext, "write_logits", write_logits)
     return records
@@ -83,7 +82,7 @@ def record_tiles(monkeypatch: pytest.MonkeyPatch, describe: Callable[[Tensor, sl
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Return the list of dtypes of the tiles that logits are written to."""
-    return record_tiles(monkeypatch, lambda x, cols, out: out.dtype)
+    return record_tiles(monkeypatch, lambda x, classes, out: out.dtype)
 
 
 @parametrize_pairs(
@@ -99,7 +98,7 @@ def test_small_calls_compute_logits_twice_by_the_same_products(
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     fix_interpreter(monkeypatch)
-    shapes = record_tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
+    shapes = record_tiles(monkeypatch, lambda x, part, out: (x.shape, part.start, part.stop, out.shape, out.stride()))
     tokens, hidden, vocab = shape
     problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction=reduction)
     run_fused(problem, options=replace(KEEP_IGNORED, strategy="vocab"), grad_output=upstream_of(problem))
@@ -132,6 +131,7 @@ def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> d
         "dx": (mine.grad_input, exact.grad_input),
     }
     compared |= {"dw": (mine.grad_weight, exact.grad_weight), "db": (mine.grad_bias, exact.grad_bias)}
+    compared["dt"] = mine.grad_token_weight, exact.grad_token_weight
     for k, (a, b) in enumerate(zip(mine.grad_adapters, exact.grad_adapters, strict=False)):
         compared |= {f"a{k}": (a[0], b[0]), f"b{k}": (a[1], b[1])}
     return {name: relative_error(a, b) for name, (a, b) in compared.items() if a is not None and b is not None}
@@ -265,20 +265,12 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_gradient_of_token_weights(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    p = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
+    problem = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
+    problem.kwargs["token_weight"] = torch.linspace(0.0, 2.0, 10).view(2, 5).requires_grad_()
     forced(monkeypatch, Unnormalized if dtype == BF16 else NormalizedChunks)
-    weight = torch.linspace(0.0, 2.0, p.target.numel()).view(p.target.shape)
-    leaves = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, weight)]
-    x, w, token_weight = leaves
-    flce.fused_linear_cross_entropy(x, w, p.target, token_weight=token_weight, options=KEEP_IGNORED).backward()
-    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
-    logits = exact_leaves[0] @ exact_leaves[1].t()
-    losses = F.cross_entropy(logits.flatten(0, 1), p.target.flatten(), reduction="none")
-    ((losses * exact_leaves[2].flatten()).sum() / (p.target != -100).sum()).backward()
-    for mine, exact in zip(leaves, exact_leaves, strict=True):
-        assert mine.grad is not None
-        assert exact.grad is not None
-        assert relative_error(mine.grad, exact.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])
+    found = errors(problem, "xwt", options=KEEP_IGNORED)
+    assert "dt" in found
+    assert {name: e for name, e in found.items() if not e <= (5e-6 if name in ("loss", "dt") else LIMIT[dtype])} == {}
 
 
 @pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)

@@ -5,13 +5,12 @@ Short and long calls have different schedules (see `case.FEW_LOGITS_BYTES`), so 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -53,11 +52,7 @@ SCRIPT = """
 
 
 def test_first_call_and_other_lengths(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
+    result = run_python("-c", textwrap.dedent(SCRIPT), env={"TRITON_CACHE_DIR": str(tmp_path)})
     lines = [line.split() for line in result.stdout.splitlines()]
     values = [float(words[1]) for words in lines if words and words[0] in ("first", "built")]
     first, *built = values

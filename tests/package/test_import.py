@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flce
-
-ROOT = Path(flce.__file__).resolve().parents[1]
+from tests.processes import ROOT, run_python
 
 
 def python(code: str, **env: str) -> Any:
     """Run ``code`` in a new process. Return the JSON of its last line."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**environment, **env},
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(run_python("-c", code, env=env).stdout.strip().splitlines()[-1])
 
 
 MEASURE = """

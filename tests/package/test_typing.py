@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
@@ -14,8 +12,7 @@ from typing import get_args
 import pytest
 
 import flce
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, run_python
 
 
 def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
@@ -33,15 +30,7 @@ def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     shutil.copy(ROOT / "tests" / "typing_public_api.py", tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path), cwd=tmp_path)
     assert "0 errors" in done.stdout
 
 
@@ -65,5 +54,4 @@ def test_overloads_have_all_arguments(name: str) -> None:
     ):
         parameters = inspect.signature(module).parameters.values()
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == arguments
-    code = "import sys, flce; sys.exit('flce.core.signatures' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    run_python("-c", "import sys, flce; sys.exit('flce.core.signatures' in sys.modules)")

@@ -17,7 +17,6 @@ if not dist.is_available():
 
 import flce
 from flce.core.shard import HeadSplit, shard_bounds
-from flce.ops import linear_cross_entropy
 from flce.planning.collectives import Collective, split_from_arguments
 from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
@@ -39,11 +38,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
     """Count calls and bytes of the collectives of the first of several processes. The others send the same data."""
@@ -59,9 +53,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
         if x.dtype != torch.int64:  # with int64 numbers on a CPU, processes compare their arguments
             record("all-gather", out.nbytes)
 
-    def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> _Done:
+    def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> split_head.FinishedWork:
         record("all-reduce", x.nbytes)
-        return _Done()
+        return split_head.FinishedWork()
 
     def reduce_scatter(out: Tensor, x: Tensor, group: Any) -> None:
         record("reduce-scatter", x.nbytes)
@@ -135,24 +129,13 @@ def test_a_plan_lists_the_collectives_of_a_call(name: str, sequence: bool, sent:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
-def test_as_on_a_gpu(
-    hopper: bool, dtype: torch.dtype, sent: Counter[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_on_a_gpu(hopper: bool, dtype: torch.dtype, sent: Counter[tuple[str, str]]) -> None:
     """Calls with exponentials, and with float16 gradients that are float32 until they are scaled."""
     pytest.importorskip("triton")
     if hopper and dtype == torch.float16:
         pytest.skip("the replacement of Hopper's products is for bfloat16")
-    with split_head._as_on_a_gpu(hopper) as taken:
-        plans: list[flce.ChunkPlan] = []
-        plan_for_problem = vars(linear_cross_entropy)["plan_for_problem"]
-
-        def record_plan(*args: Any) -> flce.ChunkPlan:
-            plans.append(plan_for_problem(*args))
-            return plans[-1]
-
-        monkeypatch.setattr(linear_cross_entropy, "plan_for_problem", record_plan)
+    with split_head.as_on_a_gpu(hopper) as plans:
         call({}, {"chunk_rows": 16, "skip_ignored": False}, {}, False, dtype=dtype)
-    assert taken
     assert planned(plans[0]) == sent
     itemsize = 4 if dtype == torch.float16 else 2
     assert sent["all-reduce", "bytes"] == 48 * HIDDEN * itemsize

@@ -26,7 +26,7 @@ from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.unnormalized import Recomputed, Unnormalized
-from flce.engine.sums import InputSum
+from flce.engine.sums import DxSum
 from flce.planning import dry_run, search
 from flce.testing.problem import make_problem
 from tests.helpers import check
@@ -227,7 +227,7 @@ class InBlocks(Schedule):
 
     def forward(self, s: PassContext) -> None:
         tile = s.new_gradient_tile(self.rows, self.cols)
-        sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
+        sums = [DxSum(s, k, self.rows, self.cols) for k in s.dx_terms]
         for chunk in s.chunks(self.rows):
             rows = chunk.stop - chunk.start
             s.compute_statistics(s.term_inputs(chunk), chunk, tile[:rows])

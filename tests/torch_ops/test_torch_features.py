@@ -11,14 +11,12 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +32,7 @@ from flce.testing.oracle import token_results
 from flce.testing.problem import ALL_GRADS, make_problem, stock_loss
 from tests import forced
 from tests.forced import force
-from tests.helpers import BATCHED, REDUCTIONS, STATS, STRATEGIES, batched_gradients, skip_without_gradient_edges
+from tests.helpers import BATCHED, REDUCTIONS, STATS, STRATEGIES, batched_gradients
 from tests.hopper import logits_dtypes_on_a_gpu
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -342,42 +340,6 @@ def test_retained_gradients(name: str, dtype: torch.dtype, around: str, torch_ba
     (of_input,) = torch.autograd.grad(0.5 * loss, sample.params[0], retain_graph=True)
     others = torch.autograd.grad(3.0 * loss, sample.params[1:])
     assert_same([of_input, *others], [wants[0][0], *wants[1][1:]])
-
-
-class PipelineStep(torch.nn.Module):
-    """Linear layer, with the loss in the last step."""
-
-    def __init__(self, loss: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.layer, self.loss = torch.nn.Linear(8, 8), loss
-        self.head = torch.nn.Linear(8, 30, bias=False) if loss else None
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = self.layer(x)
-        return x if self.loss is None or self.head is None else self.loss(x, self.head.weight, labels)
-
-
-def test_zero_bubble_pipelines(torch_backend: str, tmp_path: Path) -> None:
-    """Pipelines compute the gradients of inputs first, and the gradients of weights later."""
-    skip_without_gradient_edges()
-    pipelining = pytest.importorskip("torch.distributed.pipelining")
-
-    def grads(kind: str, loss: Callable[..., Tensor]) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        steps = [PipelineStep(None), PipelineStep(loss)]
-        stages = [pipelining.PipelineStage(step, k, 2, torch.device("cpu")) for k, step in enumerate(steps)]
-        schedule = getattr(pipelining, kind)(stages, 2, loss_fn=lambda loss, labels: loss)
-        x, labels = torch.randn(6, 8), torch.randint(30, (6,))
-        schedule.step(x, labels=labels, target=labels, return_outputs=False)
-        return [p.grad for step in steps for p in step.parameters()]
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for kind in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
-            want = grads(kind, lambda x, w, y: F.cross_entropy(x @ w.T, y))
-            torch.testing.assert_close(grads(kind, flce.fused_linear_cross_entropy), want)
-    finally:
-        dist.destroy_process_group()
 
 
 @every_row

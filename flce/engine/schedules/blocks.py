@@ -11,7 +11,7 @@ from flce.engine.pass_context import PassContext
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
-from flce.engine.sums import InputSum, add_to_dw, add_to_dx, block_sum_builder, finish_sums
+from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, finish_sums
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class BlocksAroundSum(Blocks):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        sums = c.dtypes(True).sums
+        sum_dtype = c.dtypes(True).sums
         possible = (
             c.needs.inputs[0]
             and c.can_borrow
             and len(c.hidden_sizes) == 1
-            and sums != c.dtype
+            and sum_dtype != c.dtype
             and not c.skip_ignored  # Rows of the sum would have to be scattered.
             and 0 < c.num_tokens <= c.chunk_rows
         )
         # Recomputing the logits of the last classes costs less than half a product if they are less than half of all
         # classes. `SeparatePasses` costs a full product.
-        start = dx_sum_start(c.num_tokens, c.vocab_size, sums, c.dtype)
+        start = dx_sum_start(c.num_tokens, c.vocab_size, sum_dtype, c.dtype)
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
     @classmethod
@@ -115,13 +115,13 @@ class ChunksOfBlocks(Deferred):
 
     def backward(self, ctx: PassContext) -> None:
         tile = ctx.new_gradient_tile(self.rows, self.cols)
-        sums = [InputSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
+        dx_sums = [DxSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
         for chunk in ctx.chunks(self.rows):
             for block in ctx.blocks(self.cols):
                 dlogits = tile[: chunk.stop - chunk.start, : block.stop - block.start]
                 ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
-                for total in sums:
-                    total.add(dlogits, chunk, block)
+                for dx_sum in dx_sums:
+                    dx_sum.add(dlogits, chunk, block)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -163,7 +163,7 @@ def _block_layout(c: Case, cols: int) -> BlockLayout:
     """Return the layout of blocks of at least `cols` classes."""
     rows = c.chunk_rows
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.logits_per_chunk // rows)
+    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.default_chunk_entries // rows)
 
 
 def compute_blocks(

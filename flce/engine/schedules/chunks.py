@@ -10,7 +10,7 @@ from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
-from flce.engine.sums import add_tile, build_weight_sums, finish_sums
+from flce.engine.sums import add_tile, build_dw_sums, finish_sums
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Chunks(Schedule):
 
     def forward(self, ctx: PassContext) -> None:
         logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
-        sums = build_weight_sums(ctx, self.rows)
+        dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             z, dz = (slice_rows(tile, slice(0, chunk.stop - chunk.start)) for tile in (logits, dlogits))
             ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, z)
             ctx.compute_statistics_and_gradient(z, dz, chunk)
-            add_tile(ctx, dz, chunk, ctx.all_classes, sums)
-        finish_sums(sums)
+            add_tile(ctx, dz, chunk, ctx.all_classes, dw_sums)
+        finish_sums(dw_sums)
 
     def for_shard(self, c: Case) -> Chunks:
         return self
@@ -51,17 +51,19 @@ class NormalizedChunks(Chunks):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return super().sizes(c) if c.supports_block_exponentials and not c.supports_unnormalized_products else NO_SIZES
+        return (
+            super().sizes(c) if c.can_compute_exponentials_in_blocks and not c.can_multiply_exponentials else NO_SIZES
+        )
 
     def forward(self, ctx: PassContext) -> None:
         tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
-        sums = build_weight_sums(ctx, self.rows)
+        dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
             exponentials.compute(ctx.term_inputs(chunk), [dlogits], chunk)
             exponentials.convert_to_gradient(dlogits, chunk)
-            add_tile(ctx, dlogits, chunk, ctx.all_classes, sums)
-        finish_sums(sums)
+            add_tile(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
+        finish_sums(dw_sums)
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class DeferredChunks(Deferred):
 
     def backward(self, ctx: PassContext) -> None:
         tile = ctx.new_gradient_tile(self.rows, ctx.vocab_size, is_recomputed=ctx.is_single_chunk(self.rows))
-        sums = build_weight_sums(ctx, self.rows)
+        dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
             ctx.compute_gradient(ctx.term_inputs(chunk), chunk, ctx.all_classes, dlogits)
-            add_tile(ctx, dlogits, chunk, ctx.all_classes, sums)
-        finish_sums(sums)
+            add_tile(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
+        finish_sums(dw_sums)

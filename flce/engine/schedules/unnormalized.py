@@ -31,7 +31,7 @@ from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.blocks import compute_blocks
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
-from flce.engine.sums import build_weight_sums
+from flce.engine.sums import build_dw_sums
 
 # Numbers of tiles that `Borrowed` stores in the memory of dW. More borrowed tiles need less separate memory and more
 # time.
@@ -56,7 +56,7 @@ class Unnormalized(Schedule):
     def sizes(cls, c: Case) -> range:
         return (
             sizes_up_to(c.num_tokens)
-            if c.supports_unnormalized_products and c.needs.any and c.spec.reduction != "none"
+            if c.can_multiply_exponentials and c.needs.any and c.spec.reduction != "none"
             else NO_SIZES
         )
 
@@ -69,31 +69,31 @@ class Unnormalized(Schedule):
 
     def _run_chunks(self, ctx: PassContext, stop: int) -> None:
         """Compute losses, dX, and dW of the classes before `stop`."""
-        memory, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
-        sums = build_weight_sums(ctx, self.rows, stop)
+        tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        dw_sums = build_dw_sums(ctx, self.rows, stop)
         for chunk in ctx.chunks(self.rows):
             xs = ctx.term_inputs(chunk)
-            exponentials.compute(xs, [slice_rows(memory, slice(0, len(xs[0])))], chunk)
+            exponentials.compute(xs, [slice_rows(tile, slice(0, len(xs[0])))], chunk)
             # If the host does not know the number of rows yet, it waits here, while the device is busy.
             chunk = slice(chunk.start, max(chunk.start, min(chunk.stop, ctx.selection.num_rows)))
             valid_rows = slice(0, chunk.stop - chunk.start)
             if valid_rows.stop == 0:
                 break
-            exps, xs = slice_rows(memory, valid_rows), [slice_rows(x, valid_rows) for x in xs]
-            for k, total in sums.items():
+            exps, xs = slice_rows(tile, valid_rows), [slice_rows(x, valid_rows) for x in xs]
+            for k, dw_sum in dw_sums.items():
                 scaled = exponentials.scale_rows(xs[k], chunk, self._scaling_memory(ctx, k, xs[k], chunk))
                 if ctx.is_single_chunk(self.rows):
                     exponentials.compute_weight_gradient(k, [exps], scaled)
                 else:
-                    total.add(exps, scaled)
+                    dw_sum.add(exps, scaled)
                 del scaled
             if ctx.problem.needs.bias:
                 exponentials.add_bias_gradient(exps[:, :stop], chunk)
             for k in ctx.dx_terms:
                 self._add_dx(ctx, exponentials, k, exps, chunk)
             del xs  # Gathered rows are freed before the next chunk is gathered.
-        for k, total in sums.items():
-            total.finish(functools.partial(exponentials.add_target_terms, k))
+        for k, dw_sum in dw_sums.items():
+            dw_sum.finish(functools.partial(exponentials.add_target_terms, k))
         if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
 
