@@ -186,7 +186,7 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
             if case.alone:
                 stack.enter_context(mock.patch("flce.engine.shards.all_gather", copied))
                 # The check would communicate.
-                stack.enter_context(mock.patch("flce.ops.split_head.can_read_values", return_value=False))
+                stack.enter_context(mock.patch("flce.ops.vocabulary_parallel.can_read_values", return_value=False))
             yield
 
     def enter(contender: SplitContender, result: BenchResult) -> Entrant:

@@ -25,7 +25,7 @@ from flce.core.problem import (
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops import composed
+from flce.ops import unfused
 from flce.ops.arguments import (
     LinearArguments,
     check_linear_arguments,
@@ -39,7 +39,7 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.split_head import SplitHeadArguments
+from flce.ops.vocabulary_parallel import SplitHeadArguments
 from flce.planning.collectives import split_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -176,8 +176,8 @@ def fused_linear_cross_entropy(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
         SplitHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    if args.is_composed:
-        return composed.linear_cross_entropy(args, spec)
+    if args.is_unfused:
+        return unfused.linear_cross_entropy(args, spec)
     problem = make_linear_problem(args, spec)
     out = linear_cross_entropy(problem, options or _DEFAULT_OPTIONS)
     return _make_output(out, problem.target, args.target.shape, spec)
@@ -514,7 +514,7 @@ def cross_entropy(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
     if problem.target.is_floating_point():
-        return composed.cross_entropy(problem)
+        return unfused.cross_entropy(problem)
     overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)

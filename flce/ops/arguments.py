@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, SplitHeadArguments, prepare_split_head
+from flce.ops.vocabulary_parallel import NOT_SPLIT, SplitHeadArguments, prepare_split_head
 from flce.torch_ops.frames import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ class LinearArguments(NamedTuple):
     token_weight: Tensor | None  # (..., d_1, ..., d_K)
     num_items: Tensor | None  # ()
     shift: int
-    is_composed: bool
+    is_unfused: bool
     """True if PyTorch's operators compute the loss, with the logits in memory."""
     shard: Shard | None
     """Shard of the weights; None: all classes."""
@@ -90,16 +90,16 @@ def check_linear_arguments(
     if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
         _refuse_head(input, linear_weight)
     probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
-    is_composed = probabilities or linear_weight.dim() > 2
-    if is_composed and is_logprobs:
-        _refuse_composed_logprobs(linear_weight, target)
+    is_unfused = probabilities or linear_weight.dim() > 2
+    if is_unfused and is_logprobs:
+        _refuse_unfused_logprobs(linear_weight, target)
     if weight is not None and not probabilities:
         refuse_gradient(weight)
     if options is not None:
         check_options(options)
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
-    if not is_composed and is_in_transform():
+    if not is_unfused and is_in_transform():
         # Checked before the input is gathered, because the gathered input has no tangent.
         function, instead = (
             ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
@@ -148,12 +148,12 @@ def check_linear_arguments(
     ):
         if tensor is not None and tensor.shape != shape:
             _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
-    if is_composed:
+    if is_unfused:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
-        _check_composed(spec, probabilities)
+        _check_unfused(spec, probabilities)
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_composed, shard,
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_unfused, shard,
         all_classes,
     )  # fmt: skip
 
@@ -300,7 +300,7 @@ def check_logits_arguments(
         for name, given in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
             if given:
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        _check_composed(spec, probabilities=True)
+        _check_unfused(spec, probabilities=True)
     else:
         refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
         accum = accumulation_dtype(logits.dtype)
@@ -445,7 +445,7 @@ def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
     )
 
 
-def _refuse_composed_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn:
+def _refuse_unfused_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn:
     if linear_weight.dim() > 2:
         raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
     raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
@@ -494,17 +494,17 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
 
-# The fields of `LossSpec` that `ops.composed` computes. Other fields raise an error there.
-COMPOSED_FIELDS = {
+# The fields of `LossSpec` that `ops.unfused` computes. Other fields raise an error there.
+UNFUSED_FIELDS = {
     "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "stats"
 }  # fmt: skip
 
 
-def _check_composed(spec: LossSpec, probabilities: bool) -> None:
-    """Raise ValueError for options that `ops.composed` does not compute, or that need class indices."""
+def _check_unfused(spec: LossSpec, probabilities: bool) -> None:
+    """Raise ValueError for options that `ops.unfused` does not compute, or that need class indices."""
     for field in fields(spec):
         value = getattr(spec, field.name)
-        if field.name not in COMPOSED_FIELDS and value != field.default:
+        if field.name not in UNFUSED_FIELDS and value != field.default:
             raise ValueError(f"{field.name}={value!r} needs class-index targets and a weight of two dimensions")
     if not probabilities:
         return

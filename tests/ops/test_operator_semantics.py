@@ -22,7 +22,7 @@ from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
 from flce.ops import arguments
-from flce.ops.arguments import COMPOSED_FIELDS
+from flce.ops.arguments import UNFUSED_FIELDS
 from flce.testing.oracle import oracle
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
@@ -781,7 +781,7 @@ def test_no_number_of_the_loss_is_ignored(
 ) -> None:
     """Each number changes the loss and the gradient, or raises an error."""
     option = {name: OTHER_VALUES[name]}
-    if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
+    if kind in ("probabilities", "K-dimensional") and name not in UNFUSED_FIELDS:
         with pytest.raises(ValueError, match=name):
             loss_of_kind(kind, device, **option)
         return
@@ -801,7 +801,7 @@ def test_no_number_of_the_loss_is_ignored(
 
 @pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
 def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "COMPOSED_FIELDS", COMPOSED_FIELDS - {"z_loss"})
+    monkeypatch.setattr(arguments, "UNFUSED_FIELDS", UNFUSED_FIELDS - {"z_loss"})
     assert loss_of_kind(kind, torch.device("cpu"), softcap=2.0)[0].isfinite()
     w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
     y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)
