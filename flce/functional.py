@@ -131,7 +131,8 @@ def fused_linear_cross_entropy(
             denominator, also where the weight is 0; it is 0 for ignored tokens. With `shift`, `token_weight` belongs to
             the positions of `input`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens over all
-            micro-batches.
+            micro-batches. A number is > 0. A 0-d tensor may be 0, because a GPU's values are not read: then the loss is
+            NaN or infinite, as in a division.
         shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. At most the
             length of the sequence. Hidden states are not copied.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
@@ -186,12 +187,8 @@ def fused_linear_cross_entropy(
 def _make_output(
     rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> Tensor | LinearCrossEntropyOutput:
-    """Return the loss or, with statistics, all results.
-
-    Args:
-        rows: outputs of N tokens; losses are reduced.
-        shape: shape of the losses of all tokens.
-    """
+    """Return the loss or, with statistics, all results. rows: outputs of N tokens, with reduced losses; shape: of the
+    losses of all tokens."""
     loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
     if not spec.stats:
         return loss
@@ -204,12 +201,8 @@ def _make_output(
 def _reshape_results(
     results: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> dict[str, Tensor]:
-    """Return the results by name; results of tokens get the shape of all tokens.
-
-    Args:
-        results: tensors by name, reduced or one value for each target; None if not computed. "correct" needs the
-            argmax.
-    """
+    """Return the computed results by name. Results of N tokens get the `shape` of all tokens. "correct" follows
+    from the argmax."""
     named, argmax = dict(results), results["argmax"]
     if argmax is not None and "correct" in spec.stats:  # at ignored rows argmax is -1, and `ignore_index` may be -1
         named["correct"] = (argmax == target) & (target != spec.ignore_index)

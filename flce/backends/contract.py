@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flce.core.problem import LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots of the running state of a row, which statistics update tile by tile.
@@ -103,30 +103,8 @@ def num_product_planes(spec: LossSpec) -> int:
     return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
 
 
-class RowProblem(Protocol):
-    """N rows of logits, computed by a head or given by a user, with everything except the logits. N may be several
-    dimensions here."""
-
-    @property
-    def target(self) -> Tensor: ...  # (N,) int64
-    @property
-    def class_weight(self) -> Tensor | None: ...  # (V,)
-    @property
-    def token_weight(self) -> Tensor | None: ...  # (N,)
-    @property
-    def num_items(self) -> Tensor | None: ...  # ()
-    @property
-    def spec(self) -> LossSpec: ...
-    @property
-    def shift(self) -> int: ...  # `target` starts at this position of the user's target
-    @property
-    def token_weight_grad(self) -> bool: ...  # True if the gradient of token_weight is needed
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...  # of the logits
-    @property
-    def device(self) -> torch.device: ...
+# A call of a loss, with a head or with logits.
+RowProblem: TypeAlias = LinearCrossEntropyProblem | CrossEntropyProblem
 
 
 class RowInputs(NamedTuple):

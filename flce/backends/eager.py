@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends import reduction
+from flce.backends import formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
@@ -132,8 +132,8 @@ class TorchBackend:
         row, entry = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
         tile[row, column[row, entry]] = values[row, entry].to(tile.dtype)
 
-    loss_scales = staticmethod(reduction.loss_scales)
-    reduce = staticmethod(reduction.reduce)
+    loss_scales = staticmethod(formulas.loss_scales)
+    reduce = staticmethod(formulas.reduce)
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         # On a CPU the factor can be read without cost. On other devices the host would have to wait.

@@ -53,7 +53,8 @@ class LinearArguments(NamedTuple):
     num_items: Tensor | None  # ()
     shift: int
     is_unfused: bool
-    """True if PyTorch's operators compute the loss, with the logits in memory."""
+    """True if `ops.unfused` computes the loss with PyTorch's operators, with the logits in memory: for class
+    probabilities and K-dimensional heads."""
     shard: Shard | None
     """Shard of the weights; None: all classes."""
     vocab_size: int
@@ -92,7 +93,9 @@ def check_linear_arguments(
     probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
     is_unfused = probabilities or linear_weight.dim() > 2
     if is_unfused and is_logprobs:
-        _refuse_unfused_logprobs(linear_weight, target)
+        if linear_weight.dim() > 2:
+            raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+        raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
     if weight is not None and not probabilities:
         refuse_gradient(weight)
     if options is not None:
@@ -101,10 +104,8 @@ def check_linear_arguments(
         shift = check_shift(shift, target)
     if not is_unfused and is_in_transform():
         # Checked before the input is gathered, because the gathered input has no tangent.
-        function, instead = (
-            ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
-        )
-        refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
+        names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
+        refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
     shard, all_classes = None, len(linear_weight)
     num_class_weights = all_classes
     if split_head != NOT_SPLIT:
@@ -320,16 +321,8 @@ def check_logits_arguments(
 
 
 def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIONAL, dtensors: bool = False) -> None:
-    """Check that tensors are dense, on the device of the first tensor, and of a dtype that fits their names.
-
-    Args:
-        tensors: by argument name.
-        optional: names of tensors that may be None.
-        dtensors: True if a `DTensor` is allowed.
-
-    Raises:
-        TypeError, ValueError: the message names the argument.
-    """
+    """Check that tensors, by argument name, are dense, on the device of the first tensor, and of a dtype that fits the
+    name. `optional`: names of tensors that may be None. `dtensors`: True if a `DTensor` is allowed."""
     first: Any = None
     for name, value in tensors.items():
         if value is None and name in optional:
@@ -445,12 +438,6 @@ def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
     )
 
 
-def _refuse_unfused_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn:
-    if linear_weight.dim() > 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
-
-
 def _adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     if not isinstance(adapters, (tuple, list)):
         raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
@@ -480,7 +467,7 @@ def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, li
 
 
 def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
-    """Raise ValueError. `related`: the tensors that determine `shape`, hidden states or logits first."""
+    """Raise ValueError. `related`: the tensors that determine `shape`, the input or the logits first."""
     first, *others = related.values()
     hint = ""
     if name == "target":
@@ -551,13 +538,8 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
 
 
 def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], refuse_vmap: bool = False) -> None:
-    """Raise RuntimeError if a tensor is in a transform of torch.func that the operators do not support.
-
-    Args:
-        function: the public function.
-        instead: functions of PyTorch that support the transforms.
-        refuse_vmap: True if `torch.func.vmap` raises an error, too.
-    """
+    """Raise RuntimeError if a tensor of the public `function` is in a transform of torch.func that its operators do not
+    support. `instead`: functions of PyTorch that support it. `refuse_vmap`: True to refuse `torch.func.vmap`, too."""
     if not is_in_transform():
         return
     use = f"use {instead} for that, or"
@@ -595,7 +577,7 @@ def refuse_double_backward(function: str, instead: str) -> None:
 
 
 def check_shift(shift: int, target: Tensor | None = None) -> int:
-    """Return `shift` as an int. Raise an error if it is not an int >= 0, or > 0 for a target without dimension."""
+    """Return `shift` as an int. Raise an error if it is not an int >= 0, or if it is > 0 and the target is 0-d."""
     shift = check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
@@ -605,17 +587,12 @@ def check_shift(shift: int, target: Tensor | None = None) -> int:
 
 
 def check_options(options: ChunkOptions | None) -> None:
-    """Raise TypeError if the options have another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
 def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions. `shift` is > 0.
-
-    Raises:
-        ValueError: the sequence is shorter than `shift`.
-    """
+    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions. `shift` is > 0."""
     if shift > target.shape[-1]:
         raise ValueError(
             f"shift must be at most the length of the sequence, the last dimension of target {tuple(target.shape)}, "

@@ -61,9 +61,8 @@ class OperatorArguments(NamedTuple):
         """Return the arguments with these `tensors`, as ordered by `tensors()`."""
         others = len(OperatorArguments._fields) - len(("inputs", "weights", "settings"))
         terms = (len(tensors) - others) // 2
-        return OperatorArguments(
-            list(tensors[:terms]), list(tensors[terms : 2 * terms]), *tensors[2 * terms :], settings
-        )
+        inputs, weights = list(tensors[:terms]), list(tensors[terms : 2 * terms])
+        return OperatorArguments._make([inputs, weights, *tensors[2 * terms :], settings])
 
     @staticmethod
     def place_gradients(

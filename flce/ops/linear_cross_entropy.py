@@ -84,12 +84,8 @@ def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
 
 
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
-    """Return fake results of ``flce::linear_cross_entropy`` as on a GPU, and the plan for this GPU.
-
-    Args:
-        args: arguments of the operator, tensors without values.
-        gpu: the GPU, which replaces the device of the tensors.
-    """
+    """Return fake results of ``flce::linear_cross_entropy``, and the plan, for tensors without values. `gpu` replaces
+    the device of the tensors."""
     call = replace(OperatorArguments(*args).to_call(), gpu=gpu)
     return _fake_outputs(call), plan_for_case(call.case)
 
@@ -159,12 +155,8 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 def _compute_gradients(
     ctx: Any, saved: Sequence[Tensor], upstream: Tensor, can_bypass: bool, in_place: bool
 ) -> Sequence[Tensor]:
-    """Return the needed gradients, in the order of `Needs.flat`.
-
-    Args:
-        can_bypass: True if no operator is called: `_can_bypass_dispatcher`.
-        in_place: True if the memory of saved gradients may be overwritten.
-    """
+    """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
+    `in_place`: True if the memory of saved gradients may be overwritten."""
     if not ctx.has_forward_gradients:
         normalizer, *tensors = saved
         backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward

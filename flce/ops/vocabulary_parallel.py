@@ -60,16 +60,13 @@ def prepare_split_head(
     split_head: SplitHeadArguments,
     replicated: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
-    """Return the first four arguments for the computation in this process, and its shard.
+    """Check the division of the head, and gather the tokens with sequence parallelism. Return the first four arguments
+    for the computation in this process, and its shard.
 
     Args:
         weight: class weights.
-        replicated: other arguments that must be equal in all processes, by a name for messages.
-
-    Raises:
-        TypeError: the group is not a process group, or `sequence_parallel` is not a bool.
-        ValueError: there is no group, this process is not in it or should have other classes, or, on a CPU or with
-            ``FLCE_DEBUG=1``, processes were given different arguments or equal slices.
+        replicated: other arguments that must be equal in all processes, by a name for messages. They are compared on a
+            CPU and with ``FLCE_DEBUG=1``.
     """
     group, vocab_size, sequence_parallel = split_head
     check_bool("sequence_parallel", sequence_parallel)
@@ -156,16 +153,8 @@ def _hash_value(value: Any) -> int:
 def shard_from_group(
     cols: int, vocab_size: int | None, process_group: Any, holder: str = "logits", sequence_parallel: bool = False
 ) -> Shard:
-    """Return the shard of this process, which has `cols` classes. `vocab_size` None: all processes have as many.
-
-    Args:
-        holder: name of the tensor that has the classes, for messages.
-
-    Raises:
-        TypeError: `process_group` is not a process group, or `vocab_size` is not an int.
-        ValueError: this process is not in the group or should have another number of classes, or `vocab_size` is not
-            positive.
-    """
+    """Return the shard of this process, which has `cols` classes. Raise ValueError if it should have another number.
+    `vocab_size` None: all processes have as many. `holder`: the tensor that has the classes, for messages."""
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
     total, start = total_vocab_size(cols, vocab_size, process_group), rank * cols
@@ -204,13 +193,8 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
 
 
 def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own: str) -> None:
-    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice.
-
-    Args:
-        fingerprints: one for each rank; None is not compared.
-        name: name of the argument.
-        own: expression for the slice of a process, for the message.
-    """
+    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice of the argument
+    `name`. A fingerprint of None is not compared. `own`: an expression for the slice of a process."""
     for rank, fingerprint in enumerate(fingerprints):
         first = fingerprints.index(fingerprint)
         if fingerprint is not None and first < rank:
@@ -221,11 +205,7 @@ def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own:
 
 
 def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> int:
-    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many.
-
-    Raises:
-        TypeError, ValueError: `vocab_size` is not an int, or not positive.
-    """
+    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many."""
     if vocab_size is None:
         return cols * process_group.size()
     vocab_size = check_int("vocab_size", vocab_size, "None or an int")
@@ -294,10 +274,7 @@ def merge_results(
     """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
 
     Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
-    results are NaN in all processes; the host does not wait for the comparison.
-
-    Raises:
-        ValueError: a number of classes differs, on a CPU or with ``FLCE_DEBUG=1``.
+    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised.
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
@@ -310,17 +287,13 @@ def merge_results(
         )
     shards = unpack_shard_results(sent, names, shard)
     if can_read_values(sent.device):
-        refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
+        _refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
     return merge_shard_results(shards, target, class_weight, shard)
 
 
-def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
+def _refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
     """Raise ValueError if two processes have the same log-sum-exps, unless the logits within each row are equal.
-
-    Args:
-        offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
-        widths: (processes, 1) the number of classes.
-    """
+    offsets, log_sums: (processes, rows) of `RowResults`; widths: (processes, 1) numbers of classes."""
     is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
     numbers = torch.cat((offsets, log_sums), 1).tolist()
     fingerprints = [
@@ -330,11 +303,8 @@ def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> No
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
-    """Return local logits, process group and vocabulary size of a DTensor.
-
-    Raises:
-        ValueError: the DTensor is not sharded by classes over exactly one dimension of its mesh, or replicated.
-    """
+    """Return local logits, process group and vocabulary size of a DTensor; None for both if it is replicated. Raise
+    ValueError if it is divided in another way than by classes over one dimension of its mesh."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
 

@@ -300,76 +300,10 @@ def test_probabilities(softcap: float | None, inplace: bool, device: torch.devic
     assert torch.equal(out.argmax, logits.argmax(-1))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bad input
-
-
-def good(**changes: Any) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(0)
-    arguments = {"logits": torch.randn(6, 20, generator=g), "target": torch.randint(20, (6,), generator=g)}
-    return {**arguments, **changes}
-
-
-# In addition to the errors of all losses in `test_bad_input.py`.
-BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("logits a list", {"logits": [[0.0]]}, TypeError, "logits.*list"),
-    ("target a list", {"target": [0]}, TypeError, "target.*list"),
-    ("token_weight a bool tensor", {"token_weight": torch.ones(6).bool()}, TypeError, "token_weight.*bool"),
-    ("integer logits", {"logits": torch.ones(6, 20).long()}, TypeError, "logits.*int64"),
-    ("float8 logits", {"logits": torch.ones(6, 20).to(torch.float8_e5m2)}, TypeError, "logits.*float8"),
-    ("target int16", {"target": torch.zeros(6).short()}, TypeError, "int64.*int16"),
-    ("0-d logits", {"logits": torch.tensor(1.0), "target": torch.tensor(0)}, ValueError, "logits"),
-    ("no classes", {"logits": torch.ones(6, 0)}, ValueError, "V > 0"),
-    ("too few targets", {"target": torch.zeros(5).long()}, ValueError, r"target.*\(6,\).*\(5,\)"),
-    (
-        "classes second",
-        {"logits": torch.ones(6, 20, 5), "target": torch.zeros(6, 5).long()},
-        ValueError,
-        r"movedim\(1, -1\)",
-    ),
-    ("floating indices", {"target": torch.zeros(6)}, ValueError, r"class probabilities, for indices call \.long\(\)"),
-    ("probabilities of another V", {"target": torch.ones(6, 21)}, ValueError, r"target.*\(6, 20\).*\(6, 21\)"),
-    ("probabilities, shift", {"target": torch.ones(6, 20), "shift": 1}, ValueError, "shift"),
-    ("probabilities, in place", {"target": torch.ones(6, 20), "inplace": True}, ValueError, "inplace"),
-    ("probabilities, logprob", {"target": torch.ones(6, 20), "stats": ("logprob",)}, ValueError, "logprob"),
-    ("token_weight", {"token_weight": torch.ones(20)}, ValueError, r"token_weight.*\(6,\).*\(20,\)"),
-    ("another device", {"target": torch.zeros(6, device="meta").long()}, ValueError, "cpu.*meta"),
-    ("shift of a 0-d target", {"logits": torch.ones(9), "target": torch.tensor(0), "shift": 1}, ValueError, "shift"),
-    ("inplace a number", {"inplace": 1}, TypeError, "inplace.*int"),
-    (
-        "target V",
-        {"target": torch.tensor([0, 1, 20, 3, 4, 5])},
-        IndexError,
-        "20 at position 2 of the",
-    ),
-    ("target -1", {"target": torch.tensor([0, 1, 2, 3, -1, 5])}, IndexError, r"-1 at position 4"),
-    (
-        "target of a transposed batch",
-        {"logits": torch.ones(3, 2, 20).transpose(0, 1), "target": torch.tensor([[0, 1, 77], [3, 4, 5]])},
-        IndexError,
-        "77 at position 2",
-    ),
-    ("target 20, shifted", {"target": torch.tensor([0, 1, 20, 3, 4, 5]), "shift": 2}, IndexError, "20 at position 2"),
-]
-
-
-@pytest.mark.parametrize("changes, error, message", [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str, torch_backend: str) -> None:
-    assert loss_of(**good()).isfinite()
-    with pytest.raises(error, match=f"(?s){message}"):
-        flce.cross_entropy(**good(**changes))
-    if isinstance(changes.get("logits", torch.ones(())), Tensor):
-        arguments = good(**changes)
-        if arguments["logits"].is_floating_point():
-            arguments["logits"] = arguments["logits"].detach().requires_grad_()
-        with pytest.raises(error, match=f"(?s){message}"):
-            flce.cross_entropy(**arguments)
-
-
 @pytest.mark.gpu
 def test_a_target_out_of_range_on_cuda() -> None:
-    arguments = {k: v.cuda() for k, v in good(target=torch.tensor([0, 1, 20, 3, 4, 2**40])).items()}
-    loss = loss_of(**arguments, reduction="none")
+    target = torch.tensor([0, 1, 20, 3, 4, 2**40], device="cuda")
+    loss = loss_of(torch.randn(6, 20, device="cuda"), target, reduction="none")
     assert loss.isnan().tolist() == [False, False, True, False, False, True]
 
 
@@ -604,12 +538,13 @@ def test_compile_with_a_group(group: Any, torch_backend: str) -> None:
 
 
 def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
+    logits, y = torch.randn(6, 20), torch.arange(6)
     with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
-        flce.cross_entropy(**good(), process_group=group, vocab_size=40)
+        flce.cross_entropy(logits, y, process_group=group, vocab_size=40)
     with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
-        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
+        flce.cross_entropy(logits, y, process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="process_group needs class-index targets"):
-        flce.cross_entropy(**good(target=torch.ones(6, 20)), process_group=group)
+        flce.cross_entropy(logits, torch.ones(6, 20), process_group=group)
 
 
 # ---------------------------------------------------------------------------------------------------------
