@@ -17,7 +17,6 @@ from torch import Tensor
 
 import flce
 from flce.backends import eager
-from flce.ops.row_layout import may_overlap
 from flce.testing.problem import CallResult, Problem, run_oracle
 from flce.testing.tolerances import TOLERANCE
 from tests.helpers import (
@@ -56,7 +55,8 @@ def run(
     weigh: bool = False,
     grad_output: Tensor | float | None = None,
     **kwargs: Any,
-) -> CallResult:
+) -> Any:
+    """Return the `CallResult` of a call."""
     memory, view = place_in_layout(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
     memory.requires_grad_(grad)
     logits = view(memory * 1)
@@ -81,7 +81,7 @@ def run(
     return CallResult(loss.detach(), of_logits, None, None, output=output, grad_token_weight=of_weights)
 
 
-def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> CallResult:
+def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> Any:
     outcome = run(p, layout, **how)
     expected = run_oracle(p, grad_output=how.get("grad_output"))
     allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
@@ -170,15 +170,6 @@ def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: st
         check(p, inplace=inplace, stats=STATS)
 
 
-def test_overlap() -> None:
-    x = torch.zeros(4, 5, 6)
-    empty = torch.zeros(0).as_strided((2, 0, 1), (0, 1, 0))
-    for view in (x, x.transpose(0, 2), x[:, ::2], x[..., 1:], x[:1], x[:0], torch.zeros(()), empty):
-        assert not may_overlap(view)
-    for view in (x[:1].expand(4, 5, 6), x[..., :1].expand(4, 5, 6), x.as_strided((3, 4), (2, 1))):
-        assert may_overlap(view)
-
-
 @pytest.mark.parametrize("vocab", [1, 3, 8, 65, 513])
 @INPLACE
 def test_vocabulary_sizes(vocab: int, inplace: bool, backend: str, device: torch.device) -> None:
@@ -222,7 +213,6 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
     expected = run_oracle(p, grad_output=0.75)
     assert outcome.loss.dtype == torch.float32
     assert_near(outcome.loss, expected.loss, 2e-6, "loss")
-    assert outcome.grad_input is not None
     assert outcome.grad_input.dtype == dtype
     assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
 
@@ -234,7 +224,6 @@ def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.d
         p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
         p.kwargs[large] = p.kwargs.get(large, 1.0) * 1024.0
         outcome, expected = run(p, inplace=inplace), run_oracle(p)
-        assert outcome.grad_input is not None
         assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
 
 
@@ -245,7 +234,6 @@ def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str,
     scale = 16384.0 if reduction == "mean" else 1024.0
     outcome = run(p, inplace=inplace, grad_output=scale)
     expected = run_oracle(p, grad_output=scale).grad_input
-    assert outcome.grad_input is not None
     error = (outcome.grad_input.double() - expected).norm() / expected.norm()
     assert error < 5e-4
     # Elementwise, too: a gradient that underflowed has a relative error of 1.
@@ -274,7 +262,6 @@ def test_nothing_counts(reduction: str, inplace: bool, backend: str, device: tor
     for leading in ((6,), (0,)):
         outcome = check(make(leading, 11, ignored=1.0, reduction=reduction, device=device), inplace=inplace)
         assert bool(outcome.loss.isnan().any()) == (reduction == "mean")
-        assert outcome.grad_input is not None
         assert not outcome.grad_input.any()
 
 
@@ -418,25 +405,12 @@ def test_logits_changed_before_backward(backend: str, device: torch.device) -> N
 def test_overlapping_logits(backend: str, device: torch.device) -> None:
     x = torch.randn(1, 30, dtype=torch.float64, device=device, requires_grad=True)
     y = torch.arange(4, device=device)
-    with pytest.raises(RuntimeError, match="share memory"):
-        flce.cross_entropy((x * 1).expand(4, 30), y, inplace=True)
+    for overlapping in ((x * 1).expand(4, 30), (x * 1).as_strided((4, 20), (2, 1))):
+        with pytest.raises(RuntimeError, match="share memory"):
+            flce.cross_entropy(overlapping, y, inplace=True)
     loss_of((x * 1).expand(4, 30), y).backward()
     expected = torch.autograd.grad(F.cross_entropy(x.expand(4, 30), y), x)[0]
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_memory_is_that_of_the_logits(backend: str, device: torch.device) -> None:
-    """The operator that computed the logits gets a gradient in the memory of the logits."""
-    for reduction in ("mean", "none"):
-        _, logits, y = nonleaf(device=device)
-        seen: list[Tensor] = []
-        logits.register_hook(seen.append)
-        loss_of(logits, y, reduction=reduction, inplace=True).sum().backward()
-        assert seen[0].data_ptr() == logits.data_ptr()
-        _, logits, y = nonleaf(device=device)
-        logits.register_hook(seen.append)
-        loss_of(logits, y, reduction=reduction).sum().backward()
-        assert seen[1].data_ptr() != logits.data_ptr()
 
 
 def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
