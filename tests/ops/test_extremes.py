@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.engine.borrowing import BorrowedBlocks
-from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Unnormalized
 from flce.testing.problem import (
     IGNORED,
@@ -28,7 +25,7 @@ from flce.testing.problem import (
 from flce.testing.tolerances import TOLERANCE
 from tests import forced, interpreted_bfloat16
 from tests.extremes import every_extreme, extremes, has_softmax, targets
-from tests.forced import force
+from tests.forced import blocks_of_16, force
 from tests.helpers import STATS, assert_near, assert_outcome, plan_for
 from tests.hopper import plan_as_on_hopper
 from tests.ops import test_cross_entropy
@@ -83,10 +80,6 @@ ROUTES = [
         **PRODUCTS,
     ),
 ]
-
-
-def blocks_of_16(rows: int) -> Blocks:
-    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
 
 
 @pytest.fixture(params=ROUTES, ids=lambda route: f"{route.name}, {route.dtype}".replace("torch.", ""))
