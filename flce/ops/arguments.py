@@ -35,6 +35,8 @@ _OPTIONAL = {"linear_bias", "weight", "token_weight"}
 _INDEX_TENSORS = {"target", "candidates"}
 # Tensors that must be equal in all processes of a divided head.
 _REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
+# The usual mistake in calls that come from other libraries.
+_ARGUMENT_ORDER = "hidden states come first, then linear_weight, then target"
 # PyTorch's functions that support every kind of derivative, for messages.
 _STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 _STOCK_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
@@ -97,7 +99,7 @@ def check_linear_arguments(
             raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
         raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
     if weight is not None and not probabilities:
-        refuse_gradient(weight)
+        refuse_class_weight_gradient(weight)
     if options is not None:
         check_options(options)
     if type(shift) is not int or shift:
@@ -131,7 +133,7 @@ def check_linear_arguments(
         if value.dtype != input.dtype or input.dtype not in FLOATING:
             _refuse_dtype_of_operand(name, value, input)
     if linear_bias is not None:
-        linear_bias = _wide_bias(linear_bias, input)
+        linear_bias = _cast_bias(linear_bias, input)
     if num_items is not None:
         num_items = num_items_tensor(num_items, spec, input)
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
@@ -309,7 +311,7 @@ def check_logits_arguments(
         if shift:
             target = shift_target(target, shift, spec.ignore_index)
         if weight is not None:
-            refuse_gradient(weight)
+            refuse_class_weight_gradient(weight)
             weight = weight.detach().to(accum).contiguous()
         token_weight = None if token_weight is None else token_weight.to(accum)
     token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
@@ -398,11 +400,8 @@ def _refuse_dtype(name: str, value: Tensor, target: Any) -> NoReturn:
     swapped = value.dtype in _INDEX_DTYPES and isinstance(target, Tensor) and target.is_floating_point()
     if name == "linear_weight" and not swapped and value.dtype in (torch.int8, torch.uint8):
         _refuse_quantised(value)
-    order = "logits come first, then target" if name == "logits" else _ORDER
+    order = "logits come first, then target" if name == "logits" else _ARGUMENT_ORDER
     raise TypeError(f"{name} must have a floating dtype, got {value.dtype}{f': {order}' if swapped else ''}")
-
-
-_ORDER = "hidden states come first, then linear_weight, then target"
 
 
 def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoReturn:
@@ -415,7 +414,7 @@ def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoRetur
     )
 
 
-def refuse_gradient(weight: Tensor) -> None:
+def refuse_class_weight_gradient(weight: Tensor) -> None:
     """Raise ValueError if class weights require a gradient. PyTorch does not compute one either."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("weight gets no gradient, got a tensor that requires grad: give weight.detach()")
@@ -472,7 +471,7 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
     hint = ""
     if name == "target":
         if others and value.shape == others[0].shape[:-1]:
-            hint = f": {_ORDER}"
+            hint = f": {_ARGUMENT_ORDER}"
         elif value.is_floating_point() and value.shape == first.shape[:-1]:
             hint = ": a floating target is read as class probabilities, for indices call .long()"
         elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
@@ -525,7 +524,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(autocast_operand_dtype(tensor.dtype, tensor.device.type))
 
 
-def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
+def _cast_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     """Return the bias in the dtype of the logits. Autocast does not round it to a narrower dtype before."""
     accum = accumulation_dtype(input.dtype)
     narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize

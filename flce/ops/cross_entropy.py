@@ -190,7 +190,8 @@ def _reduce_outputs(
 
 
 class _InPlace(torch.autograd.Function):
-    """Autograd function, because a custom operator that mutates an argument cannot have a derivative."""
+    """Autograd function of a loss whose gradient overwrites the logits. A custom operator that mutates an argument
+    cannot have a derivative."""
 
     @staticmethod
     def forward(

@@ -168,7 +168,7 @@ def _compute_gradients(
         # it, and the division would change it even if the upstream gradient is 1.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
-    steps: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
+    scaling: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
     result, scaled_in_place = [], []
     # Allocations come first: if one fails, no gradient is overwritten yet, and backward can be called again.
     for grad in grads:
@@ -179,9 +179,9 @@ def _compute_gradients(
             scaled_in_place.append(grad)
             result.append(grad)
         else:
-            result.append(steps.scale_cast(grad, factor, dtype))
+            result.append(scaling.scale_cast(grad, factor, dtype))
     if scaled_in_place:
-        steps.scale_(scaled_in_place, factor)
+        scaling.scale_(scaled_in_place, factor)
     return result
 
 

@@ -73,7 +73,7 @@ def _loss_of_rows(p: CrossEntropyProblem, tokens: tuple[int, ...]) -> Tensor | L
         count = valid.sum()
         class_weight = None if weight is None else weight[y.clamp(0, p.vocab_size - 1)].to(z.dtype)
         denominator = count if class_weight is None else torch.where(valid, class_weight, 0.0).sum()
-    ce = F.cross_entropy(
+    losses = F.cross_entropy(
         z,
         y,
         weight=None if weight is None else weight.to(z.dtype),
@@ -82,22 +82,22 @@ def _loss_of_rows(p: CrossEntropyProblem, tokens: tuple[int, ...]) -> Tensor | L
         label_smoothing=spec.label_smoothing,
     )
     lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
-    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
+    z_losses = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
     if token_weight is not None:
         # A weight of an ignored token must have no effect, also if it is NaN.
-        weights = torch.where(valid, token_weight.reshape(-1).to(ce.dtype), 0.0)
-        ce = ce * weights
-        zl = None if zl is None else zl * weights
-    if spec.reduction == "none":
-        loss = ce.reshape(tokens)
-        z_loss = None if zl is None else zl.reshape(tokens)
-    elif spec.reduction == "mean":
-        loss = ce.sum() / denominator
-        z_loss = None if zl is None else zl.sum() / count
-    else:
-        scale = 1.0 if num_items is None else num_items.to(z.dtype).reciprocal()
-        loss = ce.sum() * scale
-        z_loss = None if zl is None else zl.sum() * scale
+        weights = torch.where(valid, token_weight.reshape(-1).to(losses.dtype), 0.0)
+        losses = losses * weights
+        z_losses = None if z_losses is None else z_losses * weights
+
+    def reduce(values: Tensor, denominator: Tensor) -> Tensor:
+        if spec.reduction == "none":
+            return values.reshape(tokens)
+        if spec.reduction == "mean":
+            return values.sum() / denominator
+        return values.sum() if num_items is None else values.sum() * num_items.to(z.dtype).reciprocal()
+
+    loss = reduce(losses, denominator)
+    z_loss = None if z_losses is None else reduce(z_losses, count)
     loss = loss if z_loss is None else loss + z_loss
     if not spec.stats:
         return loss
