@@ -335,10 +335,7 @@ class Backend(Protocol):
         count: Tensor | None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
-        exponentials and factors.
-
-        The gradient of the logits is ``factors[0][:, None] * exps``, except in the target's column: there `exps` is 0,
-        and the gradient is ``factors[1]``.
+        exponentials and factors, from which the gradient is computed as in `exponentials`.
 
         Args:
             x: (rows, H) bfloat16.
@@ -370,8 +367,7 @@ class Backend(Protocol):
         """Write ``grad = exps^T scaled`` plus `terms`, as one float32 sum that is rounded once. It is deterministic.
 
         grad: (V, H), exps: (rows, V), in equally many pieces of consecutive classes; scaled: (rows, H). The last piece
-            is
-        computed first, because `exps` of a later piece may lie in the memory of an earlier piece of `grads`.
+        is computed first, because `exps` of a later piece may lie in the memory of an earlier piece of `grads`.
         """
 
     def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
@@ -379,8 +375,7 @@ class Backend(Protocol):
         registers.
 
         grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; gradient_scale: () float32, or
-            None
-        for 1.
+        None for 1.
         """
 
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
@@ -404,9 +399,8 @@ class Backend(Protocol):
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """Add ``x[i] @ weight[ids[i, k]]`` to ``out[i, k]`` where `ids` is a class.
 
-        x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype.
-
-        The sum is the same for any number of rows.
+        x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype. The sum is the
+        same for any number of rows.
         """
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
