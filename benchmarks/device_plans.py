@@ -106,7 +106,7 @@ def measured(run: Run) -> str:
                 case.tokens, case.hidden, case.vocab, torch.bfloat16, device_kind="H200", weight_grad=trained
             )
         if case.own_products is False:
-            plan = make_plan(replace(plan.case, has_product=False))
+            plan = make_plan(replace(plan.case, has_fused_products=False))
         ms, floor_ms = (result.alone_ms or result.median_ms for result in (ours, floor))
         if ours.planned_bytes == plan.workspace_bytes and ms is not None and floor_ms is not None:
             name = " x ".join(map(str, case.shape)) + ("" if trained else ", frozen head")

@@ -94,7 +94,7 @@ def products(ours: bool) -> Iterator[None]:
     """If not `ours`, plan and call inside as on a device without fused products."""
     with contextlib.ExitStack() as stack:
         for module in () if ours else (linear_call, device_kinds):
-            stack.enter_context(mock.patch.object(module, "has_product", return_value=False))
+            stack.enter_context(mock.patch.object(module, "has_fused_products", return_value=False))
         yield
 
 

@@ -49,7 +49,8 @@ def copy_repository() -> None:
     ignored = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     os.chdir(folder)
-    os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def seconds(command: str) -> float:

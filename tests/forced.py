@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flce.engine.borrowing import BorrowedBlocks, exponential_tiles
+from flce.engine.borrowing import BlockLayout, place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks
@@ -57,17 +57,17 @@ def unnormalized(c: Case) -> Schedule | None:
 
 def blocks_of_16(rows: int) -> Blocks:
     """Return a schedule of all `rows` and blocks of 16 classes."""
-    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+    return Blocks(Statistics(rows, 16), BlockLayout(rows, 16))
 
 
 def borrowed(count: int) -> Callable[[Case], Schedule | None]:
     """Return a function for `force` that chooses `Borrowed` with `count` borrowed tiles if the case allows it."""
 
     def choose(c: Case) -> Schedule | None:
-        is_possible = Unnormalized.sizes(c) and c.in_registers and c.needs.weights[0] and not c.needs.bias
+        is_possible = Unnormalized.sizes(c) and c.supports_fused_products and c.needs.weights[0] and not c.needs.bias
         if not is_possible or c.options.strategy == "vocab" or c.skip_ignored or c.options.chunk_rows:
             return unnormalized(c)
-        tiles = exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
+        tiles = place_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
         assert len(tiles) == count + 1, "this problem is too small for the test"
         return Borrowed(tiles)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.backends import choose_backend, has_product
+from flce.backends import choose_backend, has_fused_products
 from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
@@ -188,7 +188,7 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
         dtype=problem.input.dtype,
         device_type=device.type,
         backend=choose_backend(device).name,
-        has_product=has_product(device),
+        has_fused_products=has_fused_products(device),
         device=device_record(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),
         needs=Needs(

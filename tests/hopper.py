@@ -33,7 +33,7 @@ def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     for module in ("flce.ops.linear_call", "flce.planning.device_kinds", "tests.helpers"):
-        monkeypatch.setattr(f"{module}.has_product", lambda device: True)
+        monkeypatch.setattr(f"{module}.has_fused_products", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     search.plan_for_case.cache_clear()
@@ -96,7 +96,7 @@ def case_on_hopper(
         dtype=dtype,
         device_type="cuda",
         backend="triton",
-        has_product=True,
+        has_fused_products=True,
         device=KNOWN_KINDS["H200"]._replace(memory=None),
         spec=spec or LossSpec(),
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),

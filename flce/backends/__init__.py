@@ -69,13 +69,13 @@ def _choose(device: torch.device, requested: str, interpreted: bool, target: str
     return Choice(requested, "FLCE_BACKEND selects it") if requested else default
 
 
-def has_product(device: torch.device) -> bool:
+def has_fused_products(device: torch.device) -> bool:
     """Return True if the backend has fused products for the device that are as fast as the vendor's products."""
-    return device.type == "cuda" and device_has_product(choose_backend(device).name, device_record(device))
+    return device.type == "cuda" and device_has_fused_products(choose_backend(device).name, device_record(device))
 
 
-def device_has_product(backend: str, device: DeviceRecord) -> bool:
-    """Return `has_product` for a device that this machine may not have."""
+def device_has_fused_products(backend: str, device: DeviceRecord) -> bool:
+    """Return `has_fused_products` for a device that this machine may not have."""
     return backend == "triton" and device.own_products
 
 

@@ -4,7 +4,7 @@ A *tile* has `rows` tokens and `cols` consecutive classes of the logits ``a = x 
 wrote these logits. A tile has the shape (rows, cols), or (outer, inner, cols) for outer * inner rows with two row
 strides. The stride between classes is 1. A backend computes row statistics, losses and gradients from one tile at a
 time. A `TileCall` contains everything except the logits. A backend multiplies matrices only where no logits are written
-to memory then (`Backend.product_statistics`, `product_gradient`, `product_exponentials`), or no float32 sum of dW
+to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponentials`), or no float32 sum of dW
 (`weight_gradient`, `divided_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
 """
 
@@ -58,13 +58,14 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
-# Classes of a block of a fused product. `Backend.product_statistics` allocates `num_product_planes` numbers of the
-# accumulation dtype for each row and block, `product_exponentials` one.
-PRODUCT_BLOCK = 256
+# Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
+# of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
+FUSED_PRODUCT_BLOCK = 256
+FUSED_PRODUCT_ROWS = 128
 # Bytes for each row that `weight_gradient` and `add_target_terms` allocate to sort targets.
 SORT_ROW_BYTES = 48
 # Fields of a LossSpec that fused products support. With any other field, logits are written to memory.
-PRODUCT_FIELDS = frozenset(
+FUSED_PRODUCT_FIELDS = frozenset(
     [
         "reduction",
         "ignore_index",
@@ -78,26 +79,26 @@ PRODUCT_FIELDS = frozenset(
         "row_temperature",
     ]
 )
-# Statistics that `product_exponentials` computes. With ``reduction="none"`` the schedule calls `product_statistics`,
+# Statistics that `fused_exponentials` computes. With ``reduction="none"`` the schedule calls `fused_statistics`,
 # which computes all of them.
 EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
 
 
-def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
+def fused_product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
     """Return the bytes that a fused product allocates: `numbers` float32 numbers for each row and block, and three for
     each row."""
-    return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
+    return 4 * rows * (numbers * -(-vocab_size // FUSED_PRODUCT_BLOCK) + 3)
 
 
-def unsupported_by_products(spec: LossSpec) -> list[str]:
+def unsupported_by_fused_products(spec: LossSpec) -> list[str]:
     """Return the names of requested fields and statistics that fused products do not support."""
     requested = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
     stats = set() if spec.reduction == "none" else set(spec.stats) - EXPONENTIAL_STATS
-    return sorted((requested - PRODUCT_FIELDS) | stats)
+    return sorted((requested - FUSED_PRODUCT_FIELDS) | stats)
 
 
-def num_product_planes(spec: LossSpec) -> int:
-    """Return how many numbers `Backend.product_statistics` stores for each row and block: its largest logit, its sum of
+def num_partial_statistics(spec: LossSpec) -> int:
+    """Return how many numbers `Backend.fused_statistics` stores for each row and block: its largest logit, its sum of
     exponentials, and one for each additional statistic."""
     argmax = "argmax" in spec.stats or "correct" in spec.stats
     return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
@@ -313,19 +314,19 @@ class Backend(Protocol):
     def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
         """Overwrite the exponentials of all classes with the gradient of the logits."""
 
-    def product_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
+    def fused_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
 
-        x: (rows, H), weight: (V, H), of half precision. Temporary memory: `product_scratch_bytes`.
+        x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
         """
 
-    def product_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
+    def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
         """Run `gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
 
         ``call.row_gradient`` is given.
         """
 
-    def product_exponentials(
+    def fused_exponentials(
         self,
         x: Tensor,
         weight: Tensor,
@@ -341,7 +342,7 @@ class Backend(Protocol):
             x: (rows, H) bfloat16.
             weight: (V, H) bfloat16.
             exps: (rows, V) bfloat16, in one or several pieces of consecutive classes. The number of classes of each
-                piece except the last is divisible by `PRODUCT_BLOCK`.
+                piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
             factors: (2, rows) float32.
             count: () if all rows from this number on are ignored: their `exps` are not written.
         """
@@ -383,14 +384,15 @@ class Backend(Protocol):
         last classes may be missing: terms of these targets are dropped."""
 
     def finish_sharded_rows(
-        self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
+        self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
     ) -> None:
         """Write the results of rows of a head that is divided over processes. If `factors` are given, replace the
-        factors of `product_exponentials`, which are of this process's shard alone, by the factors for the full loss.
+        factors of `fused_exponentials`, which are of this process's shard alone, by the factors for the full loss.
 
         Args:
-            sent: (processes, 3 * rows + 1) float32, from each process: the first three fields of `formulas.RowResults`
-                of each row, computed from its own shard, in their order; and the number of its classes.
+            gathered: (processes, 3 * rows + 1) float32, from each process: the first three fields of
+                `formulas.RowResults` of each row, computed from its own shard, in their order; and the number of its
+                classes.
             classes: number of classes of the first process.
             call: of the full loss; its tile has the classes of this process.
             factors: (2, rows), of which the first is read.

@@ -112,7 +112,7 @@ class TorchBackend:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
     exponentials = gradient_of_exponentials = _unavailable
-    product_statistics = product_gradient = product_exponentials = _unavailable
+    fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = divided_weight_gradient = _unavailable
     add_target_terms = finish_sharded_rows = _unavailable
 

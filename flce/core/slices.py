@@ -18,3 +18,8 @@ def slice_rows(x: Tensor, part: slice) -> Tensor:
 def slice_columns(x: Tensor, part: slice) -> Tensor:
     """Return ``x[..., part]``."""
     return x if part.start == 0 and part.stop >= x.shape[-1] else x[..., part]
+
+
+def offset_slice(part: slice, offset: int) -> slice:
+    """Return the slice whose start and stop are larger by `offset`."""
+    return slice(part.start + offset, part.stop + offset)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import PRODUCT_BLOCK
+from flce.backends.contract import FUSED_PRODUCT_BLOCK, FUSED_PRODUCT_ROWS
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 
-# Classes of a block are a multiple of this, the widest block of a result in a vendor's product.
+# The number of classes of a block is divisible by this, the widest block of a result in a vendor's product.
 BLOCK_MULTIPLE = 256
-# Classes whose float32 sum is copied first when sums are rounded in place, see `sums.HalvedSum`.
+# Number of classes whose sums are rounded first when sums are rounded in place, see `sums.HalvedSum`.
 COMPACTION_ROWS = 256
 
 
@@ -31,11 +31,12 @@ def borrow_as(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     return memory.view(-1)[:size].view(dtype).view(shape)
 
 
-class ExponentialTile(NamedTuple):
-    """Exponentials of all tokens and some classes."""
+class TilePlacement(NamedTuple):
+    """The place of a tile of exponentials, of all tokens and some classes."""
 
     start: int
     stop: int
+    """The classes of the tile."""
     borrowed_class: int | None
     """The class whose dW will be where the tile begins; None: the tile is in separate memory."""
 
@@ -44,55 +45,71 @@ class ExponentialTile(NamedTuple):
         return slice(self.start, self.stop)
 
 
-def exponential_tiles(rows: int, hidden: int, vocab_size: int, count: int) -> tuple[ExponentialTile, ...]:
-    """Return tiles of all classes: one in separate memory, then `count` borrowed tiles. One tile if no class can be
-    borrowed for.
+def place_tiles(
+    rows: int, hidden: int, vocab_size: int, count: int, multiprocessors: int = 1
+) -> tuple[TilePlacement, ...]:
+    """Return the places of the tiles of all classes: of one tile in separate memory, then of `count` borrowed tiles. If
+    the memory of dW is too small for these, one tile in separate memory has all classes.
 
     dW of the last tile is computed first, then dW of the tile before, and so on. So a tile may be stored in the memory
     of dW of all classes before its own classes. The k borrowed tiles have equally many classes, as many as possible.
     With r = N / H a tile of c classes needs the memory of dW of r c classes, rounded up. If r >= 1, the borrowed tiles
     lie next to each other, and only the classes of the last tile lie behind them: c + k (r c + 1) <= V. If r < 1, each
-    tile lies directly before its own classes: k c + r c + 1 <= V.
+    tile lies directly before its own classes: k c + r c + 1 <= V. They have a few classes less than possible if the
+    products of the tiles then have fewer waves of blocks.
     """
     max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
-    if max_cols < PRODUCT_BLOCK:
-        return (ExponentialTile(0, vocab_size, None),)
-    cols = max_cols // PRODUCT_BLOCK * PRODUCT_BLOCK
+    if max_cols < FUSED_PRODUCT_BLOCK:
+        return (TilePlacement(0, vocab_size, None),)
+    blocks = -(-vocab_size // FUSED_PRODUCT_BLOCK), max_cols // FUSED_PRODUCT_BLOCK
+    cols = _borrowed_blocks(*blocks, count, -(-rows // FUSED_PRODUCT_ROWS), multiprocessors) * FUSED_PRODUCT_BLOCK
     tiles = []
     stop = borrowed_class = vocab_size
     for _ in range(count):
-        start = -(-(stop - cols) // PRODUCT_BLOCK) * PRODUCT_BLOCK
+        start = -(-(stop - cols) // FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK
         borrowed_class = min(start, borrowed_class) + -rows * padded_cols(stop - start) // hidden
-        tiles.append(ExponentialTile(start, stop, borrowed_class))
+        tiles.append(TilePlacement(start, stop, borrowed_class))
         stop = start
-    return (ExponentialTile(0, stop, None), *reversed(tiles))
+    return (TilePlacement(0, stop, None), *reversed(tiles))
+
+
+def _borrowed_blocks(blocks: int, max_blocks: int, count: int, row_blocks: int, multiprocessors: int) -> int:
+    """Return the blocks of classes of each borrowed tile: as many as possible with the fewest waves of all tiles. The
+    tile in separate memory becomes at most a sixteenth larger."""
+
+    def count_waves(borrowed: int) -> int:
+        waves = [-(-n * row_blocks // multiprocessors) for n in (borrowed, blocks - count * borrowed)]
+        return count * waves[0] + waves[1]
+
+    fewer = (blocks - count * max_blocks) // (16 * count)
+    return min(range(max_blocks, max(0, max_blocks - fewer - 1), -1), key=count_waves)
 
 
 @dataclass(frozen=True)
-class BorrowedBlocks:
-    """Blocks of classes whose dW is written one after the other. A tile may be stored in the memory of dW behind its
-    own classes.
+class BlockLayout:
+    """Division of classes into blocks, whose dW is written one after the other. The tile of a block may be stored in
+    the memory of dW behind the block's classes. The tiles of the last blocks share separate memory.
 
     Attributes:
-        rows: tokens of a tile: all tokens.
+        rows: tokens of a tile. If tiles are borrowed, all tokens.
         cols: classes of a block whose tile is in separate memory.
         hidden: H of the head; 0: no tile is borrowed.
-        max_cols: maximum number of classes of a borrowed tile.
+        max_borrowed_cols: maximum number of classes of a borrowed tile.
     """
 
     rows: int
     cols: int
     hidden: int = 0
-    max_cols: int = 0
+    max_borrowed_cols: int = 0
 
-    def blocks(self, start: int, stop: int) -> list[slice]:
-        """Return the leading blocks of these classes whose tiles are borrowed. They have more than `cols` classes."""
+    def borrowed_blocks(self, start: int, stop: int) -> list[slice]:
+        """Return the first blocks of these classes, whose tiles are borrowed. They have more than `cols` classes."""
         blocks = []
         while start < stop:
             # A tile of rows * width entries must fit into the (stop - start - width) * H entries behind its own
             # classes.
             available_cols = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
-            width = min(available_cols, self.max_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+            width = min(available_cols, self.max_borrowed_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
             if width <= self.cols:
                 break
             blocks.append(slice(start, start + width))
@@ -101,15 +118,15 @@ class BorrowedBlocks:
 
     def block_widths(self, vocab_size: int) -> list[int]:
         """Return the number of classes of each block."""
-        widths = [block.stop - block.start for block in self.blocks(0, vocab_size)]
+        widths = [block.stop - block.start for block in self.borrowed_blocks(0, vocab_size)]
         num_full, rest = divmod(vocab_size - sum(widths), self.cols)
         return widths + [self.cols] * num_full + [rest] * (rest > 0)
 
 
-def first_lending_class(tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
-    """Return the first of the last classes whose dW has enough memory for a sum of dX."""
-    classes = -(-tokens * sums.itemsize // dtype.itemsize)
-    return max(0, vocab_size - classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+def dx_sum_start(num_tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
+    """Return the first class from which on the memory of dW is large enough for a sum of dX."""
+    num_classes = -(-num_tokens * sums.itemsize // dtype.itemsize)
+    return max(0, vocab_size - num_classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
 def second_half_start(vocab_size: int) -> int:

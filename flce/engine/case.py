@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, num_product_planes, unsupported_by_products
+from flce.backends.contract import (
+    EXPONENTIAL_SCALE,
+    FUSED_PRODUCT_BLOCK,
+    num_partial_statistics,
+    unsupported_by_fused_products,
+)
 from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
@@ -49,7 +54,7 @@ ROW_MULTIPLE = 128
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Tokens of a chunk of statistics if logits stay in registers: 33 MiB for 128,256 classes.
-PRODUCT_ROWS = 8192
+FUSED_PRODUCT_ROWS = 8192
 # If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
 # exponentials need less memory:
 #
@@ -61,9 +66,10 @@ PRODUCT_ROWS = 8192
 # | 4096 x 4096 x  32768   |  512 | 1.12                          | 1.06, as called 1.25      |
 # | 2048 x 2048 x 128256   | 1002 | 1.06                          | 1.08                      |
 FEW_LOGITS_BYTES = 512 << 20
-# Maximum bytes of a block of float32 logits, from which a part of a half-precision tile is computed. Small enough to
-# stay in the cache, large enough for the host, which launches two kernels for each block. 16384 x 1024 x 151936 without
-# fused products, in multiples of the time of the bare products (H200):
+# Maximum bytes of a block of logits: float32 logits of some tokens and classes of a half-precision tile, which stay in
+# memory only until their gradients or exponentials are written to the tile. Small enough for the cache, large enough
+# for the host, which launches two kernels for each block. 16384 x 1024 x 151936 without fused products, in multiples of
+# the time of the bare products (H200):
 #
 # | rows, MiB | alone | as called |
 # |-----------|-------|-----------|
@@ -77,10 +83,10 @@ BLOCK_ROWS = 2048
 # If the gradient of all logits of a call has at most this many bytes and gradients are deferred, forward and backward
 # compute all logits in one product. Two products of the same shape agree to the bit. If logits are in the thousands,
 # their last bits change a probability by a thousandth.
-ONE_PIECE_BYTES = 16 << 20
-# A block of logits has at most 1 / NARROW_SHARE of the bytes of its tile if the tile has fewer than COLUMN_MULTIPLE
-# classes. Only plans of the least memory have such tiles.
-NARROW_SHARE = 32
+SINGLE_PRODUCT_BYTES = 16 << 20
+# If a tile has fewer than COLUMN_MULTIPLE classes, a block of its logits has at most 1 / NARROW_TILE_DIVISOR of the
+# tile's bytes. Only plans of the least memory have such tiles.
+NARROW_TILE_DIVISOR = 32
 
 
 @dataclass(frozen=True)
@@ -93,16 +99,16 @@ class Dtypes:
     """Gradients of logits, and exponentials."""
     sums: torch.dtype
     """Sums of gradients over tiles."""
-    input_grad: torch.dtype
+    dx: torch.dtype
     """dX that a schedule returns."""
-    weight_grad: torch.dtype
+    dw: torch.dtype
     """dW that a schedule returns."""
 
     @functools.cached_property
     def unscales_sums(self) -> bool:
         """True if sums of gradients are divided by the gradient scale when they are rounded. Gradients of logits have a
         scale in float16, which has no numbers below 6e-8: the probability of a class times 1 / N is smaller."""
-        return self.logits_grad == torch.float16 == self.weight_grad
+        return self.logits_grad == torch.float16 == self.dw
 
     @property
     def has_wider_logits(self) -> bool:
@@ -110,19 +116,19 @@ class Dtypes:
         are written to a tile."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
-    def is_single_piece(self, rows: int, cols: int) -> bool:
+    def is_single_product(self, rows: int, cols: int) -> bool:
         """Return True if deferred gradients of a call of this size compute all logits in one product."""
-        return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= ONE_PIECE_BYTES
+        return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
     def logits_per_block(self, rows: int, cols: int, is_recomputed: bool) -> int:
         """Return the number of logits of a block for a tile of this size. A block has at most half of the tile's bytes.
         `is_recomputed`: the tile has all logits of a call, which forward computed before."""
         entries = rows * padded_cols(cols)
-        if is_recomputed and self.is_single_piece(rows, cols):
+        if is_recomputed and self.is_single_product(rows, cols):
             return entries
-        tile = entries * self.logits_grad.itemsize
-        share = 2 if cols >= COLUMN_MULTIPLE else NARROW_SHARE
-        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // share) // self.logits.itemsize)
+        tile_bytes = entries * self.logits_grad.itemsize
+        divisor = 2 if cols >= COLUMN_MULTIPLE else NARROW_TILE_DIVISOR
+        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile_bytes // divisor) // self.logits.itemsize)
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,10 @@ class Case:
     dtype: torch.dtype
     device_type: str
     backend: str
-    has_product: bool
-    """True if the backend has fused products for the device: `backends.has_product`."""
+    has_fused_products: bool
+    """True if the backend has fused products for the device (`backends.has_fused_products`) and the rows are
+    contiguous."""
     device: DeviceRecord
-    """The record of the device."""
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
@@ -186,14 +192,14 @@ class Case:
         return False if skip == "auto" and self.device_type != "cpu" else skip
 
     @functools.cached_property
-    def in_registers(self) -> bool:
-        """True if fused products support all requested results, so that logits can stay in registers."""
+    def supports_fused_products(self) -> bool:
+        """True if fused products compute everything that the case requests, so that logits can stay in registers."""
         return self.logits_in_memory_reason is None
 
     @property
     def logits_in_memory_reason(self) -> str | None:
         """The reason why logits are written to memory, in words; None if they can stay in registers."""
-        if not self.has_product:
+        if not self.has_fused_products:
             return "no kernel keeps them in registers on this device, or the rows are not contiguous"
         if len(self.hidden_sizes) != 1:
             return "adapters"
@@ -201,20 +207,20 @@ class Case:
             return f"H is not divisible by {ALIGNMENT}"
         if self.dtype.itemsize != 2:
             return dtype_text(self.dtype)
-        return ", ".join(unsupported_by_products(self.spec)) or None
+        return ", ".join(unsupported_by_fused_products(self.spec)) or None
 
     @functools.cached_property
-    def has_block_exponentials(self) -> bool:
+    def supports_block_exponentials(self) -> bool:
         """True if exponentials can be computed from logits that are in memory one block at a time."""
         spec, supported = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
         has_both = spec.softcap is not None and spec.label_smoothing
         return supported and self.dtypes(False).has_wider_logits and not has_both
 
     @functools.cached_property
-    def has_unnormalized_products(self) -> bool:
+    def supports_unnormalized_products(self) -> bool:
         """True if matrix products can read exponentials, and their results can be normalized."""
         return (
-            (self.in_registers or self.has_block_exponentials)
+            (self.supports_fused_products or self.supports_block_exponentials)
             and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # The range of float16 is too small.
             and not self.spec.label_smoothing
         )
@@ -245,10 +251,9 @@ class Case:
 
     def equal_chunk_rows(self, rows: int) -> int:
         """Return the number of tokens of a chunk, at most `rows`, so that chunks have about equal lengths."""
-        tokens = self.num_tokens
-        if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
-            return max(1, min(tokens, rows))
-        equal = ceil_div(tokens, ceil_div(tokens, rows))
+        if self.num_tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
+            return max(1, min(self.num_tokens, rows))
+        equal = ceil_div(self.num_tokens, ceil_div(self.num_tokens, rows))
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def statistics_tile_size(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
@@ -259,14 +264,14 @@ class Case:
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
         is_recomputed = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
-        if limit is None or (is_recomputed and dtypes.is_single_piece(rows, cols)):
+        if limit is None or (is_recomputed and dtypes.is_single_product(rows, cols)):
             return rows, cols
-        tile = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
-        available_bytes = min(limit, max(tile, self.returned_bytes))
+        tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
+        available_bytes = min(limit, max(tile_bytes, self.returned_bytes))
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
-            partial = 4 * num_product_planes(self.spec) * ceil_div(self.vocab_size, PRODUCT_BLOCK)
-            return min(max_rows, PRODUCT_ROWS, max(1, available_bytes // partial)), cols
+            row_bytes = 4 * num_partial_statistics(self.spec) * ceil_div(self.vocab_size, FUSED_PRODUCT_BLOCK)
+            return min(max_rows, FUSED_PRODUCT_ROWS, max(1, available_bytes // row_bytes)), cols
         entries = available_bytes // dtypes.logits.itemsize
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows

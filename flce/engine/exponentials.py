@@ -25,49 +25,49 @@ NO_TARGET = -(2**31)
 
 
 class Exponentials:
-    """Exponentials of the logits of a pass. The gradient of the logits is ``factors[0] * exponentials``, and in the
-    target's column ``factors[1]``."""
+    """Exponentials of the logits of a pass, and their factors. The gradient of the logits is ``factors[0] *
+    exponentials``, and in the target's column ``factors[1]``."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         slots = 3 if context.problem.spec.label_smoothing else 2
-        self.factors = context.new(slots, context.selection.row_capacity, dtype=torch.float32)
+        self.factors = context.new(slots, context.selection.max_num_rows, dtype=torch.float32)
         """(2, rows): factors of rows of exponentials, and gradients of the targets' logits. With label smoothing
         (3, rows), see `Backend.exponentials`."""
 
-    def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], part: slice) -> None:
-        """Compute losses and exponentials of some rows and all classes. `tiles`: memory for consecutive classes; one
+    def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice) -> None:
+        """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
         tile if logits do not stay in registers."""
         ctx, factors = self._context, self.factors
         if ctx.in_registers:
-            call, count = ctx.statistics_call(part), ctx.selection.device_count
-            on_device = None if count is None or part.start > 0 else count.on_device
-            ctx.backend.product_exponentials(
-                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, part), on_device
+            call, device_count = ctx.statistics_call(tokens), ctx.selection.num_rows_on_device
+            count = None if device_count is None or tokens.start > 0 else device_count.value
+            ctx.backend.fused_exponentials(
+                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, tokens), count
             )
             if ctx.problem.token_weight_grad:
-                slice_columns(factors, part).mul_(slice_columns(ctx.token_weights, part))
+                slice_columns(factors, tokens).mul_(slice_columns(ctx.token_weights, tokens))
         else:
-            self._compute_in_blocks(xs, tiles[0], part)
-        # Once for all rows of the part, because other processes may have other blocks.
-        ctx.vocab.merge_factors(part, slice_columns(factors, part))
+            self._compute_in_blocks(xs, tiles[0], tokens)
+        # One collective for all tokens, because the blocks of other processes may have other sizes.
+        ctx.vocab.merge_factors(tokens, slice_columns(factors, tokens))
 
-    def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, part: slice) -> None:
-        ctx, previous_rows = self._context, None
-        for piece, cols, logits, exps in ctx.compute_logit_blocks(xs, part, ctx.all_classes, tile):
-            block_factors = slice_columns(self.factors, piece)
-            if piece != previous_rows:
-                previous_rows, call = piece, ctx.statistics_call(piece, with_gradient=True)
+    def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
+        ctx, previous_tokens = self._context, None
+        for block_tokens, classes, logits, exps in ctx.compute_logit_blocks(xs, tokens, ctx.all_classes, tile):
+            block_factors = slice_columns(self.factors, block_tokens)
+            if block_tokens != previous_tokens:
+                previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens, with_gradient=True)
                 state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
-            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile(cols)), state, block_factors)
-            if ctx.vocab.is_sharded and cols.stop == ctx.vocab_size:
-                block_factors[0] = self._shard_factor(state[BASE], piece, exps.dtype)
+            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile(classes)), state, block_factors)
+            if ctx.vocab.is_sharded and classes.stop == ctx.vocab_size:
+                block_factors[0] = self._shard_factor(state[BASE], block_tokens, exps.dtype)
 
-    def _shard_factor(self, base: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    def _shard_factor(self, base: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
         """Return (rows,) the factors by which exponentials relative to `base` become the derivative of the shard's
         log-sum-exp with respect to its logits, before scale and softcap."""
         assert self._context.out is not None
-        spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, rows)
+        spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, tokens)
         jacobian_factor = spec.scale * spec.cap
         jacobian_factor = (
             1.0 if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR else jacobian_factor
@@ -75,34 +75,34 @@ class Exponentials:
         relative = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
         return (relative - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
 
-    def convert_to_gradient(self, exps: Tensor, part: slice) -> None:
+    def convert_to_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Overwrite exponentials of some rows and all classes with the gradient of the logits."""
         ctx = self._context
-        ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, part), ctx.statistics_call(part))
+        ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, tokens), ctx.statistics_call(tokens))
 
-    def scale_rows(self, x: Tensor, part: slice, out: Tensor) -> Tensor:
+    def scale_rows(self, x: Tensor, tokens: slice, out: Tensor) -> Tensor:
         """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for dropped rows. Return `out`."""
         # The factor of an ignored row is 0. If the row is not dropped it is read, so that a NaN in it reaches dW, as in
         # every other schedule. Dropped rows have no factor.
-        are_dropped = self._context.selection.device_count is not None
-        ignore_index = self._context.problem.spec.ignore_index if are_dropped else NO_TARGET
-        self._combine_rows(x, part, out, None, None, ignore_index)
+        has_dropped_rows = self._context.selection.num_rows_on_device is not None
+        ignore_index = self._context.problem.spec.ignore_index if has_dropped_rows else NO_TARGET
+        self._combine_rows(x, tokens, out, None, None, ignore_index)
         return out
 
     def _combine_rows(
-        self, x: Tensor, part: slice, out: Tensor, weight: Tensor | None, index: Tensor | None, ignore_index: int
+        self, x: Tensor, tokens: slice, out: Tensor, weight: Tensor | None, index: Tensor | None, ignore_index: int
     ) -> None:
         ctx = self._context
-        target = slice_columns(ctx.selection.target, part)
-        ctx.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, part), ignore_index, index)
+        target = slice_columns(ctx.selection.target, tokens)
+        ctx.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, tokens), ignore_index, index)
 
-    def finish_input_gradient(self, term: int, product: Tensor, part: slice) -> None:
+    def finish_input_gradient(self, term: int, product: Tensor, tokens: slice) -> None:
         """Write dX of a term: ``factors[0] * product`` plus the targets' terms. `product`: exponentials times
         weight."""
         ctx = self._context
-        index = None if ctx.selection.index is None else ctx.selection.index[part]
-        out = slice_rows(ctx.dx_memory(term), part) if index is None else ctx.dx_memory(term)
-        self._combine_rows(product, part, out, ctx.terms[term].weight, index, ctx.problem.spec.ignore_index)
+        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
+        out = slice_rows(ctx.dx_memory(term), tokens) if index is None else ctx.dx_memory(term)
+        self._combine_rows(product, tokens, out, ctx.terms[term].weight, index, ctx.problem.spec.ignore_index)
         if index is None:
             ctx.vocab.start_dx_sum(term, out)
 
@@ -120,16 +120,16 @@ class Exponentials:
     def add_target_terms(self, term: int, sums: Sequence[Tensor]) -> None:
         """Add the targets' terms to sums of dW of consecutive classes."""
         # With fewer than 16 classes the first half is empty, see `borrowing.second_half_start`.
-        self._context.backend.add_target_terms([part for part in sums if len(part)], self._target_terms(term))
+        self._context.backend.add_target_terms([half for half in sums if len(half)], self._target_terms(term))
 
-    def add_bias_gradient(self, exps: Tensor, part: slice) -> None:
+    def add_bias_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Add ``factors[0] @ exps`` to the gradient of the bias of the first classes. exps: (rows, classes)."""
-        ctx, factor = self._context, self.factors[0, part]
-        # The sum of two half-precision numbers is as precise as the factor needs.
+        ctx, factor = self._context, self.factors[0, tokens]
+        # The factor is the sum of two half-precision numbers, which is precise enough.
         rounded_factor = factor.to(exps.dtype)
-        pieces = torch.stack((rounded_factor, (factor - rounded_factor).to(exps.dtype)))
-        sums = ctx.new(len(pieces), exps.shape[1], dtype=torch.float32)
-        ctx.matmul(pieces, exps, out=sums)
+        two_factors = torch.stack((rounded_factor, (factor - rounded_factor).to(exps.dtype)))
+        sums = ctx.new(2, exps.shape[1], dtype=torch.float32)
+        ctx.matmul(two_factors, exps, out=sums)
         ctx.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
 
     def add_target_bias_terms(self, stop: int) -> None:
@@ -139,7 +139,7 @@ class Exponentials:
         self._context.backend.add_target_terms([self._context.db_memory()[:stop, None]], replace(terms, x=ones))
 
     def _target_terms(self, term: int) -> TargetTerms:
-        ctx, rows = self._context, slice(0, self._context.selection.num_rows)
-        index = None if ctx.selection.index is None else ctx.selection.index[rows]
-        target, factor = slice_columns(ctx.selection.target, rows), self.factors[1, rows]
+        ctx, tokens = self._context, slice(0, self._context.selection.num_rows)
+        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
+        target, factor = slice_columns(ctx.selection.target, tokens), self.factors[1, tokens]
         return TargetTerms(ctx.terms[term].input, index, target, factor, ctx.problem.spec.ignore_index)

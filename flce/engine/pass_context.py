@@ -14,11 +14,11 @@ from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, 
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
-from flce.core.slices import slice_columns, slice_rows
+from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
-from flce.engine.shards import AllClasses
+from flce.engine.shards import Vocabulary
 from flce.engine.top_k import TopK
 
 
@@ -33,21 +33,24 @@ class CandidateGrads(NamedTuple):
 class PassContext:
     """Tensors, buffers and steps of one forward or backward pass.
 
-    Sizes: N tokens, of which `num_rows` are selected; V classes; H the hidden size of a term.
+    Sizes: N tokens, of which `selection.num_rows` are selected; V classes; H the hidden size of a term. In the methods
+    of this package `tokens` and `chunk` are slices of the selected tokens, `classes` and `block` slices of the classes.
+    `rows` and `cols` are numbers of tokens and classes.
 
     Attributes:
         vocab: the classes of the pass: problem, selected tokens, normalizer and results.
         backend: the operations on tiles.
         arena: allocator.
         dtypes: dtypes of tiles, sums and gradients.
-        in_registers: True if fused products keep logits in registers, for statistics and for recomputed gradients.
-        gradient_scale: () divisor of sums of gradients when they are rounded, see `Dtypes.unscales_sums`; None: 1.
+        in_registers: see `Plan.in_registers`.
+        gradient_scale: () number by which sums of gradients are divided when they are rounded, see
+            `Dtypes.unscales_sums`; None: 1.
         row_gradient: (slots, rows), see `TileCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
     """
 
-    vocab: AllClasses
+    vocab: Vocabulary
     backend: Backend
     arena: Arena
     dtypes: Dtypes
@@ -86,27 +89,26 @@ class PassContext:
         """Return True if a chunk of `rows` tokens has all tokens."""
         return rows >= self.problem.num_tokens
 
-    def chunks(self, step: int) -> Iterator[slice]:
-        """Yield the selected tokens, at most `step` at a time. If their number is counted on the device, the host waits
+    def chunks(self, rows: int) -> Iterator[slice]:
+        """Yield the selected tokens, at most `rows` at a time. If their number is counted on the device, the host waits
         for it after the first chunk."""
-        start, stop = 0, self.selection.known_row_bound
+        start, stop = 0, self.selection.num_rows_without_waiting
         while start < stop:
-            yield slice(start, min(start + step, stop))
-            start, stop = start + max(1, step), self.selection.num_rows
+            yield slice(start, min(start + rows, stop))
+            start, stop = start + max(1, rows), self.selection.num_rows
 
     def blocks(
-        self, step: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
+        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
     ) -> Iterator[slice]:
-        """Yield `leading_blocks`, then the other classes, at most `step` at a time."""
+        """Yield `leading_blocks`, then the other classes from `start` to `stop`, at most `cols` at a time."""
         yield from leading_blocks
-        yield from self.pieces(
-            leading_blocks[-1].stop if leading_blocks else start, self.vocab_size if stop is None else stop, step
-        )
+        rest = slice(leading_blocks[-1].stop if leading_blocks else start, self.vocab_size if stop is None else stop)
+        yield from self.split_range(rest, cols)
 
-    def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
-        """Yield slices from `start` to `stop`, at most `step` at a time."""
-        for begin in range(start, stop, max(1, step)):
-            yield slice(begin, min(begin + step, stop))
+    def split_range(self, range_: slice, step: int) -> Iterator[slice]:
+        """Yield consecutive slices of a range of tokens or classes, at most `step` long."""
+        for start in range(range_.start, range_.stop, max(1, step)):
+            yield slice(start, min(start + step, range_.stop))
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -135,19 +137,19 @@ class PassContext:
 
     def has_to_unscale(self, memory: Tensor) -> bool:
         """Return True if gradients must be divided by the gradient scale before they are written to this memory."""
-        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.weight_grad
+        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.dw
 
-    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
-        """Write a part of the selected rows of `x`, (N, H), to `out`."""
+    def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:
+        """Write some of the selected rows of `x`, (N, H), to `out`."""
         assert self.selection.index is not None
-        torch.index_select(x, 0, self.selection.index[part], out=out)
+        torch.index_select(x, 0, self.selection.index[tokens], out=out)
 
-    def scatter_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
-        """Write or add `x`, a part of the selected rows, to these rows of `out`, (N, H)."""
+    def scatter_rows(self, x: Tensor, out: Tensor, tokens: slice, add: bool = False) -> None:
+        """Write or add `x`, some of the selected rows, to these rows of `out`, (N, H)."""
         assert self.selection.index is not None
-        # A copy takes a fifth of the time. Indices are distinct, so both are deterministic.
+        # Copying takes a fifth of the time of adding. Indices are distinct, so both are deterministic.
         put = out.index_add_ if add else out.index_copy_
-        put(0, self.selection.index[part], x)
+        put(0, self.selection.index[tokens], x)
 
     matmul = staticmethod(gemm.matmul)
 
@@ -173,17 +175,17 @@ class PassContext:
             self._logits_per_block = self.dtypes.logits_per_block(rows, cols, is_recomputed)
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
-    def term_inputs(self, part: slice) -> list[Tensor]:
-        """Return some rows of the input of each term, (rows, H). If they are gathered, the rows of the previous part
+    def term_inputs(self, tokens: slice) -> list[Tensor]:
+        """Return some rows of the input of each term, (rows, H). If they are gathered, the rows of the previous call
         are freed."""
-        if self._gathered is None or self._gathered[0] != part:
+        if self._gathered is None or self._gathered[0] != tokens:
             self._gathered = None
-            xs = [slice_rows(term.input, part) for term in self.terms]
+            xs = [slice_rows(term.input, tokens) for term in self.terms]
             if self.selection.index is not None:
                 xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
                 for term, out in zip(self.terms, xs, strict=True):
-                    self.take_rows(term.input, out, part)
-            self._gathered = part, xs
+                    self.take_rows(term.input, out, tokens)
+            self._gathered = tokens, xs
         return self._gathered[1]
 
     def release_inputs(self) -> None:
@@ -196,7 +198,7 @@ class PassContext:
         if term not in self._dx:
             # Dropped rows must be zero: no tile writes them.
             zero = self.selection.index is not None or self.selection.num_rows == 0
-            self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype or self.dtypes.input_grad, zero)
+            self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype or self.dtypes.dx, zero)
         return self._dx[term]
 
     def set_dx_memory(self, term: int, memory: Tensor) -> None:
@@ -206,7 +208,7 @@ class PassContext:
         """Return the memory of dW of a term, (V, H). It is allocated at first use."""
         if term not in self._dw:
             zero = self.selection.num_rows == 0
-            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.weight_grad, zero)
+            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.dw, zero)
         return self._dw[term]
 
     def db_memory(self) -> Tensor:
@@ -227,112 +229,105 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------- from logits
 
-    def write_logits(self, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
+    def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor) -> None:
         """Write the sum of all terms for a tile to `out`, (rows, cols). `xs`: the tile's rows of the inputs."""
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
-            self.matmul(x, slice_rows(term.weight, cols).t(), out=out, accumulate=k > 0)
+            self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
-        self, xs: Sequence[Tensor], part: slice, cols: slice, tile: Tensor
+        self, xs: Sequence[Tensor], tokens: slice, classes: slice, tile: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Compute the logits of some rows and classes in blocks. Yield the rows and the classes of each block, its
-        logits, and its part of `tile`, the tile of gradients. Logits of the same dtype as `tile` are computed in
-        `tile`."""
+        """Compute the logits of some tokens and classes in blocks (`case.BLOCK_BYTES`). Yield the tokens and classes of
+        each block, its logits, and its memory in `tile`, the tile of gradients. Logits of the same dtype as `tile` are
+        computed in `tile`."""
         if not self._logits_per_block:
-            self.write_logits(xs, cols, tile)
-            yield part, cols, tile, tile
+            self.write_logits(xs, classes, tile)
+            yield tokens, classes, tile, tile
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
         # Rows are aligned. If there are few rows, blocks have more classes.
         max_stripes = self._logits_per_block // COLUMN_MULTIPLE
-        step = min(BLOCK_ROWS, part.stop - part.start, max_stripes)
-        width = max_stripes // step * COLUMN_MULTIPLE
-        for piece in self.pieces(part.start, part.stop, step):
-            tile_rows = slice(piece.start - part.start, piece.stop - part.start)
-            piece_inputs = [slice_rows(x, tile_rows) for x in xs]
-            for block_cols in self.pieces(cols.start, cols.stop, width):
-                size = block_cols.stop - block_cols.start
+        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_stripes)
+        cols = max_stripes // rows * COLUMN_MULTIPLE
+        for block_tokens in self.split_range(tokens, rows):
+            tile_rows = offset_slice(block_tokens, -tokens.start)
+            block_inputs = [slice_rows(x, tile_rows) for x in xs]
+            for block_classes in self.split_range(classes, cols):
+                size = block_classes.stop - block_classes.start
                 row_stride = padded_cols(size)
-                block = memory[: len(piece_inputs[0]) * row_stride].view(-1, row_stride)[:, :size]
-                self.write_logits(piece_inputs, block_cols, block)
-                yield (
-                    piece,
-                    block_cols,
-                    block,
-                    tile[tile_rows, block_cols.start - cols.start : block_cols.stop - cols.start],
-                )
+                logits = memory[: len(block_inputs[0]) * row_stride].view(-1, row_stride)[:, :size]
+                self.write_logits(block_inputs, block_classes, logits)
+                yield block_tokens, block_classes, logits, tile[tile_rows, offset_slice(block_classes, -classes.start)]
 
-    def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
+    def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, tokens: slice) -> None:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be
         `logits`."""
         if not self.vocab.is_sharded:
-            self.backend.loss_and_gradient(logits, dlogits, self.statistics_call(part, with_gradient=True))
+            self.backend.loss_and_gradient(logits, dlogits, self.statistics_call(tokens, with_gradient=True))
             return
-        call = self.statistics_call(part)
+        call = self.statistics_call(tokens)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep_logits=True)), None)
-        self.vocab.merge_results(part)
-        self.backend.gradient(logits, dlogits, self._gradient_call(part, part, self.all_classes))
+        self.vocab.merge_results(tokens)
+        self.backend.gradient(logits, dlogits, self._gradient_call(tokens, tokens, self.all_classes))
 
-    def compute_statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor | None) -> None:
+    def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
-        (at least rows, some classes), one tile after the other; or in registers."""
-        call, state = self.statistics_call(part), None
+        (at least as many rows, some columns), one block after the other; or in registers."""
+        call, state = self.statistics_call(tokens), None
         if self.in_registers:
-            self.backend.product_statistics(xs[0], self.terms[0].weight, call)
+            self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
         assert logits is not None
-        rows = part.stop - part.start
+        rows = tokens.stop - tokens.start
         if logits.shape[1] < self.vocab_size:
             state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
-        for cols in self.blocks(logits.shape[1]):
-            block = logits[:rows, : cols.stop - cols.start]
-            self.write_logits(xs, cols, block)
-            self.collect_top_k(block, part, cols)
-            self.backend.statistics(block, call._replace(tile=self.tile(cols)), state)
+        for block in self.blocks(logits.shape[1]):
+            block_logits = logits[:rows, : block.stop - block.start]
+            self.write_logits(xs, block, block_logits)
+            self.collect_top_k(block_logits, tokens, block)
+            self.backend.statistics(block_logits, call._replace(tile=self.tile(block)), state)
 
-    def compute_gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, dlogits: Tensor) -> None:
+    def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
         if self.in_registers:
-            self.backend.product_gradient(
-                xs[0], slice_rows(self.terms[0].weight, cols), dlogits, self._gradient_call(part, part, cols)
+            self.backend.fused_gradient(
+                xs[0], slice_rows(self.terms[0].weight, classes), dlogits, self._gradient_call(tokens, tokens, classes)
             )
         else:
-            for piece, block_cols, logits, grad in self.compute_logit_blocks(xs, part, cols, dlogits):
-                self.backend.gradient(logits, grad, self._gradient_call(part, piece, block_cols))
+            for block_tokens, block_classes, logits, grad in self.compute_logit_blocks(xs, tokens, classes, dlogits):
+                self.backend.gradient(logits, grad, self._gradient_call(tokens, block_tokens, block_classes))
         if self.candidate_grads is not None:
             self.backend.write_entries(
-                dlogits, self.candidate_grads.ids[part], self.candidate_grads.values[part], cols.start
+                dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start
             )
 
-    def collect_top_k(self, logits: Tensor, part: slice, cols: slice) -> None:
-        """Merge logits, (rows, cols), into the largest logits, if these are requested."""
+    def collect_top_k(self, logits: Tensor, tokens: slice, classes: slice) -> None:
+        """Merge logits, (rows, cols), into the largest logits of their rows, if these are requested."""
         if self.top_k is not None:
             bias = self.problem.linear_bias
-            self.top_k.add(logits, None if bias is None else slice_columns(bias, cols), part, cols)
+            self.top_k.add(logits, None if bias is None else slice_columns(bias, classes), tokens, classes)
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, part: slice, with_gradient: bool = False) -> TileCall:
+    def statistics_call(self, tokens: slice, with_gradient: bool = False) -> TileCall:
         """Return the call that writes statistics of some rows for all classes. If the gradient of token weights is
         needed, it is computed from losses without token weights: the call then passes them as upstream gradient.
         `with_gradient`: the call also computes gradients."""
         assert self.out is not None
         weighted = not self.problem.token_weight_grad
-        upstream = slice_columns(self.token_weights, part) if with_gradient and not weighted else None
-        inputs, out = self._row_inputs(part, weighted), self.out.select_rows(part)
+        upstream = slice_columns(self.token_weights, tokens) if with_gradient and not weighted else None
+        inputs, out = self._row_inputs(tokens, weighted), self.out.select_rows(tokens)
         return TileCall(inputs, self.problem.spec, self.tile(self.all_classes), out, upstream=upstream)
 
-    def _gradient_call(self, chunk: slice, part: slice, cols: slice) -> TileCall:
-        """Return the call that computes gradients of some rows of a chunk and some classes from the normalizer."""
-        inputs, row_gradient = self._row_inputs(part, scaled=False), self.row_gradient
+    def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
+        """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
+        inputs, row_gradient = self._row_inputs(tokens, scaled=False), self.row_gradient
         if row_gradient is not None:
-            row_gradient = slice_columns(row_gradient, part)
+            row_gradient = slice_columns(row_gradient, tokens)
         else:
-            row_gradient = slice_columns(
-                self._compute_row_gradient(chunk), slice(part.start - chunk.start, part.stop - chunk.start)
-            )
-        spec, normalizer = self.problem.spec, slice_columns(self.normalizer, part)
-        return TileCall(inputs, spec, self.tile(cols), None, normalizer, row_gradient=row_gradient)
+            row_gradient = slice_columns(self._compute_row_gradient(chunk), offset_slice(tokens, -chunk.start))
+        spec, normalizer = self.problem.spec, slice_columns(self.normalizer, tokens)
+        return TileCall(inputs, spec, self.tile(classes), None, normalizer, row_gradient=row_gradient)
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `TileCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
@@ -348,13 +343,13 @@ class PassContext:
         assert weight is not None
         return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
 
-    def _row_inputs(self, part: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
+    def _row_inputs(self, tokens: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
         """Return the inputs of some rows. `scaled`: with loss scales and weights. A row gradient includes these
         already."""
         scales = self.vocab.local_scales.for_gradient() if scaled else None
-        inputs = self.selection.row_inputs(part, scales, weighted and scaled)
+        inputs = self.selection.row_inputs(tokens, scales, weighted and scaled)
         return inputs if scaled or self.problem.spec.label_smoothing else inputs._replace(class_weight=None)
 
-    def tile(self, cols: slice) -> Tile:
-        size = cols.stop - cols.start
-        return Tile(cols.start, size, self.vocab_size, padded_cols(size))
+    def tile(self, classes: slice) -> Tile:
+        size = classes.stop - classes.start
+        return Tile(classes.start, size, self.vocab_size, padded_cols(size))

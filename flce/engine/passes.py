@@ -29,7 +29,7 @@ from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import AllClasses, build_vocab, gather_class_weights
+from flce.engine.shards import Vocabulary, build_vocab, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Plan:
     @functools.cached_property
     def in_registers(self) -> bool:
         """True if logits stay in registers when they are computed for statistics or recomputed."""
-        return self.case.in_registers and self.schedule.in_registers
+        return self.case.supports_fused_products and self.schedule.uses_fused_products
 
 
 class Runtime(NamedTuple):
@@ -97,7 +97,7 @@ def forward(
     skip_ignored = not none_ignored and plan.case.skip_ignored
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
-    outputs = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
+    outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
     context = build_context(
         plan, runtime, build_vocab(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     )
@@ -143,6 +143,6 @@ def backward(
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, vocab: AllClasses, **more: Any) -> PassContext:
+def build_context(plan: Plan, runtime: Runtime, vocab: Vocabulary, **more: Any) -> PassContext:
     """Return the context of a pass over the classes of `vocab`. `more`: other fields of `PassContext`."""
     return runtime.context_type(vocab, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

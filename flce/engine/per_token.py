@@ -82,8 +82,8 @@ def forward(
     problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, not none_ignored and plan.case.skip_ignored, False)
-    rows = vectors.allocate_outputs(problem, selection.row_capacity, runtime.arena)
-    top_k = TopK.allocate(selection.row_capacity, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
+    rows = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
+    top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
     vocab = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
     context = build_context(plan, runtime, vocab, top_k=top_k)
@@ -94,7 +94,7 @@ def forward(
     candidate_logprob = top_logprob = top_ids = None
     if candidates is not None:
         ids = selection.take(candidates)
-        values = _subtract_normalizer(_sum_candidate_logits(context, ids), rows.normalizer)
+        values = _subtract_normalizer(_candidate_logits(context, ids), rows.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.scatter(values.masked_fill_(~valid | (ids == NO_CANDIDATE), 0.0))
     if top_k is not None:
@@ -109,8 +109,9 @@ def forward(
 NO_CANDIDATE = -1
 
 
-def _sum_candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
-    """Return z of some classes of each selected row, (rows, K), summed over processes; 0 where an id is not a class."""
+def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
+    """Compute z of some classes of each selected row, (rows, K); 0 where an id is not a class. One collective: each
+    process adds z of its classes."""
     problem, local = context.problem, context.vocab.local_ids(ids)
     logits = context.arena.new(ids.shape, context.normalizer.dtype, zero=True)
     for term in context.terms:
@@ -177,7 +178,7 @@ def _compute_row_gradient(
     """Return `TileCall.row_gradient`, (slots, rows); NaN for wrong targets. It has the slot ENTROPY if entropies have a
     gradient."""
     slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
-    factors = runtime.arena.new((slots, selection.row_capacity), saved.normalizer.dtype, zero=True)
+    factors = runtime.arena.new((slots, selection.max_num_rows), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
     valid = target != problem.spec.ignore_index
 

@@ -26,18 +26,19 @@ def _has_nonfinite_ignored_rows(p: LinearCrossEntropyProblem) -> bool:
     return not all(bool(norm.isfinite().logical_or_(~ignored).all()) for norm in largest)
 
 
-class _DeviceCount:
-    """A number on the device, copied to the host without waiting."""
+class DeviceInt:
+    """Integer on the device, of which a copy to the host is started."""
 
-    def __init__(self, count: Tensor) -> None:
-        self.on_device = count
-        self._on_host, self._copy_event = count, None
-        if count.is_cuda:
-            self._on_host = torch.empty((), dtype=count.dtype, pin_memory=True)
-            self._on_host.copy_(count, non_blocking=True)
-            self._copy_event = torch.cuda.current_stream(count.device).record_event()
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self._on_host, self._copy_event = value, None
+        if value.is_cuda:
+            self._on_host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._on_host.copy_(value, non_blocking=True)
+            self._copy_event = torch.cuda.current_stream(value.device).record_event()
 
     def wait(self) -> int:
+        """Wait for the copy and return it."""
         if self._copy_event is not None:
             self._copy_event.synchronize()
         return int(self._on_host)
@@ -45,12 +46,17 @@ class _DeviceCount:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selected rows: all N rows, or the rows that are not ignored."""
+    """Selected rows: all N rows, or the rows that are not ignored.
+
+    Attributes:
+        index: (max_num_rows,) into the N rows; None: all rows.
+        num_rows_on_device: the number of selected rows, if the device counts them. `index` then has all N rows, the
+            selected rows first.
+    """
 
     problem: LinearCrossEntropyProblem
-    index: Tensor | None  # (rows,) into the N rows; None: all rows
-    # The number of selected rows, if it is counted on the device. `index` then has all N rows, the selected rows first.
-    device_count: _DeviceCount | None = None
+    index: Tensor | None
+    num_rows_on_device: DeviceInt | None = None
 
     @staticmethod
     def from_problem(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, count_on_device: bool) -> Selection:
@@ -59,10 +65,10 @@ class Selection:
         valid = p.target != p.spec.ignore_index
         if count_on_device:
             numbers = torch.arange(p.num_tokens, device=p.device)
-            before = valid.cumsum(0)
-            count = before[-1].clone()  # A clone, because kernels are compiled for aligned addresses.
-            position = torch.where(valid, before - 1, count + numbers - before)
-            return Selection(p, torch.empty_like(position).scatter_(0, position, numbers), _DeviceCount(count))
+            num_valid_up_to = valid.cumsum(0)
+            count = num_valid_up_to[-1].clone()  # A clone, because kernels are compiled for aligned addresses.
+            position = torch.where(valid, num_valid_up_to - 1, count + numbers - num_valid_up_to)
+            return Selection(p, torch.empty_like(position).scatter_(0, position, numbers), DeviceInt(count))
         # The host waits for the number of rows, and the device is idle. The first logits should be launched as early as
         # possible afterwards, so vectors and gradients are allocated after them.
         index = valid.nonzero()[:, 0]
@@ -70,18 +76,20 @@ class Selection:
         return Selection(p, index if is_worth_gathering else None)
 
     @functools.cached_property
-    def row_capacity(self) -> int:
-        """Upper bound of the selected rows, for allocation: the length of `index`."""
+    def max_num_rows(self) -> int:
+        """Upper bound of `num_rows`, for allocation."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property
-    def known_row_bound(self) -> int:
-        """`num_rows` if the host has read it, else `row_capacity`."""
-        return self.row_capacity if "num_rows" not in vars(self) and self.device_count is not None else self.num_rows
+    def num_rows_without_waiting(self) -> int:
+        """`num_rows` if the host has read it, else `max_num_rows`."""
+        is_known = self.num_rows_on_device is None or "num_rows" in vars(self)
+        return self.num_rows if is_known else self.max_num_rows
 
     @functools.cached_property
     def num_rows(self) -> int:
-        return self.row_capacity if self.device_count is None else self.device_count.wait()
+        """Number of selected rows. If the device counts them, the host waits for the number."""
+        return self.max_num_rows if self.num_rows_on_device is None else self.num_rows_on_device.wait()
 
     @functools.cached_property
     def target(self) -> Tensor:
@@ -103,13 +111,13 @@ class Selection:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
 
-    def row_inputs(self, part: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-        """Return the inputs of a part of the selected rows. `weighted`: with token weights, if there are any."""
+    def row_inputs(self, tokens: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
+        """Return the inputs of some of the selected rows. `weighted`: with token weights, if there are any."""
         p = self.problem
         weight = self.token_weight if weighted and p.token_weight is not None else None
         factor = self.row_factor if p.row_factor is not None else None
-        weight, factor = (None if x is None else slice_columns(x, part) for x in (weight, factor))
-        return RowInputs(slice_columns(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
+        weight, factor = (None if x is None else slice_columns(x, tokens) for x in (weight, factor))
+        return RowInputs(slice_columns(self.target, tokens), weight, p.class_weight, p.linear_bias, scales, factor)
 
     def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
         """Return results of all N rows from results of the selected rows. Other rows get the results of ignored

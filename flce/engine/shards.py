@@ -1,9 +1,9 @@
-"""The classes of a pass: all classes, or the shard of one process of a divided head. `passes.py` builds them.
+"""The vocabulary of a pass: all classes, or the shard of one process of a divided head. `passes.py` builds it.
 
 Each process of a divided head has a shard of the classes, and all processes have the same tokens. A shard is a separate
-problem (`ShardClasses.problem`), which schedules and kernels process like any other. If a token's target is in another
-shard, a class of the process's own shard is its stand-in. Statistics of a shard are a few numbers for each row. One
-collective gathers the statistics of all shards, and every process merges them into the same results
+problem (`VocabularyShard.problem`), which schedules and kernels process like any other. If a token's target is in
+another shard, a class of the process's own shard replaces it (the stand-in). Statistics of a shard are a few numbers
+for each row. One collective gathers the statistics of all shards, and every process merges them into the same results
 (`formulas.merge_shards`).
 
 The gradient of the logits is then computed from the row gradient (`TileCall.row_gradient`) and the normalizer of all
@@ -30,7 +30,7 @@ from flce.backends.contract import (
     RowOutputs,
     Tile,
     TileCall,
-    unsupported_by_products,
+    unsupported_by_fused_products,
 )
 from flce.backends.formulas import (
     RowResults,
@@ -52,7 +52,7 @@ LOCAL_IGNORE_INDEX = -100
 """`ignore_index` of a shard, whose targets are local class numbers."""
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
-# Statistics of a shard that are gathered, by the names of `RowResults`. They are sent in the order of its fields.
+# Statistics of a shard that are gathered, by the names of `RowResults`.
 GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 # Fields of a LossSpec that change logits. The spec of a shard has the same values.
 LOGIT_FIELDS = ("softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature")
@@ -84,15 +84,15 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 
 @dataclass
-class AllClasses:
-    """The classes of a pass that has all classes. `ShardClasses` overrides the methods that merge results of processes.
+class Vocabulary:
+    """All classes, for a pass of one process. `VocabularyShard` overrides the methods that merge results of processes.
 
     Attributes:
         full_problem: the problem of all classes.
         full_selection: the selected tokens of the full problem.
         scales: loss scales.
         arena: allocator.
-        normalizer: (slots, rows).
+        normalizer: (slots, rows), of all classes.
         out: memory for the results of these rows. None in backward.
         upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
     """
@@ -116,10 +116,10 @@ class AllClasses:
         self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
         """Inputs of the gradient of the logits of these classes."""
 
-    def merge_results(self, part: slice) -> None:
+    def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
 
-    def merge_factors(self, part: slice, factors: Tensor) -> None:
+    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         """Merge the results of some rows, and replace the factors of their exponentials.
 
         Args:
@@ -127,23 +127,23 @@ class AllClasses:
                 of the shard's own log-sum-exp. On return all are the factors for the full loss.
         """
 
-    def compute_row_gradient(self, part: slice) -> Tensor:
+    def compute_row_gradient(self, tokens: slice) -> Tensor:
         """Compute `TileCall.row_gradient` of some rows from the normalizer of all classes."""
-        call = self._call(part, out=None)
-        factors = self.arena.new((LOSS_GRADIENT_SLOTS, part.stop - part.start), self.normalizer.dtype)
+        call = self._call(tokens, out=None)
+        factors = self.arena.new((LOSS_GRADIENT_SLOTS, tokens.stop - tokens.start), self.normalizer.dtype)
         self.scales.backend.row_gradient(call, factors)
         return factors
 
-    def _call(self, part: slice, out: RowOutputs | None) -> TileCall:
+    def _call(self, tokens: slice, out: RowOutputs | None) -> TileCall:
         """Return the call of the full loss for results or gradients of some rows. Its tile has these classes."""
         size = self.full_problem.local_vocab_size
         tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
-        inputs, spec = self.full_selection.row_inputs(part, self.scales.for_gradient()), self.full_problem.spec
-        upstream, normalizer = None if self.upstream is None else self.upstream[part], self.normalizer[:, part]
-        return TileCall(inputs, spec, tile, None if out is None else out.select_rows(part), normalizer, upstream)
+        inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec
+        upstream, normalizer = None if self.upstream is None else self.upstream[tokens], self.normalizer[:, tokens]
+        return TileCall(inputs, spec, tile, None if out is None else out.select_rows(tokens), normalizer, upstream)
 
     def zero_remote_targets(self, factor: Tensor) -> Tensor:
-        """Return ``factor``, (rows,), set to 0 for rows whose target is a class of another process."""
+        """Return `factor`, (rows,), with 0 for rows whose target is a class of another process."""
         return factor
 
     def local_ids(self, ids: Tensor) -> Tensor:
@@ -158,15 +158,15 @@ class AllClasses:
         """Return the largest logits of all classes from the largest of each process. Two collectives."""
         return top_k
 
-    def start_dx_sum(self, term: int, share: Tensor) -> None:
-        """Start to sum a part of dX of a term over all processes, in place."""
+    def start_dx_sum(self, term: int, dx: Tensor) -> None:
+        """Start to sum dX of a term, of some tokens or of all, over all processes, in place."""
 
-    def finish_dx_sum(self, term: int, grad: Tensor) -> None:
-        """Wait for the sums of dX of a term. If none was started, sum all of dX."""
+    def finish_dx_sum(self, term: int, dx: Tensor) -> None:
+        """Wait for the sums of dX of a term. If none was started, sum `dx`, of all tokens."""
 
 
-class ShardClasses(AllClasses):
-    """The shard of this process in a pass, with the results of all classes."""
+class VocabularyShard(Vocabulary):
+    """Shard of one process, for a pass whose results are of all classes."""
 
     is_sharded = True
 
@@ -176,7 +176,7 @@ class ShardClasses(AllClasses):
         self.shard: Shard = shard
         self.first_class = shard.start
         self.group: Any = shard.process_group
-        self._sums: dict[int, list[Any]] = {}
+        self._dx_sums: dict[int, list[Any]] = {}
         weight = None
         if p.class_weight is not None and p.spec.label_smoothing and not shard.is_empty:
             weight = p.class_weight[shard.start : shard.start + p.local_vocab_size]
@@ -192,7 +192,7 @@ class ShardClasses(AllClasses):
         )
         self.selection = replace(self.full_selection, problem=self.problem)
         self.local_out = (
-            None if self.out is None else allocate_outputs(self.problem, self.full_selection.row_capacity, self.arena)
+            None if self.out is None else allocate_outputs(self.problem, self.full_selection.max_num_rows, self.arena)
         )
         # Scales of 1, and the sum of the shard's class weights.
         self.local_scales = LossScales(self.problem, self.scales.backend, with_gradients=True)
@@ -212,29 +212,29 @@ class ShardClasses(AllClasses):
 
     # -------------------------------------------------------------------------------------------- all classes
 
-    def merge_results(self, part: slice) -> None:
+    def merge_results(self, tokens: slice) -> None:
         if self._has_merge_kernel:
-            self._merge_by_kernel(part, None)
+            self._merge_by_kernel(tokens, None)
         else:
-            self._merge_results(part)
+            self._merge_results(tokens)
 
-    def _merge_results(self, part: slice) -> tuple[TileCall, Targets, RowResults, RowResults]:
+    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowResults, RowResults]:
         """Write the results of some rows. Return the call, its targets, the results, and the results of each
         process."""
-        p, call = self.full_problem, self._call(part, self.out)
+        p, call = self.full_problem, self._call(tokens, self.out)
         if p.token_weight_grad:  # It is computed from losses without token weights.
             call = call._replace(inputs=call.inputs._replace(token_weight=None))
-        targets, (sent, names) = Targets.from_call(call), self._gather_results(part)
-        shards = unpack_shard_results(sent, names, self.shard)
+        targets, (gathered, names) = Targets.from_call(call), self._gather_results(tokens)
+        shards = unpack_shard_results(gathered, names, self.shard)
         results = merge_shard_results(shards, call.inputs.target, p.class_weight, self.shard)
         write_results(results, call, targets)
         return call, targets, results, shards
 
-    def _gather_results(self, part: slice) -> tuple[Tensor, Sequence[str]]:
+    def _gather_results(self, tokens: slice) -> tuple[Tensor, Sequence[str]]:
         """Gather the results of some rows of all processes. Return them packed, see `unpack_shard_results`, and their
         names. One collective."""
         assert self.local_out is not None
-        local = self.local_out.select_rows(part)
+        local = self.local_out.select_rows(tokens)
         offset, smooth = local.normalizer[OFFSET], None
         if self.shard.is_empty:
             offset = torch.full_like(offset, -torch.inf)
@@ -268,10 +268,9 @@ class ShardClasses(AllClasses):
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]
-        nothing = -torch.inf if top_k.largest else torch.inf
-        # A shard with fewer than k classes has as many results as classes.
-        found = 0 if self.shard.is_empty else min(k, self.full_problem.local_vocab_size)
-        top_k.logits[:, found:], top_k.ids[:, found:] = nothing, 0
+        # A shard with fewer than k classes has as many results as classes. The others must lose the comparison.
+        num_found = 0 if self.shard.is_empty else min(k, self.full_problem.local_vocab_size)
+        top_k.logits[:, num_found:], top_k.ids[:, num_found:] = -torch.inf if top_k.largest else torch.inf, 0
         logits, ids = (
             all_gather(x, self.group).movedim(0, 1).flatten(1) for x in (top_k.logits, top_k.ids + self.shard.start)
         )
@@ -280,64 +279,67 @@ class ShardClasses(AllClasses):
 
     # ---------------------------------------------------------------------------------------- exponentials
 
-    def merge_factors(self, part: slice, factors: Tensor) -> None:
+    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         if self._has_merge_kernel:
-            self._merge_by_kernel(part, factors)
+            self._merge_by_kernel(tokens, factors)
             return
-        call, targets, results, shards = self._merge_results(part)
+        call, targets, results, shards = self._merge_results(tokens)
         if self.full_problem.token_weight_grad:
-            call = call._replace(inputs=self._call(part, None).inputs)
+            call = call._replace(inputs=self._call(tokens, None).inputs)
         softmax_factor, target_factor, classes_factor = row_gradient(call, targets)
-        # An empty shard, or one with only logits of -inf, has no probabilities: they would be NaN.
         own = RowResults(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
-        share = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
-        has_share, factor = share != -torch.inf, call.inputs.row_factor
-        own_logit = torch.where(has_share, own.offset + (own.log_sum + own.logprob), 0.0)
+        # The logarithm of the probability of this shard's classes.
+        shard_logprob = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
+        # An empty shard, or a shard with only logits of -inf, has no probability. Its terms would be NaN.
+        has_probability, factor = shard_logprob != -torch.inf, call.inputs.row_factor
+        own_logit = torch.where(has_probability, own.offset + (own.log_sum + own.logprob), 0.0)
         jacobian = call.spec.jacobian(own_logit[:, None], factor)
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # softmax_factor * p - target_factor without cancellation: if a model is certain, p is nearly 1 and both factors
         # are nearly equal.
         grad_at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(results.logprob)
-        stand_in_probability = torch.where(has_share, (own.logprob + share).exp(), 0.0)
+        stand_in_probability = torch.where(has_probability, (own.logprob + shard_logprob).exp(), 0.0)
         grad_at_own_target = where(targets.in_tile, grad_at_target, softmax_factor * stand_in_probability)
         if call.spec.label_smoothing:
             weight = self._class_weight_of_targets
             grad_at_own_target = grad_at_own_target - (
-                classes_factor if weight is None else classes_factor * weight[part]
+                classes_factor if weight is None else classes_factor * weight[tokens]
             )
             factors[2] = classes_factor * call.spec.scale
-        factors[0] = softmax_factor * torch.where(has_share, factors[0] * share.exp(), 0.0)
+        factors[0] = softmax_factor * torch.where(has_probability, factors[0] * shard_logprob.exp(), 0.0)
         factors[1] = grad_at_own_target * jacobian
         factors.copy_(where(targets.valid, factors, 0.0))
 
-    def _merge_by_kernel(self, part: slice, factors: Tensor | None) -> None:
-        (sent, _), shard = self._gather_results(part), self.shard
-        call = self._call(part, self.out)
-        self.scales.backend.finish_sharded_rows(sent, shard.rank, shard.max_local_vocab_size, call, factors)
+    def _merge_by_kernel(self, tokens: slice, factors: Tensor | None) -> None:
+        (gathered, _), shard = self._gather_results(tokens), self.shard
+        call = self._call(tokens, self.out)
+        self.scales.backend.finish_sharded_rows(gathered, shard.rank, shard.max_local_vocab_size, call, factors)
 
     @functools.cached_property
     def _has_merge_kernel(self) -> bool:
         """True if a kernel can merge the rows: for losses that fused products with exponentials support."""
         p, in_float32 = self.full_problem, self.normalizer.dtype == torch.float32
-        unsupported = unsupported_by_products(p.spec) or set(p.spec.stats) - EXPONENTIAL_STATS or p.token_weight_grad
+        unsupported = (
+            unsupported_by_fused_products(p.spec) or set(p.spec.stats) - EXPONENTIAL_STATS or p.token_weight_grad
+        )
         return self.scales.backend.name == "triton" and in_float32 and not unsupported
 
     # ---------------------------------------------------------------------------------------- sums over processes
 
-    def start_dx_sum(self, term: int, share: Tensor) -> None:
+    def start_dx_sum(self, term: int, dx: Tensor) -> None:
         if self.group.size() > 1 and not self.shard.sequence_parallel:
-            self._sums.setdefault(term, []).append(dist.all_reduce(share, group=self.group, async_op=True))
+            self._dx_sums.setdefault(term, []).append(dist.all_reduce(dx, group=self.group, async_op=True))
 
-    def finish_dx_sum(self, term: int, grad: Tensor) -> None:
-        if term not in self._sums:
-            self.start_dx_sum(term, grad)
-        for work in self._sums.pop(term, ()):
+    def finish_dx_sum(self, term: int, dx: Tensor) -> None:
+        if term not in self._dx_sums:
+            self.start_dx_sum(term, dx)
+        for work in self._dx_sums.pop(term, ()):
             work.wait()
 
 
-def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> AllClasses:
-    """Return the classes of a problem that this process has. The arguments are the fields of `AllClasses`."""
-    return (AllClasses if problem.shard is None else ShardClasses)(problem, *rest)
+def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> Vocabulary:
+    """Return the vocabulary of a pass of this process. The arguments are the fields of `Vocabulary`."""
+    return (Vocabulary if problem.shard is None else VocabularyShard)(problem, *rest)
 
 
 def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
@@ -370,11 +372,11 @@ def gather_shard_results(local_results: RowResults, width: int, shard: Shard) ->
     ), list(values)
 
 
-def unpack_shard_results(sent: Tensor, names: Sequence[str], shard: Shard) -> RowResults:
+def unpack_shard_results(gathered: Tensor, names: Sequence[str], shard: Shard) -> RowResults:
     """Return the results of all processes, (processes, rows) each, from `gather_shard_results`. They are NaN if
     processes have other numbers of classes than `shard` expects. The host does not wait to check this."""
-    values = dict(zip(names, sent[:, :-1].view(len(sent), len(names), -1).unbind(1), strict=True))
-    differ = (sent[:, -1] != shard.local_vocab_sizes(sent)).any()
+    values = dict(zip(names, gathered[:, :-1].view(len(gathered), len(names), -1).unbind(1), strict=True))
+    differ = (gathered[:, -1] != shard.local_vocab_sizes(gathered)).any()
     values["offset"] = torch.where(differ, torch.nan, values["offset"])
     return RowResults(*(values.get(name) for name in RowResults._fields))  # type: ignore[arg-type]
 

@@ -15,80 +15,85 @@ from flce.engine.pass_context import PassContext
 
 
 def add_tile(
-    ctx: PassContext,
-    dlogits: Tensor,
-    part: slice,
-    cols: slice,
-    dw_sums: Mapping[int, WeightSum] | None,
-    with_dx: bool = True,
+    ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, WeightSum]
 ) -> None:
-    """Add the share of a tile to all requested gradients: dX, dW and the gradient of the bias.
+    """Add a tile to all requested gradients: dX, dW and the gradient of the bias.
 
     Args:
         dlogits: (rows, cols) gradient of the tile's logits.
-        dw_sums: sums of dW by term (`build_weight_sums`, `block_sum_builder`); None: add to dX only.
-        with_dx: True to add to dX, which is summed in the memory of the result. `InputSum` sums it elsewhere.
+        dw_sums: sums of dW by term (`build_weight_sums`, `block_sum_builder`); empty if no dW is needed.
     """
-    totals = dw_sums or {}
-    for k, x in enumerate(ctx.term_inputs(part)):
-        if with_dx and k in ctx.dx_terms:
-            _add_dx(ctx, k, dlogits, part, cols)
-        if k in totals:
-            totals[k].add(dlogits, x)
-    if dw_sums is not None and ctx.problem.needs.bias:
-        ctx.add_column_sums(dlogits, slice_rows(ctx.db_memory(), cols))
+    add_to_dx(ctx, dlogits, tokens, classes)
+    add_to_dw(ctx, dlogits, tokens, classes, dw_sums)
 
 
-def _add_dx(ctx: PassContext, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
-    grad, weight = ctx.dx_memory(term), slice_rows(ctx.terms[term].weight, cols)
+def add_to_dx(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice) -> None:
+    """Add a tile to dX of each term, in the memory of the result. `InputSum` uses separate memory."""
+    for k in ctx.dx_terms:
+        _add_to_dx_of_term(ctx, k, dlogits, tokens, classes)
+
+
+def add_to_dw(
+    ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, WeightSum]
+) -> None:
+    """Add a tile to dW of each term and to the gradient of the bias."""
+    xs = ctx.term_inputs(tokens)
+    for k, dw_sum in dw_sums.items():
+        dw_sum.add(dlogits, xs[k])
+    if ctx.problem.needs.bias:
+        ctx.add_column_sums(dlogits, slice_rows(ctx.db_memory(), classes))
+
+
+def _add_to_dx_of_term(ctx: PassContext, term: int, dlogits: Tensor, tokens: slice, classes: slice) -> None:
+    grad, weight = ctx.dx_memory(term), slice_rows(ctx.terms[term].weight, classes)
     if ctx.selection.index is None and not ctx.has_to_unscale(grad):
-        ctx.matmul(dlogits, weight, out=slice_rows(grad, part), accumulate=cols.start > 0)
+        ctx.matmul(dlogits, weight, out=slice_rows(grad, tokens), accumulate=classes.start > 0)
         return
-    share = ctx.new(len(dlogits), grad.shape[1], dtype=ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)
-    ctx.matmul(dlogits, weight, out=share)
-    _store_dx(ctx, share, grad, part, add=cols.start > 0)
+    product = ctx.new(len(dlogits), grad.shape[1], dtype=ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)
+    ctx.matmul(dlogits, weight, out=product)
+    _store_dx(ctx, product, grad, tokens, add=classes.start > 0)
 
 
-def _store_dx(ctx: PassContext, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
-    """Round dX of some tokens into the memory of dX. If rows are gathered, scatter or add them."""
+def _store_dx(ctx: PassContext, dx: Tensor, grad: Tensor, tokens: slice, add: bool) -> None:
+    """Round dX of some tokens into `grad`, the memory of dX. If the tokens are gathered, scatter or add their rows."""
     if ctx.selection.index is None:
-        ctx.round(share, slice_rows(grad, part))
+        ctx.round(dx, slice_rows(grad, tokens))
     else:
-        ctx.scatter_rows(ctx.round_to(share, grad.dtype), grad, part, add)
+        ctx.scatter_rows(ctx.round_to(dx, grad.dtype), grad, tokens, add)
 
 
 class InputSum:
-    """Sum of dX of a term over blocks of classes, for some tokens. If the result has fewer bits than sums, the sum has
-    separate memory and is rounded after the last block."""
+    """Sum of dX of a term over blocks of classes, for one chunk at a time. If the dtype of sums is wider than the dtype
+    of dX, the sum has separate memory and is rounded after the last block."""
 
     def __init__(self, ctx: PassContext, term: int, rows: int, cols: int) -> None:
         self._context, self._term, self._max_rows = ctx, term, rows
         self._has_separate_memory = cols < ctx.vocab_size and ctx.dtypes.sums != ctx.problem.dtype
         self._sum: Tensor | None = None
 
-    def add(self, dlogits: Tensor, part: slice, cols: slice) -> None:
-        """Add the share of a tile. dlogits: (rows, cols)."""
+    def add(self, dlogits: Tensor, tokens: slice, classes: slice) -> None:
+        """Add a tile. dlogits: (rows, cols)."""
         ctx, weight = self._context, self._context.terms[self._term].weight
         if not self._has_separate_memory:
-            _add_dx(ctx, self._term, dlogits, part, cols)
+            _add_to_dx_of_term(ctx, self._term, dlogits, tokens, classes)
             return
         if self._sum is None:
             self._sum = ctx.new(self._max_rows, weight.shape[1], dtype=ctx.dtypes.sums)
         total = self._sum[: len(dlogits)]
-        ctx.matmul(dlogits, slice_rows(weight, cols), out=total, accumulate=cols.start > 0)
-        if cols.stop == ctx.vocab_size:
-            _store_dx(ctx, total, ctx.dx_memory(self._term), part, add=False)
+        ctx.matmul(dlogits, slice_rows(weight, classes), out=total, accumulate=classes.start > 0)
+        if classes.stop == ctx.vocab_size:
+            _store_dx(ctx, total, ctx.dx_memory(self._term), tokens, add=False)
 
 
 class WeightSum:
     """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result."""
 
-    def __init__(self, ctx: PassContext, term: int, cols: slice) -> None:
-        self._context, self._term, self._cols = ctx, term, cols
+    def __init__(self, ctx: PassContext, term: int, classes: slice) -> None:
+        self._context, self._term, self._classes = ctx, term, classes
         self._is_started = False
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        """Add the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
+        """Add ``dlogits^T x`` of a chunk. dlogits: (rows, cols), x: (rows, H)."""
         self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
         self._is_started = True
 
@@ -101,7 +106,7 @@ class WeightSum:
             self._round()
 
     def _sums(self) -> list[Tensor]:
-        return [slice_rows(self._context.dw_memory(self._term), self._cols)]
+        return [slice_rows(self._context.dw_memory(self._term), self._classes)]
 
     def _round(self) -> None:
         pass
@@ -111,60 +116,60 @@ class BlockSum(WeightSum):
     """Sum of dW of a term for a block of classes, in memory that all blocks share. It is rounded after the last
     chunk."""
 
-    def __init__(self, ctx: PassContext, term: int, cols: slice, memory: Tensor) -> None:
-        super().__init__(ctx, term, cols)
-        self._sum = memory[: cols.stop - cols.start]
+    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor) -> None:
+        super().__init__(ctx, term, classes)
+        self._sum = memory[: classes.stop - classes.start]
 
     def _sums(self) -> list[Tensor]:
         return [self._sum]
 
     def _round(self) -> None:
-        self._context.round(self._sum, self._context.dw_memory(self._term)[self._cols])
+        self._context.round(self._sum, self._context.dw_memory(self._term)[self._classes])
 
 
-class DividedSum(WeightSum):
-    """dW of a term for a block of classes and all tokens, divided by the gradient scale in the fused product before it
-    is rounded."""
+class FusedDividedSum(WeightSum):
+    """dW of a term for a block of classes and all tokens. The fused product divides it by the gradient scale before it
+    rounds it."""
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         ctx, (out,) = self._context, self._sums()
         ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
 
 
-class PieceSum(WeightSum):
-    """dW of a term for a block of classes and all tokens, in float32. The vendor's product does not divide by the
-    gradient scale, so each piece of the classes is divided and rounded separately."""
+class DividedSum(WeightSum):
+    """dW of a term for a block of classes and all tokens. The vendor's product does not divide by the gradient scale.
+    So the block is computed in float32, in several sub-blocks of classes, which are divided and rounded."""
 
-    def __init__(self, ctx: PassContext, term: int, cols: slice, memory: Tensor) -> None:
-        super().__init__(ctx, term, cols)
+    def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor) -> None:
+        super().__init__(ctx, term, classes)
         self._memory = memory
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         ctx, (out,) = self._context, self._sums()
-        for piece in ctx.pieces(0, len(out), len(self._memory)):
-            total = self._memory[: piece.stop - piece.start]
-            ctx.matmul(dlogits[:, piece].t(), x, out=total)
-            ctx.round(total, out[piece])
+        for sub_block in ctx.split_range(slice(0, len(out)), len(self._memory)):
+            total = self._memory[: sub_block.stop - sub_block.start]
+            ctx.matmul(dlogits[:, sub_block].t(), x, out=total)
+            ctx.round(total, out[sub_block])
 
     @staticmethod
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
-        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
+        """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A piece has at most half of the bytes of the gradients of a block's logits. With larger pieces, a budget that is
-        large enough for the logits of all classes would be too small for logits and a piece. The planner would then
-        choose several blocks, whose logits are computed twice, by products of other shapes.
+        A sub-block has at most half of the bytes of the gradients of a block's logits. With larger sub-blocks, a budget
+        that is large enough for the logits of all classes would be too small for logits and a sub-block. The planner
+        would then choose several blocks, whose logits are computed twice, by products of other shapes.
         """
-        (tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
-        piece_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
-        return ctx.new(max(1, min(cols, piece_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
+        (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
+        sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))
+        return ctx.new(max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
 
 
 class HalvedSum(WeightSum):
     """Float32 sum of a half-precision dW over chunks, for the classes before `stop`. The sums of the first half of all
     classes fill the memory of dW. The sums of the other classes have separate memory.
 
-    Complete sums are rounded in place, from the first class on. Each sum is read before its memory is overwritten. So a
-    gradient that is summed in float32 needs twice its own memory, instead of three times with a cast.
+    Complete sums are rounded in place, from the first class on. Each sum is read before its memory is overwritten. So
+    dW and its sums need twice the memory of dW. With sums in memory of their own they need three times this memory.
     """
 
     def __init__(self, ctx: PassContext, term: int, stop: int) -> None:
@@ -193,11 +198,11 @@ class HalvedSum(WeightSum):
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums were, which are rounded already.
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
-            piece = first_half[done:next_done]
+            sums = first_half[done:next_done]
             if done == 0:
-                grad[:next_done].copy_(ctx.round_to(piece, grad.dtype))
+                grad[:next_done].copy_(ctx.round_to(sums, grad.dtype))
             else:
-                ctx.round(piece, grad[done:next_done])
+                ctx.round(sums, grad[done:next_done])
             done, next_done = next_done, min(half, 2 * next_done)
         for total in second_half:
             ctx.round(total, grad[half : self._stop])
@@ -209,15 +214,15 @@ def build_weight_sums(ctx: PassContext, rows: int, stop: int | None = None) -> d
     stop, dtypes, is_single = ctx.vocab_size if stop is None else stop, ctx.dtypes, ctx.is_single_chunk(rows)
     if is_single and dtypes.unscales_sums:
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
-    if not is_single and dtypes.weight_grad == ctx.problem.dtype != dtypes.sums:
+    if not is_single and dtypes.dw == ctx.problem.dtype != dtypes.sums:
         return {k: HalvedSum(ctx, k, stop) for k in ctx.dw_terms}
     return {k: WeightSum(ctx, k, slice(0, stop)) for k in ctx.dw_terms}
 
 
 def finish_sums(dw_sums: Mapping[int, WeightSum]) -> None:
     """Round the sums of dW after the last chunk."""
-    for total in dw_sums.values():
-        total.finish()
+    for dw_sum in dw_sums.values():
+        dw_sum.finish()
 
 
 def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
@@ -233,10 +238,10 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
         if ctx.dtypes.sums == ctx.problem.dtype or (is_single and not ctx.dtypes.unscales_sums):
             return WeightSum(ctx, k, block)
         if is_single and ctx.in_registers:
-            return DividedSum(ctx, k, block)
+            return FusedDividedSum(ctx, k, block)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]
-            memory[k] = PieceSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
-        return (PieceSum if is_single else BlockSum)(ctx, k, block, memory[k])
+            memory[k] = DividedSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
+        return (DividedSum if is_single else BlockSum)(ctx, k, block, memory[k])
 
     return build

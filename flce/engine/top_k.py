@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flce.engine.arena import Arena
 
-# Logits to which a bias is added at a time, because they are copied for it.
+# Maximum number of logits to which a bias is added at a time, because the sum is a copy.
 BIASED_ENTRIES = 1 << 20
 
 
@@ -27,18 +27,18 @@ class TopK:
         """Allocate the results. `scale`: factor of z."""
         return TopK(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
 
-    def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:
+    def add(self, logits: Tensor, bias: Tensor | None, tokens: slice, classes: slice) -> None:
         """Merge the logits of some rows and classes. Classes must be added in their order. bias: (cols,)."""
         k = self.ids.shape[1]
-        before, after = min(k, cols.start), min(k, cols.stop)
+        num_before, num_after = min(k, classes.start), min(k, classes.stop)
         step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])
         for start in range(0, len(logits), max(1, step)):
-            block = logits[start : start + step]
+            biased = logits[start : start + step]
             if bias is not None:
-                block = block + bias
-            best, column = block.topk(min(k, block.shape[1]), largest=self.largest)
-            row_slice = slice(part.start + start, part.start + start + len(block))
-            values = torch.cat((self.logits[row_slice, :before], best), 1)
-            ids = torch.cat((self.ids[row_slice, :before], column + cols.start), 1)
-            merged, position = values.topk(after, largest=self.largest)
-            self.logits[row_slice, :after], self.ids[row_slice, :after] = merged, ids.gather(1, position)
+                biased = biased + bias
+            best, column = biased.topk(min(k, biased.shape[1]), largest=self.largest)
+            rows = slice(tokens.start + start, tokens.start + start + len(biased))
+            values = torch.cat((self.logits[rows, :num_before], best), 1)
+            ids = torch.cat((self.ids[rows, :num_before], column + classes.start), 1)
+            merged, position = values.topk(num_after, largest=self.largest)
+            self.logits[rows, :num_after], self.ids[rows, :num_after] = merged, ids.gather(1, position)

@@ -36,10 +36,10 @@ def pack_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with the shapes and dtypes of `pack_outputs` after the reduction, on the device of `like`."""
-    tokens = tuple(p.target.shape)
+    row_shape = tuple(p.target.shape)
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return like.new_empty((*slots, *tokens), dtype=dtype)
+        return like.new_empty((*slots, *row_shape), dtype=dtype)
 
     rows = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
     if p.spec.reduction != "none":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flce.backends import choose_backend, has_product
+from flce.backends import choose_backend, has_fused_products
 from flce.core.callers import find_caller
 from flce.core.devices import device_record
 from flce.core.numbers import specialize
@@ -145,7 +145,7 @@ class LinearCall:
             p.dtype,
             "cuda" if gpu else p.device.type,
             gpu.backend if gpu else choose_backend(p.device).name,
-            row_major and (gpu.has_product if gpu else has_product(p.device)),
+            row_major and (gpu.has_fused_products if gpu else has_fused_products(p.device)),
             gpu.device if gpu else device_record(p.device),
             p.spec,
             p.needs,
@@ -182,8 +182,8 @@ class LinearCall:
         p = self.problem
         dtypes, accum = self.case.dtypes(deferred=not forward), accumulation_dtype(p.dtype)
         grads = (
-            *(term.input.new_empty(term.input.shape, dtype=dtypes.input_grad) for term in p.terms),
-            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.weight_grad) for term in p.terms),
+            *(term.input.new_empty(term.input.shape, dtype=dtypes.dx) for term in p.terms),
+            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.dw) for term in p.terms),
             p.terms[0].weight.new_empty(p.local_vocab_size, dtype=accum),
         )
         return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
@@ -192,8 +192,10 @@ class LinearCall:
         """Return the flops of the products for the logits, and of the products for the needed gradients."""
         needs = self.problem.needs
         term_flops = [2 * term.input.shape[0] * term.weight.numel() for term in self.problem.terms]
-        gradient_flops = zip(term_flops * 2, needs.inputs + needs.weights, strict=True)
-        return sum(term_flops), sum(count for count, needed in gradient_flops if needed)
+        gradient_flops = [
+            flops * (dx + dw) for flops, dx, dw in zip(term_flops, needs.inputs, needs.weights, strict=True)
+        ]
+        return sum(term_flops), sum(gradient_flops)
 
 
 def plan_for_problem(call: LinearCall) -> ChunkPlan:

@@ -278,15 +278,15 @@ def merge_results(
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
-    sent, names = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
-    widths, expected = sent[:, -1], shard.local_vocab_sizes(sent)
-    if can_read_values(sent.device) and not torch.equal(widths, expected):
+    gathered, names = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
+    widths, expected = gathered[:, -1], shard.local_vocab_sizes(gathered)
+    if can_read_values(gathered.device) and not torch.equal(widths, expected):
         raise ValueError(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
-    shards = unpack_shard_results(sent, names, shard)
-    if can_read_values(sent.device):
+    shards = unpack_shard_results(gathered, names, shard)
+    if can_read_values(gathered.device):
         _refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
     return merge_shard_results(shards, target, class_weight, shard)
 

@@ -15,7 +15,7 @@ from flce.core.problem import LossSpec
 from flce.core.shard import HeadSplit
 from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import AllClasses, shard_spec
+from flce.engine.shards import Vocabulary, shard_spec
 from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
@@ -96,13 +96,13 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Return how many numbers each process sends for a token, see `ShardClasses.merge_results`: 3 to 7."""
+    """Return how many numbers each process sends for a token, see `VocabularyShard.merge_results`: 3 to 7."""
     return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
 
 
 @dataclass
-class CountingShard(AllClasses):
-    """Classes of a process in a dry run: count the collectives of a `ShardClasses` and their memory."""
+class CountingShard(Vocabulary):
+    """Classes of a process in a dry run: count the collectives of a `VocabularyShard` and their memory."""
 
     split: HeadSplit = field(kw_only=True)
     tally: Tally = field(kw_only=True)
@@ -118,26 +118,26 @@ class CountingShard(AllClasses):
         self._targets = self.arena.new((rows,), torch.int64)
         self._started: set[int] = set()
 
-    def merge_results(self, part: slice) -> None:
-        rows, processes = part.stop - part.start, self.split.num_processes
+    def merge_results(self, tokens: slice) -> None:
+        rows, processes = tokens.stop - tokens.start, self.split.num_processes
         spec, itemsize = self.full_problem.spec, self.normalizer.dtype.itemsize
         numbers = numbers_sent(spec)
-        sent = processes * (numbers * rows + 1) * itemsize
-        self.tally.add("all-gather", f"{numbers} numbers a token", sent)
+        gathered_bytes = processes * (numbers * rows + 1) * itemsize
+        self.tally.add("all-gather", f"{numbers} numbers a token", gathered_bytes)
         merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes
-        cast(CountingArena, self.arena).count_temporary(sent + (numbers + merging) * rows * itemsize)
+        cast(CountingArena, self.arena).count_temporary(gathered_bytes + (numbers + merging) * rows * itemsize)
 
-    def merge_factors(self, part: slice, factors: Tensor) -> None:
-        self.merge_results(part)
+    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
+        self.merge_results(tokens)
 
-    def start_dx_sum(self, term: int, share: Tensor) -> None:
+    def start_dx_sum(self, term: int, dx: Tensor) -> None:
         self._started.add(term)
         if self.split.num_processes > 1 and not self.split.sequence_parallel:
-            self.tally.add("all-reduce", "gradients of inputs", share.nbytes)
+            self.tally.add("all-reduce", "gradients of inputs", dx.nbytes)
 
-    def finish_dx_sum(self, term: int, grad: Tensor) -> None:
+    def finish_dx_sum(self, term: int, dx: Tensor) -> None:
         if term not in self._started:
-            self.start_dx_sum(term, grad)
+            self.start_dx_sum(term, dx)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         self.tally.add("all-reduce", "logits of candidates", x.nbytes)

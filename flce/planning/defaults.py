@@ -109,7 +109,7 @@ def _default_rows(c: Case) -> int:
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
     dtypes = c.dtypes(False)
-    gradient = c.spec.reduction == "none" or c.has_unnormalized_products or c.has_block_exponentials
+    gradient = c.spec.reduction == "none" or c.supports_unnormalized_products or c.supports_block_exponentials
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flce.backends import choose_backend, device_has_product, has_product
+from flce.backends import choose_backend, device_has_fused_products, has_fused_products
 from flce.core.device_record import KNOWN_KINDS, UNKNOWN_DEVICE, DeviceRecord, normalize_name, record_of_kind
 from flce.core.devices import device_name, device_record, find_device
 from flce.core.numbers import check_int
@@ -16,7 +16,7 @@ class DescribedDevice(NamedTuple):
     """Properties of a device that a plan depends on: fields of a `Case`."""
 
     backend: str
-    has_product: bool
+    has_fused_products: bool
     device: DeviceRecord
 
 
@@ -34,11 +34,11 @@ def resolve_device(device: torch.device, kind: str | None, memory: int | None) -
     if kind is None:
         if device.index is not None:
             find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
-        record, backend, own = device_record(device), choose_backend(device).name, has_product(device)
+        record, backend, own = device_record(device), choose_backend(device).name, has_fused_products(device)
     else:
         record = _record_of_named_kind(device, kind)
         backend = choose_backend(device, target=record).name
-        own = device_has_product(backend, record)
+        own = device_has_fused_products(backend, record)
     return DescribedDevice(backend, own, record if memory is None else record._replace(memory=memory))
 
 

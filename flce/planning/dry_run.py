@@ -205,22 +205,22 @@ class CountingBackend:
     def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
         self._pass(exps, exps)
 
-    def product_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
+    def fused_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])
         self.add_pass(launches=1)
         self.add_scratch(
-            contract.product_scratch_bytes(len(x), len(weight), contract.num_product_planes(self.case.spec))
+            contract.fused_product_scratch_bytes(len(x), len(weight), contract.num_partial_statistics(self.case.spec))
         )
 
-    def product_gradient(self, x: Tensor, weight: Tensor, *args: Any) -> None:
+    def fused_gradient(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])
         self.add_pass(launches=1)
 
-    def product_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
+    def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
         for tile in exps:
             self.add_product(len(x), tile.shape[1], x.shape[1])
         self.add_pass(launches=10)
-        self.add_scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
+        self.add_scratch(contract.fused_product_scratch_bytes(len(x), len(weight), 1))
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         # Each id reads a row of the weight.
@@ -258,7 +258,7 @@ class CountingBackend:
 
 
 class CountingContext(PassContext):
-    """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_tiles`."""
+    """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
 
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.vocab
@@ -267,38 +267,38 @@ class CountingContext(PassContext):
             self.vocab = CountingShard(*fields, split=self._meter.case.split, tally=self._meter.tally)
         super().__post_init__()
 
-    def chunks(self, step: int) -> Iterator[slice]:
+    def chunks(self, rows: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(
-            _sample_equal_tiles(0, self.selection.num_rows, step), self._meter.rates.host_seconds_per_tile
+            _sample_equal_slices(0, self.selection.num_rows, rows), self._meter.rates.host_seconds_per_tile
         )
 
     def blocks(
-        self, step: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
+        self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
-        others = _sample_equal_tiles(leading_blocks[-1].stop if leading_blocks else start, stop, step)
+        others = _sample_equal_slices(leading_blocks[-1].stop if leading_blocks else start, stop, cols)
         return self._meter.repeat_tiles(
             itertools.chain(_sample_blocks(leading_blocks), others), self._meter.rates.host_seconds_per_tile
         )
 
-    def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
+    def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(
-            _sample_equal_tiles(start, stop, step), self._meter.rates.host_seconds_per_block
+            _sample_equal_slices(range_.start, range_.stop, step), self._meter.rates.host_seconds_per_block
         )
 
     def round(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(x, out)
 
-    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
+    def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:
         self._meter.add_pass(out, out)
 
-    def scatter_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
+    def scatter_rows(self, x: Tensor, out: Tensor, tokens: slice, add: bool = False) -> None:
         self._meter.add_pass(x, *[x] * (1 + add))
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(x)
 
-    def collect_top_k(self, logits: Tensor, part: slice, cols: slice) -> None:
+    def collect_top_k(self, logits: Tensor, tokens: slice, classes: slice) -> None:
         if self.top_k is not None:
             self._meter.add_pass(logits, launches=5)
 
@@ -310,9 +310,9 @@ class CountingContext(PassContext):
         self._meter.add_scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))
 
 
-def _sample_equal_tiles(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
-    """Yield some of the pieces of `step`, each with the number of pieces that it represents: the second represents all
-    full pieces between the first and the last."""
+def _sample_equal_slices(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
+    """Yield some of the slices of length `step`, each with the number of slices that it represents: the second
+    represents all full slices between the first and the last."""
     num_full, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: num_full - 2, num_full - 1: 1} if num_full > 2 else dict.fromkeys(range(num_full), 1)
     for number, times in numbers.items():

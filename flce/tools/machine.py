@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import flce
-from flce.backends import choose_backend, has_product
+from flce.backends import choose_backend, has_fused_products
 from flce.core.devices import device_name, device_record, list_devices
 
 BACKENDS = ("triton", "torch")
@@ -138,7 +138,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     except ValueError as error:  # FLCE_BACKEND requests a backend that cannot run, or the profile is wrong
         return facts | {"backend": None, "why": str(error)}
     facts |= {"kind": record.name, "profile": record.profile}
-    return facts | {"why": choose_backend(device).reason, "logits_in_registers": has_product(device)}
+    return facts | {"why": choose_backend(device).reason, "logits_in_registers": has_fused_products(device)}
 
 
 def cpu_name() -> str:

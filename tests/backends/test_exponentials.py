@@ -19,7 +19,7 @@ import flce
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.core.problem import LossSpec, Needs
-from flce.engine.borrowing import exponential_tiles
+from flce.engine.borrowing import place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, Recomputed, Unnormalized
@@ -283,7 +283,7 @@ def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **opti
     chunking = flce.ChunkOptions(skip_ignored=False, **options)
     schedule = plan_of(problem, chunking).schedule
     assert isinstance(schedule, Borrowed)
-    assert len(schedule.exponentials) == count + 1
+    assert len(schedule.tiles) == count + 1
     return chunking
 
 
@@ -353,7 +353,7 @@ def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments
 
 def num_borrowed(plan: ChunkPlan) -> int:
     """Return the number of tiles of exponentials in the memory of the weight gradient."""
-    return len(plan.schedule.exponentials) - 1 if isinstance(plan.schedule, Borrowed) else 0
+    return len(plan.schedule.tiles) - 1 if isinstance(plan.schedule, Borrowed) else 0
 
 
 def test_number_of_borrowed_tiles() -> None:
@@ -408,10 +408,11 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
     hidden=st.integers(1, 1024).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
     count=st.sampled_from(BORROWED_TILE_COUNTS),
+    multiprocessors=st.sampled_from([1, 114, 132]),
 )
-def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int) -> None:
+def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int, multiprocessors: int) -> None:
     """Tiles are in memory that is written after they have been read: before their own classes, without overlap."""
-    own, *tiles = exponential_tiles(tokens, hidden, vocab, count)
+    own, *tiles = place_tiles(tokens, hidden, vocab, count, multiprocessors)
     assert own.start == 0
     assert own.borrowed_class is None
     assert len(tiles) in (0, count)

@@ -15,7 +15,7 @@ import torch
 import flce
 from flce.backends import contract
 from flce.core.problem import STATS, LogprobSpec, LossSpec
-from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.borrowing import BlockLayout
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks
@@ -80,7 +80,7 @@ def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, m
     def schedule(c: Case) -> Schedule:
         if strategy == "tokens":
             return DeferredChunks(Statistics(64, c.vocab_size), 37)
-        return Blocks(Statistics(64, c.vocab_size), c.num_tokens, 136, BorrowedBlocks(c.num_tokens, 136))
+        return Blocks(Statistics(64, c.vocab_size), BlockLayout(c.num_tokens, 136))
 
     plans = force(monkeypatch, schedule)
     check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
@@ -124,14 +124,14 @@ class _WithOption(LossSpec):
 
 
 def test_an_option_that_products_do_not_support(device: torch.device) -> None:
-    """With an option that is not in PRODUCT_FIELDS, logits are written to memory."""
+    """With an option that is not in FUSED_PRODUCT_FIELDS, logits are written to memory."""
     plain = case_of(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
-    assert plain.in_registers
-    assert replace(plain, spec=_WithOption()).in_registers
-    assert not replace(plain, spec=_WithOption(unsupported=2.0)).in_registers
-    assert not replace(plain, spec=LossSpec(stats=("argmax",))).in_registers
+    assert plain.supports_fused_products
+    assert replace(plain, spec=_WithOption()).supports_fused_products
+    assert not replace(plain, spec=_WithOption(unsupported=2.0)).supports_fused_products
+    assert not replace(plain, spec=LossSpec(stats=("argmax",))).supports_fused_products
     # The names are fields and statistics that exist.
-    assert {field.name for field in fields(LogprobSpec)} > contract.PRODUCT_FIELDS
+    assert {field.name for field in fields(LogprobSpec)} > contract.FUSED_PRODUCT_FIELDS
     assert set(STATS) > contract.EXPONENTIAL_STATS
 
 

@@ -55,7 +55,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 def test_amd_uses_triton_on_request(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     has("gfx942")
-    assert not backends.device_has_product("triton", KNOWN_KINDS["MI300X"])
+    assert not backends.device_has_fused_products("triton", KNOWN_KINDS["MI300X"])
     assert (
         "have not been run on an AMD GPU; to run them, set FLCE_BACKEND=triton" in backends.choose_backend(CUDA).reason
     )

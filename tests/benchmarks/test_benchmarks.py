@@ -293,11 +293,11 @@ def test_own_products_can_be_off(own, monkeypatch):
     seen: list[bool] = []
 
     def look(*_):
-        seen.extend(module.has_product(CPU) for module in modules)
+        seen.extend(module.has_fused_products(CPU) for module in modules)
 
     modules = (linear_call, device_kinds)
     for module in modules:
-        monkeypatch.setattr(module, "has_product", lambda device: True)
+        monkeypatch.setattr(module, "has_fused_products", lambda device: True)
     contender = OperatorContender("looks", "", "ours", lambda problem: look, planned_bytes=look)
     OPERATOR.measure(OperatorCase(8, 4, 16, own_products=own), CPU, Effort(2, 1.0), [contender])
     assert seen == [own] * len(seen)

@@ -47,10 +47,10 @@ def test_its_fields_are_those_of_the_device(file: Path, name: str) -> None:
 
 def test_a_plan_is_as_it_says_and_names_it(file: Path) -> None:
     of_h100 = planned(device_kind="H100")
-    assert of_h100.case.has_product
+    assert of_h100.case.has_fused_products
     file.write_text(json.dumps({"name": "H100", "own_products": False, "memory": 23 << 30}))
     made = planned()
-    assert not made.case.has_product
+    assert not made.case.has_fused_products
     assert made.workspace_bytes <= (23 << 30) / 24
     assert f"on {NAME} (triton backend, profile {file})" in str(made)
     # The profile does not apply to a GPU of another machine or to the CPU.
@@ -75,9 +75,9 @@ def test_it_is_read_once(file: Path) -> None:
 def test_with_a_process_group_it_is_not_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks must compute the same plan, also if the group is created after the first plan."""
     file.write_text(json.dumps({"name": "H100", "own_products": False}))
-    assert not planned().case.has_product
+    assert not planned().case.has_fused_products
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert planned().case.has_product
+    assert planned().case.has_fused_products
     assert "profile" not in str(planned())
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.backends.contract import unsupported_by_products
+from flce.backends.contract import unsupported_by_fused_products
 from flce.core import callers, log
 from flce.core.problem import LossSpec
 from flce.engine import passes
@@ -117,8 +117,8 @@ def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_why_logits_are_in_memory() -> None:
-    assert unsupported_by_products(LossSpec(softcap=30.0, stats=("lse",))) == []
-    assert unsupported_by_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == [
+    assert unsupported_by_fused_products(LossSpec(softcap=30.0, stats=("lse",))) == []
+    assert unsupported_by_fused_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == [
         "argmax",
         "label_smoothing",
     ]
@@ -130,10 +130,10 @@ def test_why_logits_are_in_memory() -> None:
         (torch.bfloat16, (), x, None),
     ):
         c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
-        here = replace(c, has_product=True)
+        here = replace(c, has_fused_products=True)
         reason = here.logits_in_memory_reason
         assert reason is None if why is None else str(reason).startswith(why)
-        assert here.in_registers == (why is None)
+        assert here.supports_fused_products == (why is None)
         assert "no kernel" in str(c.logits_in_memory_reason)
 
 

@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import flce
 from flce.engine import borrowing, case, sums
-from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.borrowing import BlockLayout
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, SeparatePasses
@@ -50,8 +50,8 @@ def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def with_borrowed(plan: ChunkPlan) -> list[slice]:
     """Return the blocks whose tiles are borrowed."""
-    borrowed = getattr(plan.schedule, "borrowed", None)
-    return borrowed.blocks(0, plan.case.vocab_size) if isinstance(borrowed, BorrowedBlocks) else []
+    layout = getattr(plan.schedule, "layout", None)
+    return layout.borrowed_blocks(0, plan.case.vocab_size) if isinstance(layout, BlockLayout) else []
 
 
 def borrows(plan: ChunkPlan) -> bool:

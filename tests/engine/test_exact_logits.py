@@ -58,7 +58,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use the dtypes of a GPU, blocks of several classes and tokens, and bfloat16 rounded to nearest."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
-    monkeypatch.setattr(case, "ONE_PIECE_BYTES", 0)
+    monkeypatch.setattr(case, "SINGLE_PRODUCT_BYTES", 0)
     monkeypatch.setattr("flce.engine.pass_context.BLOCK_ROWS", 4)
     fix_interpreter(monkeypatch)
     search.plan_for_case.cache_clear()
@@ -184,7 +184,7 @@ def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPa
     chunking, too_large = replace(KEEP_IGNORED, skip_ignored=options == "weights"), {}
     for products in (False, True) if backend == "triton" else (False,):
         for module in ("flce.ops.linear_call", "tests.helpers"):
-            monkeypatch.setattr(f"{module}.has_product", lambda device, products=products: products)
+            monkeypatch.setattr(f"{module}.has_fused_products", lambda device, products=products: products)
         for kind, grads in possible(problem, chunking):
             forced(monkeypatch, kind)
             found = errors(problem, grads, scale=2.0**-18, options=chunking)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flce
-from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.borrowing import BlockLayout
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.statistics import Statistics
@@ -138,7 +138,7 @@ def test_many_chunks_are_as_exact_as_one(
 
 def gradients_apart(rows: int) -> SeparatePasses:
     statistics = Statistics(rows, 16)
-    return SeparatePasses(statistics, ChunksOfBlocks(statistics, rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+    return SeparatePasses(statistics, ChunksOfBlocks(statistics, rows, 16), BlockLayout(rows, 16))
 
 
 @low_precision

@@ -88,7 +88,11 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type: str = "cuda", **options: Any) -> Case:
     c = case_on_hopper(50, 64, 1003, grads=grads, dtype=dtype, spec=LossSpec(reduction), **options)
-    return c if device_type != "cpu" else replace(c, device_type="cpu", backend="torch", has_product=False, device=CPU)
+    return (
+        c
+        if device_type != "cpu"
+        else replace(c, device_type="cpu", backend="torch", has_fused_products=False, device=CPU)
+    )
 
 
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
@@ -105,7 +109,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matmul", "scatter_rows"):
         monkeypatch.setattr(PassContext, name, lambda *args, **kwargs: None)
     monkeypatch.setattr("flce.core.gemm.scratch_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args: 0)
+    monkeypatch.setattr(contract, "fused_product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
@@ -173,7 +177,7 @@ def test_momentary_memory_of_kernels_is_counted(
     c = case_of(torch.bfloat16, grads, "none" if kind is DeferredChunks else "mean", skip_ignored=False)
     schedule = kind.from_size(c, 30)
     for product_bytes, row_bytes in ((1 << 40, 0), (0, 1 << 40)):  # much more than all other memory
-        monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=product_bytes: args[-1] * size)
+        monkeypatch.setattr(contract, "fused_product_scratch_bytes", lambda *args, size=product_bytes: args[-1] * size)
         monkeypatch.setattr(contract, "SORT_ROW_BYTES", row_bytes)
         counted = count(c, schedule)
         assert round(counted / 2**40, 3) == (products if product_bytes else sorted_rows)
@@ -224,14 +228,14 @@ class InBlocks(Schedule):
     def forward(self, s: PassContext) -> None:
         tile = s.new_gradient_tile(self.rows, self.cols)
         sums = [InputSum(s, k, self.rows, self.cols) for k in s.dx_terms]
-        for part in s.chunks(self.rows):
-            size = part.stop - part.start
-            s.compute_statistics(s.term_inputs(part), part, tile[:size])
-            for cols in s.blocks(self.cols):
-                dlogits = tile[:size, : cols.stop - cols.start]
-                s.compute_gradient(s.term_inputs(part), part, cols, dlogits)
+        for chunk in s.chunks(self.rows):
+            rows = chunk.stop - chunk.start
+            s.compute_statistics(s.term_inputs(chunk), chunk, tile[:rows])
+            for block in s.blocks(self.cols):
+                dlogits = tile[:rows, : block.stop - block.start]
+                s.compute_gradient(s.term_inputs(chunk), chunk, block, dlogits)
                 for total in sums:
-                    total.add(dlogits, part, cols)
+                    total.add(dlogits, chunk, block)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:

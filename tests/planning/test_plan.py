@@ -24,7 +24,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import flce
-from flce.backends.contract import PRODUCT_FIELDS
+from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
@@ -202,7 +202,7 @@ def test_defaults_of_options() -> None:
 def test_options_that_products_do_not_support_are_arguments_of_plan() -> None:
     """These options change the plan."""
     arguments = inspect.signature(flce.plan).parameters
-    assert {field.name for field in dataclasses.fields(LossSpec)} - PRODUCT_FIELDS <= set(arguments)
+    assert {field.name for field in dataclasses.fields(LossSpec)} - FUSED_PRODUCT_FIELDS <= set(arguments)
     assert "stats" in arguments
 
 
@@ -294,7 +294,7 @@ def test_float32_logits_of_chunks_need_no_more_memory_than_rounded_logits(
     reason: str, shape: tuple[int, int, int]
 ) -> None:
     """This holds if `reason` excludes exponentials of blocks. The sum of dW of shorter chunks is included."""
-    c = replace(on_h200(*shape), has_product=False)
+    c = replace(on_h200(*shape), has_fused_products=False)
     if reason == "no kernels":
         c = replace(c, backend="torch")
     else:
@@ -684,7 +684,7 @@ def test_chunk_rows_leaves_the_classes_to_the_budget(rows: int) -> None:
     options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget, chunk_rows=rows)
     plan = flce.plan(2000, 256, 8000, torch.float32, device="cpu", options=options)
     assert isinstance(plan.schedule, Blocks)
-    assert plan.schedule.rows == rows
+    assert plan.schedule.layout.rows == rows
     assert plan.workspace_bytes <= budget
 
 
@@ -765,8 +765,8 @@ def test_plans_for_a_kind_of_device_on_any_machine(shape: tuple[int, int, int]) 
     """The plan equals the plan on that device, and does not depend on this machine."""
     plan = flce.plan(*shape, torch.bfloat16, device_kind="h200")
     assert plan == search.make_plan(with_memory(on_h200(*shape), plan.case.device.memory))
-    assert plan.case.has_product
-    assert not flce.plan(*shape, torch.bfloat16, device_kind="A100-80GB").case.has_product
+    assert plan.case.has_fused_products
+    assert not flce.plan(*shape, torch.bfloat16, device_kind="A100-80GB").case.has_fused_products
     assert flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.device.memory) == plan
 
 

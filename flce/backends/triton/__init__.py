@@ -182,9 +182,9 @@ class TritonBackend:
 
     row_gradient = staticmethod(_replayed(_row_gradient))
     gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
-    product_statistics = staticmethod(product.product_statistics)
-    product_gradient = staticmethod(product.product_gradient)
-    product_exponentials = staticmethod(exponentials_launch.product_exponentials)
+    fused_statistics = staticmethod(product.fused_statistics)
+    fused_gradient = staticmethod(product.fused_gradient)
+    fused_exponentials = staticmethod(exponentials_launch.fused_exponentials)
     combine_rows = staticmethod(_replayed(exponentials_launch.combine_rows))
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     divided_weight_gradient = staticmethod(exponentials_launch.divided_weight_gradient)

@@ -1,6 +1,6 @@
 """Kernels around the product that writes exponentials, which are normalized after the matrix products of the gradients.
 
-`exponentials_launch` launches them: `Backend.product_exponentials`, `combine_rows` and `add_target_terms`.
+`exponentials_launch` launches them: `Backend.fused_exponentials`, `combine_rows` and `add_target_terms`.
 
 With a reference c of each row, e_k = exp(z_k - c) (0 for the target y), S = sum_k e_k and Z = S + exp(z_y - c), the
 gradient of the loss with respect to the logits is
@@ -269,7 +269,8 @@ def add_to_targets_kernel(
     x_ptr,  # (N, hidden), strides x_stride and x_col_stride
     target_ptr,  # (rows,) int32, ascending
     row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
-    factor_ptr,  # (rows,) factors of these rows, in the order of target_ptr
+    order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
+    factor_ptr,  # (rows,)
     x_stride,
     x_col_stride,
     rows,
@@ -302,7 +303,8 @@ def add_to_targets_kernel(
         for start in range(first, stop, ROWS):
             number = start + tl.arange(0, ROWS)
             row = tl.load(row_ptr + number, mask=number < stop, other=0)
-            factor = tl.load(factor_ptr + number, mask=number < stop, other=0.0)
+            index = tl.load(order_ptr + number, mask=number < stop, other=0)
+            factor = tl.load(factor_ptr + index, mask=number < stop, other=0.0)
             both = (number < stop)[:, None] & mask[None, :]
             places = row[:, None] * x_stride + offsets[None, :].to(tl.int64) * x_col_stride
             x = tl.load(x_ptr + places, mask=both, other=0.0)

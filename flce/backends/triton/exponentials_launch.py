@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
 WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 256, 64, 16, 16
 
 
-def product_exponentials(
+def fused_exponentials(
     x: Tensor, weight: Tensor, exps: Sequence[Tensor], call: TileCall, factors: Tensor, count: Tensor | None
 ) -> None:
     if len(x) == 0:
@@ -194,15 +193,16 @@ class SortedTargets(NamedTuple):
 
     x: Tensor  # (N, H)
     target: Tensor  # (rows,) int32, ascending; -1 or V for targets that are not a class
-    places: Tensor  # (rows,) index into x
+    row: Tensor  # (rows,) index into x
+    order: Tensor  # (rows,) index into factor
     factor: Tensor  # (rows,) factor of the row of x
     ignore_index: int
 
     @staticmethod
     def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
         ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
-        places = order if terms.index is None else terms.index[order]
-        return SortedTargets(terms.x, ascending, places, terms.factor[order], terms.ignore_index)
+        row = order if terms.index is None else terms.index[order]
+        return SortedTargets(terms.x, ascending, row, order, terms.factor, terms.ignore_index)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -210,36 +210,34 @@ class SortedTargets(NamedTuple):
         return {
             "x": self.x,
             "target": self.target,
-            "row": self.places,
+            "row": self.row,
+            "order": self.order,
             "factor": self.factor,
             "hidden": self.x.shape[1],
             "ignore_index": self.ignore_index,
         }
 
-    def starts(self, first_class: int, stop: int) -> Tensor:
-        """Return the position of the first target of each block of the classes from `first_class` to `stop`."""
-        end = first_class + (triton.cdiv(stop - first_class, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
-        borders = torch.arange(first_class, end, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32)
+    def block_starts(self, vocab_size: int) -> Tensor:
+        """Return (blocks + 1,) int32, the position of the first target of each block of WEIGHT_CLASSES classes."""
+        stop = (triton.cdiv(vocab_size, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
+        borders = torch.arange(0, stop, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32)
         return torch.searchsorted(self.target, borders, out_int32=True)
 
 
 def weight_gradient(grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms) -> None:
-    stops = list(accumulate(map(len, grads)))
-    targets = SortedTargets.from_terms(terms, stops[-1])
-    starts = [targets.starts(stop - len(grad), stop) for grad, stop in zip(grads, stops, strict=True)]
-    run(_weight_gradients, grads, exps, scaled, targets, starts, stops)
+    vocab_size = sum(map(len, grads))
+    targets = SortedTargets.from_terms(terms, vocab_size)
+    run(_weight_gradients, grads, exps, scaled, targets, targets.block_starts(vocab_size))
 
 
 def _weight_gradients(
-    grads: Sequence[Tensor],
-    exps: Sequence[Tensor],
-    scaled: Tensor,
-    targets: SortedTargets,
-    starts: Sequence[Tensor],
-    stops: Sequence[int],
+    grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, targets: SortedTargets, block_starts: Tensor
 ) -> Iterator[Launch]:
-    for grad, tile, start, stop in reversed(list(zip(grads, exps, starts, stops, strict=True))):
-        target_arguments = {"start": start, "first_class": stop - len(grad), **targets.arguments}
+    stop = sum(map(len, grads))
+    for grad, tile in zip(reversed(grads), reversed(exps), strict=True):
+        stop -= len(grad)
+        starts = block_starts[stop // WEIGHT_CLASSES :]
+        target_arguments = {"start": starts, "first_class": stop, **targets.arguments}
         yield _weight_gradient(tile, scaled, grad, target_arguments, None)
 
 
@@ -262,7 +260,7 @@ def _weight_gradient(
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
     if target_arguments is None:
-        target_arguments = {"x": scaled, **dict.fromkeys(("start", "target", "row", "factor"))}
+        target_arguments = {"x": scaled, **dict.fromkeys(("start", "target", "row", "order", "factor"))}
         target_arguments |= {"hidden": scaled.shape[1], "first_class": 0, "ignore_index": 0}
     options = {
         "HAS_TARGETS": target_arguments["target"] is not None, "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,

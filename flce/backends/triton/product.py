@@ -30,7 +30,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import LEAST_LOGPROB, PRODUCT_BLOCK, Tile, TileCall, num_product_planes
+from flce.backends.contract import (
+    FUSED_PRODUCT_BLOCK,
+    FUSED_PRODUCT_ROWS,
+    LEAST_LOGPROB,
+    Tile,
+    TileCall,
+    num_partial_statistics,
+)
 from flce.backends.triton.launch import Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
@@ -51,7 +58,7 @@ from flce.core.devices import device_record
 # product that writes its logits: 0.96 (8192 x 4096 x 128256), 1.01 (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x
 # 151936); at least 0.97 with blocks of 128 x 128, at least 1.0 with 256 x 128. Statistics and gradients have to sum in
 # the same order, so both use these sizes.
-ROWS, COLS, DEPTH, GROUP, STAGES, WARPS = 128, PRODUCT_BLOCK, 64, 16, 3, 8
+ROWS, COLS, DEPTH, GROUP, STAGES, WARPS = FUSED_PRODUCT_ROWS, FUSED_PRODUCT_BLOCK, 64, 16, 3, 8
 # `finish_statistics_kernel`: rows of a program, and blocks per step. With 32 and 32 a call in twelve chunks of 1,408
 # rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
 FINISH_ROWS, FINISH_BLOCKS = 8, 128
@@ -364,9 +371,9 @@ def classes_per_launch(weight: Tensor) -> int:
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // COLS) * COLS
 
 
-def product_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
+def fused_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
     assert call.out is not None
-    planes, blocks = num_product_planes(call.spec), triton.cdiv(len(weight), COLS)
+    planes, blocks = num_partial_statistics(call.spec), triton.cdiv(len(weight), COLS)
     partial = call.out.loss.new_empty(planes, blocks, len(x))
     target_logit = call.out.loss.new_empty(len(x))
     run(_statistics, align_for_descriptor(x), weight, call, partial, target_logit)
@@ -405,7 +412,7 @@ def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[Tile]:
     return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
-def product_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
+def fused_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
     run(_gradient, align_for_descriptor(x), weight, grad, call)
 
 

@@ -26,11 +26,11 @@ _LOGPROB = tl.constexpr(RowResults._fields.index("logprob"))
 
 
 @triton.jit
-def load_log_sum_exp(sent_ptr, process, stride, row, rows, exists):
+def load_log_sum_exp(gathered_ptr, process, stride, row, rows, exists):
     """Return m and log(sum(exp(z - m))) of a process's classes; m is -inf if the process has no class."""
-    sent_ptr += process * stride + row
-    offset = tl.load(sent_ptr + _OFFSET * rows, mask=exists, other=0.0)
-    return offset, tl.load(sent_ptr + _LOG_SUM * rows, mask=exists, other=0.0)
+    gathered_ptr += process * stride + row
+    offset = tl.load(gathered_ptr + _OFFSET * rows, mask=exists, other=0.0)
+    return offset, tl.load(gathered_ptr + _LOG_SUM * rows, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -43,12 +43,12 @@ def one_minus_exp(x):
 
 @triton.jit(
     do_not_specialize=[
-        *("processes", "rank", "classes", "sent_stride", "rows", "vocab_size", "column_start", "ignore_index"),
+        *("processes", "rank", "classes", "gathered_stride", "rows", "vocab_size", "column_start", "ignore_index"),
         *("normalizer_stride", "factors_stride"),
     ]
 )
 def finish_sharded_rows_kernel(
-    sent_ptr,  # (processes, 3 * rows + 1): offset, log_sum, target's log-probability of the rows; number of classes
+    gathered_ptr,  # (processes, 3 * rows + 1): offset, log_sum, target's log-probability of the rows; number of classes
     target_ptr,  # (rows,) int64, of all classes
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
@@ -60,7 +60,7 @@ def finish_sharded_rows_kernel(
     # With HAS_FACTORS (2, rows), row stride factors_stride: the input is f of the shard, the output f and t of all
     # classes.
     factors_ptr,
-    sent_stride,
+    gathered_stride,
     normalizer_stride,
     factors_stride,
     rows,
@@ -96,10 +96,10 @@ def finish_sharded_rows_kernel(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     wrong = tl.full((), 0.0, tl.float32)
     for process in range(processes):
-        offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
+        offset, log_sum = load_log_sum_exp(gathered_ptr, process, gathered_stride, row, rows, exists)
         lse = tl.where(offset == float("inf"), offset, offset + log_sum)
         largest = tl.where((lse > largest) | (lse != lse), lse, largest)
-        num_classes = tl.load(sent_ptr + process * sent_stride + 3 * rows)
+        num_classes = tl.load(gathered_ptr + process * gathered_stride + 3 * rows)
         expected = tl.minimum(tl.maximum(vocab_size - process * classes, 0), classes)
         wrong = tl.where(num_classes == expected.to(tl.float32), wrong, float("nan"))
     reference = tl.where(largest == float("-inf"), 0.0, largest) + wrong
@@ -109,7 +109,7 @@ def finish_sharded_rows_kernel(
     owner_lse = tl.zeros((ROWS,), tl.float32)
     own_lse = tl.zeros((ROWS,), tl.float32)
     for process in range(processes):
-        offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
+        offset, log_sum = load_log_sum_exp(gathered_ptr, process, gathered_stride, row, rows, exists)
         lse = (offset - reference) + log_sum
         term = tl.exp2(lse * LOG2_E)
         total += term
@@ -117,7 +117,7 @@ def finish_sharded_rows_kernel(
         owner_lse = tl.where(owner == process, lse, owner_lse)
         own_lse = tl.where(process == rank, lse, own_lse)
     log_sum = tl.log2(tl.where(valid, total, 1.0)) * LN_2
-    target_logprob_ptr = sent_ptr + owner.to(tl.int64) * sent_stride + _LOGPROB * rows + row
+    target_logprob_ptr = gathered_ptr + owner.to(tl.int64) * gathered_stride + _LOGPROB * rows + row
     nll = -tl.load(target_logprob_ptr, mask=exists & in_range, other=0.0)
     # log(1 + exp(x)), where x is the log-sum-exp of all other shards relative to the shard with the target.
     x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - owner_lse)
@@ -137,12 +137,12 @@ def finish_sharded_rows_kernel(
     share = own_lse - log_sum
     # The probabilities of a shard without classes, or with logits that are all -inf, are NaN: they count as 0.
     counts = share != float("-inf")
-    own = tl.load(sent_ptr + rank * sent_stride + _LOGPROB * rows + row, mask=exists, other=0.0)
+    own = tl.load(gathered_ptr + rank * gathered_stride + _LOGPROB * rows + row, mask=exists, other=0.0)
     # The probability of the target or, if another shard has the target, of the class that replaces it in this shard.
     stand_in_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
     grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * stand_in_probability)
     if HAS_SOFTCAP:
-        offset, log_sum = load_log_sum_exp(sent_ptr, rank, sent_stride, row, rows, exists)
+        offset, log_sum = load_log_sum_exp(gathered_ptr, rank, gathered_stride, row, rows, exists)
         tanh = tl.where(counts, (offset + (log_sum + own)) / cap, 0.0)
         grad_at_target *= scale * cap * ((1.0 - tanh) * (1.0 + tanh))
     elif HAS_SCALE:
@@ -154,16 +154,16 @@ def finish_sharded_rows_kernel(
 
 
 def finish_sharded_rows(
-    sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
+    gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
 ) -> Iterator[Launch]:
     yield build_launch(
         finish_sharded_rows_kernel,
         (triton.cdiv(len(call.inputs.target), ROWS),),
         call,
         {"ROWS": ROWS},
-        sent=sent,
+        gathered=gathered,
         factors=factors,
-        processes=len(sent),
+        processes=len(gathered),
         rank=rank,
         classes=classes,
     )

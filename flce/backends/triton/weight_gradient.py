@@ -22,12 +22,15 @@ from flce.backends.triton.math import balanced_group, block_in_groups
 
 
 @triton.jit
-def _load_targets(target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden):
+def _load_targets(
+    target_ptr, row_ptr, order_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
+):
     """Return targets, factors and inputs of some of the sorted rows."""
     target = tl.load(target_ptr + number, mask=number < stop, other=-1)
     counts = (number < stop) & (target != ignore_index)
     row = tl.load(row_ptr + number, mask=counts, other=0)
-    factor = tl.load(factor_ptr + number, mask=counts, other=0.0)
+    index = tl.load(order_ptr + number, mask=counts, other=0)
+    factor = tl.load(factor_ptr + index, mask=counts, other=0.0)
     mask = counts[:, None] & (columns < hidden)[None, :]
     return target, factor, tl.load(x_ptr + row[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
 
@@ -50,7 +53,8 @@ def weight_gradient_kernel(
     x_ptr,  # (N, hidden), row stride x_stride
     target_ptr,  # (rows,) int32, ascending
     row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
-    factor_ptr,  # (rows,) t, in the order of target_ptr
+    order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
+    factor_ptr,  # (rows,) t
     start_ptr,  # (blocks of classes + 1,) int32: the first sorted row with a target in or behind a block
     gradient_scale_ptr,  # () with HAS_GRADIENT_SCALE
     x_stride,
@@ -84,7 +88,7 @@ def weight_gradient_kernel(
             stop = tl.load(start_ptr + class_block + 1)
             number = start + tl.arange(0, TARGETS)
             target, factor, x = _load_targets(
-                target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
+                target_ptr, row_ptr, order_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
             )
 
         a = tl.zeros((CLASSES, COLS), tl.float32)
@@ -97,8 +101,9 @@ def weight_gradient_kernel(
             for more in range(start + TARGETS, stop, TARGETS):
                 number = more + tl.arange(0, TARGETS)
                 target, factor, x = _load_targets(
-                    target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
-                )
+                    target_ptr, row_ptr, order_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index,
+                    columns, hidden,
+                )  # fmt: skip
                 a = _add_targets(a, first_class + class_start, target, factor, x)
         if HAS_GRADIENT_SCALE:
             a *= 1.0 / tl.load(gradient_scale_ptr)

@@ -1,30 +1,28 @@
-"""Schedules whose tiles have some classes. The logits are computed twice, in forward and in backward."""
+"""Schedules whose tiles have a block of classes. The logits are computed twice, in forward and in backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
-from flce.engine.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_lending_class
+from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, borrow, borrow_as, dx_sum_start
 from flce.engine.case import Case, ceil_div
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
-from flce.engine.sums import InputSum, add_tile, block_sum_builder, finish_sums
+from flce.engine.sums import InputSum, add_to_dw, add_to_dx, block_sum_builder, finish_sums
 
 
 @dataclass(frozen=True)
 class Blocks(Deferred):
-    """Four products: for each block of classes all tokens.
+    """Loop over blocks of classes, each with all tokens. Four products.
 
     dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. Tiles are borrowed
     from dW if borrowed tiles are larger.
     """
 
-    rows: int
-    cols: int
-    borrowed: BorrowedBlocks
+    layout: BlockLayout
 
     strategy = "vocab"
     sized_by_tokens = False
@@ -40,17 +38,17 @@ class Blocks(Deferred):
         statistics = statistics_schedule(c, rows, size)
         if size >= c.vocab_size:
             return DeferredChunks(statistics, rows)
-        return cls(statistics, rows, size, _borrowed_blocks(c, rows, size))
+        return cls(statistics, _block_layout(c, size))
 
     def backward(self, ctx: PassContext) -> None:
         for k in ctx.dx_terms:
             ctx.dx_memory(k, ctx.dtypes.sums)
-        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size)
+        compute_blocks(ctx, self.layout, 0, ctx.vocab_size)
         for k in ctx.dx_terms:
             ctx.set_dx_memory(k, ctx.round_to(ctx.dx_memory(k), ctx.problem.dtype))
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, self.borrowed.block_widths(c.vocab_size)
+        return self.layout.rows, self.layout.block_widths(c.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class BlocksAroundSum(Blocks):
     """`Blocks` with the float32 sum of dX in the memory of dW of the last classes. The logits of the last classes are
     computed three times: for statistics, for dX, which is then rounded to separate memory, and for dW."""
 
-    start: int
-    """The first of the last classes."""
+    dx_sum_start: int
+    """The first of these last classes."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -74,30 +72,29 @@ class BlocksAroundSum(Blocks):
         )
         # Recomputing the logits of the last classes costs less than half a product if they are less than half of all
         # classes. `SeparatePasses` costs a full product.
-        start = first_lending_class(c.num_tokens, c.vocab_size, sums, c.dtype)
+        start = dx_sum_start(c.num_tokens, c.vocab_size, sums, c.dtype)
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> BlocksAroundSum:
-        start = first_lending_class(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
-        rows = c.chunk_rows
-        return cls(statistics_schedule(c, rows, size), rows, size, _borrowed_blocks(c, rows, size), start)
+        start = dx_sum_start(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
+        return cls(statistics_schedule(c, c.chunk_rows, size), _block_layout(c, size), start)
 
     def backward(self, ctx: PassContext) -> None:
         x, dW = ctx.terms[0].input, ctx.dw_memory()
-        total = borrow_as(dW[self.start :], x.shape, ctx.dtypes.sums)
-        ctx.set_dx_memory(0, total)
-        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, self.start)
-        not_borrowed = BorrowedBlocks(self.rows, self.cols)
-        compute_blocks(ctx, self.rows, self.cols, not_borrowed, self.start, ctx.vocab_size, with_dw=False)
-        ctx.set_dx_memory(0, ctx.round_to(total, ctx.problem.dtype))
-        compute_blocks(ctx, self.rows, self.cols, self.borrowed, self.start, ctx.vocab_size, with_dx=False)
+        dx_sum = borrow_as(dW[self.dx_sum_start :], x.shape, ctx.dtypes.sums)
+        ctx.set_dx_memory(0, dx_sum)
+        compute_blocks(ctx, self.layout, 0, self.dx_sum_start)
+        without_borrowing = BlockLayout(self.layout.rows, self.layout.cols)
+        compute_blocks(ctx, without_borrowing, self.dx_sum_start, ctx.vocab_size, with_dw=False)
+        ctx.set_dx_memory(0, ctx.round_to(dx_sum, ctx.problem.dtype))
+        compute_blocks(ctx, self.layout, self.dx_sum_start, ctx.vocab_size, with_dx=False)
 
 
 @dataclass(frozen=True)
 class ChunksOfBlocks(Deferred):
-    """Three products for a frozen head: for each chunk all blocks of classes. dX of a chunk is summed over blocks in
-    float32."""
+    """Loop over chunks, and in each chunk over blocks of classes, for a frozen head. Three products. dX of a chunk is
+    summed over blocks in float32."""
 
     rows: int
     cols: int
@@ -132,12 +129,10 @@ class ChunksOfBlocks(Deferred):
 
 @dataclass(frozen=True)
 class SeparatePasses(Deferred):
-    """Five products, for the least memory: first dX in chunks of tokens, then dW in blocks of classes."""
+    """Two loops, for the least memory: first dX in chunks of tokens, then dW in blocks of classes. Five products."""
 
     dx_schedule: ChunksOfBlocks
-    rows: int
-    cols: int
-    borrowed: BorrowedBlocks
+    layout: BlockLayout
 
     strategy = "vocab"
 
@@ -148,52 +143,47 @@ class SeparatePasses(Deferred):
     @classmethod
     def from_size(cls, c: Case, size: int) -> SeparatePasses:
         dx_schedule = ChunksOfBlocks.from_size(c, size)
-        rows = c.chunk_rows
-        # A tile for dW has about the size of the sum and the tile for dX.
+        # A tile for dW has about as many bytes as the sum and the tile for dX together.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
-        return SeparatePasses(
-            statistics_schedule(c, rows, cols), dx_schedule, rows, cols, _borrowed_blocks(c, rows, cols)
-        )
+        return SeparatePasses(statistics_schedule(c, c.chunk_rows, cols), dx_schedule, _block_layout(c, cols))
 
     def backward(self, ctx: PassContext) -> None:
         self.dx_schedule.backward(ctx)
-        compute_blocks(ctx, self.rows, self.cols, self.borrowed, 0, ctx.vocab_size, with_dx=False)
+        compute_blocks(ctx, self.layout, 0, ctx.vocab_size, with_dx=False)
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, self.borrowed.block_widths(c.vocab_size)
+        return self.layout.rows, self.layout.block_widths(c.vocab_size)
 
     def describe(self, c: Case) -> str:
         return f"{super().describe(c)} for dW, {self.dx_schedule.describe(c)} for dX"
 
 
-def _borrowed_blocks(c: Case, rows: int, cols: int) -> BorrowedBlocks:
+def _block_layout(c: Case, cols: int) -> BlockLayout:
+    """Return the layout of blocks of at least `cols` classes."""
+    rows = c.chunk_rows
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.logits_per_chunk // rows)
+    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.logits_per_chunk // rows)
 
 
 def compute_blocks(
-    ctx: PassContext,
-    chunk_rows: int,
-    block_cols: int,
-    borrowed: BorrowedBlocks,
-    start: int,
-    stop: int,
-    with_dx: bool = True,
-    with_dw: bool = True,
+    ctx: PassContext, layout: BlockLayout, start: int, stop: int, with_dx: bool = True, with_dw: bool = True
 ) -> None:
-    """Compute dW of the classes from `start` to `stop`, and add their share to dX."""
-    separate_tile = ctx.new_gradient_tile(chunk_rows, block_cols)
-    build_sums = block_sum_builder(ctx, chunk_rows, block_cols) if with_dw else lambda cols: None
-    for block in ctx.blocks(block_cols, start, stop, leading_blocks=borrowed.blocks(start, stop)):
-        width = block.stop - block.start
-        tile, sums = separate_tile[:, :width], build_sums(block)
-        for chunk in ctx.chunks(chunk_rows):
-            size = chunk.stop - chunk.start
-            if width > block_cols:  # The tile of this block is borrowed.
-                tile = borrow(ctx.dw_memory()[block.stop :], size, width)
-            dlogits = tile[:size]
+    """Compute dW and the gradient of the bias of the classes from `start` to `stop`, and add these classes to dX."""
+    separate_tile = ctx.new_gradient_tile(layout.rows, layout.cols)
+    build_dw_sums = block_sum_builder(ctx, layout.rows, layout.cols)
+    for block in ctx.blocks(layout.cols, start, stop, leading_blocks=layout.borrowed_blocks(start, stop)):
+        cols, dw_sums = block.stop - block.start, build_dw_sums(block) if with_dw else {}
+        tile = separate_tile[:, :cols]
+        for chunk in ctx.chunks(layout.rows):
+            rows = chunk.stop - chunk.start
+            if cols > layout.cols:  # The tile of this block is borrowed.
+                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols)
+            dlogits = tile[:rows]
             ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
-            add_tile(ctx, dlogits, chunk, block, sums, with_dx)
-        finish_sums(sums or {})
+            if with_dx:
+                add_to_dx(ctx, dlogits, chunk, block)
+            if with_dw:
+                add_to_dw(ctx, dlogits, chunk, block, dw_sums)
+        finish_sums(dw_sums)
     ctx.release_inputs()

@@ -15,12 +15,12 @@ from flce.engine.sums import add_tile, build_weight_sums, finish_sums
 
 @dataclass(frozen=True)
 class Chunks(Schedule):
-    """Three products: the logits of a chunk, and its share of dX and dW. Losses and gradients are computed in one pass
-    over all logits of a chunk."""
+    """Loop over chunks: logits, dX and dW. Three products. Losses and gradients are computed in one pass over all
+    logits of a chunk."""
 
     rows: int
 
-    in_registers = False
+    uses_fused_products = False
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -46,12 +46,12 @@ class Chunks(Schedule):
 
 @dataclass(frozen=True)
 class NormalizedChunks(Chunks):
-    """Three products, with the logits of one block in memory at a time. Exponentials of each block are stored. They are
-    converted to the gradient when the row is complete."""
+    """Loop over chunks, with one block of logits in memory at a time. Three products. The exponentials of each block
+    are stored. They are converted to the gradient when the row is complete."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return super().sizes(c) if c.has_block_exponentials and not c.has_unnormalized_products else NO_SIZES
+        return super().sizes(c) if c.supports_block_exponentials and not c.supports_unnormalized_products else NO_SIZES
 
     def forward(self, ctx: PassContext) -> None:
         tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
@@ -66,7 +66,7 @@ class NormalizedChunks(Chunks):
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Four products: the logits are computed twice. For an upstream gradient of each token."""
+    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token. Four products."""
 
     rows: int
 

@@ -12,7 +12,7 @@ NO_SIZES = range(0)
 
 
 def sizes_up_to(size: int) -> range:
-    """Return all sizes from 1 to `size`, at least 1."""
+    """Return the range of sizes from 1 to `size`, or to 1 if `size` is 0."""
     return range(1, max(1, size) + 1)
 
 
@@ -29,17 +29,17 @@ class Schedule:
             forward.
         can_count_on_device: True if the first chunk can be launched before the host knows the number of selected
             tokens.
-        in_registers: True if logits stay in registers where fused products support the case. False for a schedule that
-            computes losses and gradients of a tile in one pass over its logits.
+        uses_fused_products: True if logits stay in registers where `Case.supports_fused_products`. False for a schedule
+            that computes losses and gradients of a tile in one pass over its logits.
         sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
             schedule must apply `Case.chunk_rows` itself.
-        multiples: numbers; sizes that are divisible by them may be faster.
+        multiples: numbers. A size that is divisible by one of them may be faster than a slightly larger size.
     """
 
     strategy: ClassVar[str] = "tokens"
     deferred: ClassVar[bool] = False
     can_count_on_device: ClassVar[bool] = False
-    in_registers: ClassVar[bool] = True
+    uses_fused_products: ClassVar[bool] = True
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
 

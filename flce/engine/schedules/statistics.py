@@ -12,7 +12,7 @@ from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
 def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
     """Return the schedule for statistics. `rows`, `cols`: of a tile for gradients."""
-    if not c.in_registers:
+    if not c.supports_fused_products:
         return Statistics(*c.statistics_tile_size(rows, cols, False))
     # The fused product does not compute the largest logits of a row. They need another product.
     has_top_k = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
@@ -22,8 +22,8 @@ def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
 
 @dataclass(frozen=True)
 class Statistics(Schedule):
-    """One product: statistics of a chunk, block by block. A running state is updated after each tile. Or logits stay in
-    registers: a fused product writes two or more numbers for each token and 256 classes."""
+    """Loop over chunks and blocks for statistics. One product. A running state of each row is updated after each tile.
+    Or logits stay in registers: a fused product writes two or more numbers for each row and 256 classes."""
 
     rows: int
     cols: int
@@ -54,7 +54,8 @@ class Statistics(Schedule):
 
 @dataclass(frozen=True)
 class TopKLogits(Schedule):
-    """The largest logits of each token, computed from logits in memory in addition to statistics in registers."""
+    """Loop over chunks and blocks for the largest logits of each token. It follows statistics in registers, which
+    cannot compute them."""
 
     rows: int
     cols: int
@@ -70,7 +71,7 @@ class TopKLogits(Schedule):
 
 @dataclass(frozen=True)
 class Deferred(Schedule):
-    """A schedule with statistics in forward and gradients in backward, where every row's normalizer and upstream
+    """Base of schedules with statistics in forward and gradients in backward, where every row's normalizer and upstream
     gradient are known."""
 
     statistics: Schedule

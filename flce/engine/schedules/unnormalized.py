@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.core.slices import slice_rows
+from flce.core.slices import offset_slice, slice_rows
 from flce.engine.borrowing import (
     BLOCK_MULTIPLE,
-    BorrowedBlocks,
-    ExponentialTile,
+    BlockLayout,
+    TilePlacement,
     borrow,
     borrow_as,
-    exponential_tiles,
+    place_tiles,
     second_half_start,
 )
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
@@ -37,17 +37,17 @@ from flce.engine.sums import build_weight_sums
 # Numbers of tiles that `Borrowed` stores in the memory of dW. More borrowed tiles need less separate memory and more
 # time.
 #
-# | borrowed tiles | share in separate memory, 4096 x 4096 x 128256     |
-# |----------------|----------------------------------------------------|
-# | 1              | 1/2                                                |
-# | 3              | 1/4                                                |
-# | 7              | 1/8                                                |
-BORROWED_TILE_COUNTS = (1, 3, 7)
+# | borrowed tiles | exponentials in separate memory, 4096 x 4096 x 128256 |
+# |----------------|-------------------------------------------------------|
+# | 7              | 1/8                                                   |
+# | 3              | 1/4                                                   |
+# | 1              | 1/2                                                   |
+BORROWED_TILE_COUNTS = (7, 3, 1)
 
 
 @dataclass(frozen=True)
 class Unnormalized(Schedule):
-    """Three products: the exponentials of a chunk, and its share of dX and dW."""
+    """Loop over chunks: exponentials, dX and dW. Three products."""
 
     rows: int
 
@@ -57,7 +57,7 @@ class Unnormalized(Schedule):
     def sizes(cls, c: Case) -> range:
         return (
             sizes_up_to(c.num_tokens)
-            if c.has_unnormalized_products and c.needs.any and c.spec.reduction != "none"
+            if c.supports_unnormalized_products and c.needs.any and c.spec.reduction != "none"
             else NO_SIZES
         )
 
@@ -106,10 +106,10 @@ class Unnormalized(Schedule):
         logits."""
         weight = ctx.terms[term].weight
         step = len(exps) if ctx.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
-        for piece in ctx.pieces(chunk.start, chunk.stop, step):
-            product = ctx.new(piece.stop - piece.start, weight.shape[1], dtype=torch.float32)
-            ctx.matmul(exps[piece.start - chunk.start : piece.stop - chunk.start], weight, out=product)
-            exponentials.finish_input_gradient(term, product, piece)
+        for tokens in ctx.split_range(chunk, step):
+            product = ctx.new(tokens.stop - tokens.start, weight.shape[1], dtype=torch.float32)
+            ctx.matmul(exps[offset_slice(tokens, -chunk.start)], weight, out=product)
+            exponentials.finish_input_gradient(term, product, tokens)
             del product
 
     def _scaling_memory(self, ctx: PassContext, term: int, x: Tensor, chunk: slice) -> Tensor:
@@ -121,36 +121,36 @@ class Unnormalized(Schedule):
 
 @dataclass(frozen=True)
 class Recomputed(Unnormalized):
-    """Three products, and a fourth for the last classes, whose dW is not summed over chunks: when every row's
-    normalizer is known, their logits are recomputed, block by block for all tokens."""
+    """Loop over chunks as in `Unnormalized`, and then over blocks of the last classes, whose dW is not summed over
+    chunks: their logits are recomputed for all tokens, when every row's normalizer is known. Three products, and a
+    fourth for the last classes."""
 
     num_recomputed: int
+    """Number of the last classes whose logits are recomputed."""
     cols: int
-    """Recomputed classes of a block."""
+    """Number of classes of a block."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
         dtypes = c.dtypes(False)
-        half = second_half_start(c.vocab_size) > 0
-        sums_are_halved = half and c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
+        has_first_half = second_half_start(c.vocab_size) > 0
+        sums_are_halved = has_first_half and c.needs.weights[0] and dtypes.dw == c.dtype != dtypes.sums
         return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:
         """Return the schedule that recomputes the second half of the classes, whose sums do not fit into the memory of
         dW."""
-        classes = c.vocab_size - second_half_start(c.vocab_size)
+        num_recomputed = c.vocab_size - second_half_start(c.vocab_size)
         # The tile of a block has the size of the tile of a chunk.
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
-        return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
+        return Recomputed(size, num_recomputed, max(BLOCK_MULTIPLE, min(num_recomputed, cols)))
 
     def forward(self, ctx: PassContext) -> None:
         first_recomputed = ctx.vocab_size - self.num_recomputed
         self._run_chunks(ctx, first_recomputed)
-        tokens = ctx.problem.num_tokens
-        compute_blocks(
-            ctx, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first_recomputed, ctx.vocab_size, with_dx=False
-        )
+        layout = BlockLayout(ctx.problem.num_tokens, self.cols)
+        compute_blocks(ctx, layout, first_recomputed, ctx.vocab_size, with_dx=False)
 
     def describe(self, c: Case) -> str:
         return f"{super().describe(c)}, the last {self.num_recomputed} of them recomputed"
@@ -158,58 +158,60 @@ class Recomputed(Unnormalized):
 
 @dataclass(frozen=True)
 class Borrowed(Schedule):
-    """Three products for all tokens at once. All tiles except the first are borrowed from dW, which is written from the
-    last tile to the first."""
+    """Products of all tokens at once, with tiles of classes. All tiles except the first are borrowed from dW, which is
+    written from the last tile to the first. Three products. Size 1 has the most borrowed tiles."""
 
-    exponentials: tuple[ExponentialTile, ...]
+    tiles: tuple[TilePlacement, ...]
 
     sized_by_tokens = False
 
     @classmethod
     def sizes(cls, c: Case) -> range:
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
-        possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.in_registers
+        possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.supports_fused_products
         if not (at_once and possible and Unnormalized.sizes(c)):
             return NO_SIZES
-        # With few classes or very many tokens no tile can be borrowed.
-        return range(1, 1 + len([k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1]))
+        return range(1, 1 + len(_possible_placements(c)))
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Borrowed:
-        return Borrowed(
-            _exponential_tiles(c, [k for k in BORROWED_TILE_COUNTS if len(_exponential_tiles(c, k)) > 1][-size])
-        )
+        return Borrowed(_possible_placements(c)[size - 1])
 
     def forward(self, ctx: PassContext) -> None:
-        (chunk,) = ctx.chunks(ctx.problem.num_tokens)
-        (x,), size = ctx.term_inputs(chunk), ctx.problem.num_tokens
-        weight, dW = ctx.terms[0].weight, ctx.dw_memory()
-        own, *others = self.exponentials
-        tiles = [ctx.new_tile(size, own.stop - own.start, ctx.dtypes.logits_grad)]
-        tiles += [borrow(dW[t.borrowed_class :], size, t.stop - t.start) for t in others]
+        rows = ctx.problem.num_tokens
+        (chunk,) = ctx.chunks(rows)
+        (x,), weight, dW = ctx.term_inputs(chunk), ctx.terms[0].weight, ctx.dw_memory()
+        separate, *borrowed = self.tiles
+        tiles = [ctx.new_tile(rows, separate.stop - separate.start, ctx.dtypes.logits_grad)]
+        tiles += [borrow(dW[place.borrowed_class :], rows, place.stop - place.start) for place in borrowed]
         exponentials = Exponentials(ctx)
         exponentials.compute([x], tiles, chunk)
         scaled = None
         if ctx.problem.needs.inputs[0]:
-            product = ctx.new(size, x.shape[1], dtype=torch.float32)
-            for tile, t in zip(tiles, self.exponentials, strict=True):
-                ctx.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
+            product = ctx.new(rows, x.shape[1], dtype=torch.float32)
+            for tile, place in zip(tiles, self.tiles, strict=True):
+                ctx.matmul(tile, weight[place.classes], out=product, accumulate=place.start > 0)
             exponentials.finish_input_gradient(0, product, chunk)
             scaled = borrow_as(product, x.shape, x.dtype)
         scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
-        exponentials.compute_weight_gradient(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
+        exponentials.compute_weight_gradient(0, [dW[place.classes] for place in self.tiles], tiles, scaled)
 
     def for_shard(self, c: Case) -> Schedule:
-        count = len(self.exponentials)
         candidates = [self.from_size(c, size) for size in self.sizes(c)]
         return min(
-            candidates, key=lambda other: abs(len(other.exponentials) - count), default=Unnormalized(c.num_tokens)
+            candidates,
+            key=lambda other: abs(len(other.tiles) - len(self.tiles)),
+            default=Unnormalized(c.num_tokens),
         )
 
     def describe(self, c: Case) -> str:
-        own, others = self.exponentials[0].stop, len(self.exponentials) - 1
-        return f"all {c.num_tokens} tokens at once, a tile of {own} classes and {others} borrowed"
+        cols, num_borrowed = self.tiles[0].stop, len(self.tiles) - 1
+        return f"all {c.num_tokens} tokens at once, a tile of {cols} classes and {num_borrowed} borrowed"
 
 
-def _exponential_tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
-    return exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
+def _possible_placements(c: Case) -> list[tuple[TilePlacement, ...]]:
+    """Return the tiles for each number of borrowed tiles. With few classes or very many tokens no tile can be
+    borrowed."""
+    shape, processors = (c.num_tokens, c.hidden_sizes[0], c.vocab_size), max(1, c.device.multiprocessors)
+    placements = [place_tiles(*shape, count, processors) for count in BORROWED_TILE_COUNTS]
+    return [tiles for tiles in placements if len(tiles) > 1]
