@@ -71,6 +71,7 @@ PRODUCT_KERNELS = {
     "finish_statistics_kernel",
     "reference_kernel",
     "finish_kernel",
+    "target_slots_kernel",
     "weight_gradient_kernel",
     "finish_sharded_rows_kernel",
 }

@@ -363,12 +363,13 @@ class Backend(Protocol):
         """
 
     def weight_gradient(
-        self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
+        self, grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms
     ) -> None:
-        """Write ``grad = exps^T scaled`` plus `terms`, as one float32 sum that is rounded once. It is deterministic.
+        """Write ``grad = exps^T scaled`` plus `terms`, as one sum that is rounded once. It is deterministic.
 
-        grad: (V, H), exps: (rows, V), in equally many pieces of consecutive classes; scaled: (rows, H). The last piece
-        is computed first, because `exps` of a later piece may lie in the memory of an earlier piece of `grads`.
+        grad: (V, H); exps: (rows, V), in pieces of consecutive classes; scaled: (rows, H). The last piece is used
+            first, because `exps` of a later piece may lie in the memory of `grad` of the classes before it.
+        residual: (rows, H), contiguous, of grad's dtype: temporary memory.
         """
 
     def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:

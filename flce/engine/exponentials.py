@@ -107,15 +107,22 @@ class Exponentials:
             ctx.vocab.start_dx_sum(term, out)
 
     def compute_weight_gradient(
-        self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor
+        self, term: int, tiles: Sequence[Tensor], scaled: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Compute dW of a term from exponentials of all rows. `grads`: dW of the classes of each tile."""
-        if self._context.in_registers:
-            self._context.backend.weight_gradient(grads, tiles, scaled, self._target_terms(term))
+        """Compute dW of a term from exponentials of all rows and classes.
+
+        Args:
+            tiles: exponentials of consecutive classes; one tile if logits do not stay in registers.
+            residual: memory like `scaled`; None: new memory.
+        """
+        ctx = self._context
+        grad = ctx.dw_memory(term)
+        if ctx.in_registers:
+            residual = ctx.new(*scaled.shape, dtype=grad.dtype) if residual is None else residual
+            ctx.backend.weight_gradient(grad, tiles, scaled, residual, self._target_terms(term))
             return
-        for grad, tile in zip(grads, tiles, strict=True):
-            self._context.matmul(tile.t(), scaled, out=grad)
-        self.add_target_terms(term, grads)
+        ctx.matmul(tiles[0].t(), scaled, out=grad)
+        self.add_target_terms(term, [grad])
 
     def add_target_terms(self, term: int, sums: Sequence[Tensor]) -> None:
         """Add the targets' terms to sums of dW of consecutive classes."""

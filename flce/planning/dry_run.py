@@ -244,10 +244,11 @@ class CountingBackend:
     def combine_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
         self.add_pass(x, out)
 
-    def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
-        for grad, tile in zip(grads, exps, strict=True):
-            self.add_product(len(grad), grad.shape[1], len(tile))
-        self.add_target_terms(grads)
+    def weight_gradient(self, grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
+        for tile in exps:
+            self.add_product(tile.shape[1], grad.shape[1], len(tile))
+        self.add_pass(launches=6)
+        self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES + 4 * len(grad))
 
     def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
         self.add_product(len(grad), grad.shape[1], len(dlogits))

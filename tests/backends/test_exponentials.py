@@ -129,7 +129,7 @@ def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
     factor = torch.tensor([1 / 3, 1 / 3 + 2.0**-11], device=device)
     exps, grad = x.new_zeros(2, 256), x.new_empty(256, 64)
     terms = TargetTerms(x, None, torch.tensor([5, 5], device=device), factor, -100)
-    get_backend(device).weight_gradient([grad], [exps], torch.zeros_like(x), terms)
+    get_backend(device).weight_gradient(grad, [exps], torch.zeros_like(x), torch.empty_like(x), terms)
     expected = torch.zeros(256, 64, dtype=torch.float64, device=device)
     expected[5] = -(2.0**-11)
     assert relative_error(grad, expected) < 2 * ULP

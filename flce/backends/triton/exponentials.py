@@ -271,6 +271,7 @@ def add_to_targets_kernel(
     row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
     order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
     factor_ptr,  # (rows,)
+    residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from the first row of each target
     x_stride,
     x_col_stride,
     rows,
@@ -278,6 +279,7 @@ def add_to_targets_kernel(
     first_class,
     classes,
     ignore_index,
+    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
@@ -300,6 +302,9 @@ def add_to_targets_kernel(
         mask = offsets < hidden
         grad_ptr += place * hidden
         total = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + first.to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
+            total += tl.where(tl.abs(total) == float("inf"), 0.0, residual.to(tl.float32))
         for start in range(first, stop, ROWS):
             number = start + tl.arange(0, ROWS)
             row = tl.load(row_ptr + number, mask=number < stop, other=0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from flce.backends.triton.exponentials import (
 )
 from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.replay import run
-from flce.backends.triton.weight_gradient import weight_gradient_kernel
+from flce.backends.triton.weight_gradient import target_slots_kernel, weight_gradient_kernel
 from flce.core.devices import device_record
 from flce.core.gemm import ALIGNMENT
 
@@ -41,14 +42,11 @@ BLOCK = 1024
 #   8192 x 4096 x 128256, random      63          49          664
 #   8192 x 4096 x 128256, 1/rank      175         180         629
 SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
-# A block of the weight gradient, classes x columns; tokens per step; blocks of classes of a group; targets per step (16
-# is the minimum of `tl.dot`). The time, relative to the vendor's product without targets (H200):
-#   head                       4096 x 4096 x 128256    16384 x 1024 x 151936    8192 x 2304 x 256000
-#   blocks of 128 x 256        1.04                    1.02                     1.01
-#   blocks of 256 x 128        1.06 to 1.12
-# Groups of 8 and 32 are within 1%. 16 targets per step are 1.5 and 2% faster than 32 if a block has 4 or 2 targets
-# (4096 and 2048 x 4096 x 128256), and 1% slower if one block has half of 16384 targets and other blocks have few.
-WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 256, 64, 16, 16
+# A block of the weight gradient, classes x columns; tokens per step; blocks of classes of a group. Blocks of 256 x 128
+# took 1.06 to 1.12 of the vendor's time where blocks of 128 x 256 took 1.01 to 1.04. Groups of 8 and 32 are within 1%.
+WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP = 128, 256, 64, 16
+# Classes of a program of `target_slots_kernel`.
+SLOT_CLASSES = 256
 
 
 def fused_exponentials(
@@ -217,28 +215,40 @@ class SortedTargets(NamedTuple):
             "ignore_index": self.ignore_index,
         }
 
-    def block_starts(self, vocab_size: int) -> Tensor:
-        """Return (blocks + 1,) int32, the position of the first target of each block of WEIGHT_CLASSES classes."""
-        stop = (triton.cdiv(vocab_size, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
-        borders = torch.arange(0, stop, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32)
-        return torch.searchsorted(self.target, borders, out_int32=True)
+    def slots(self, vocab_size: int) -> Tensor:
+        """Return (V,) int32, the position of the first row of each target, and -1 for other classes."""
+        slots = torch.empty(vocab_size, dtype=torch.int32, device=self.x.device)
+        run(_target_slots, self.target, slots, self.ignore_index)
+        return slots
 
 
-def weight_gradient(grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms) -> None:
-    vocab_size = sum(map(len, grads))
-    targets = SortedTargets.from_terms(terms, vocab_size)
-    run(_weight_gradients, grads, exps, scaled, targets, targets.block_starts(vocab_size))
+def _target_slots(target: Tensor, slots: Tensor, ignore_index: int) -> Iterator[Launch]:
+    args = {
+        "target_ptr": target,
+        "slot_ptr": slots,
+        "rows": len(target),
+        "vocab_size": len(slots),
+        "ignore_index": ignore_index,
+        "steps": len(target).bit_length(),
+    }
+    grid = (triton.cdiv(len(slots), SLOT_CLASSES),)
+    yield Launch(target_slots_kernel, grid, args, {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)})
+
+
+def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
+    targets = SortedTargets.from_terms(terms, len(grad))
+    run(_weight_gradients, grad, exps, scaled, residual, targets.slots(len(grad)))
+    run(_add_target_terms, [grad], targets, residual)
 
 
 def _weight_gradients(
-    grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, targets: SortedTargets, block_starts: Tensor
+    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, slots: Tensor
 ) -> Iterator[Launch]:
-    stop = sum(map(len, grads))
-    for grad, tile in zip(reversed(grads), reversed(exps), strict=True):
-        stop -= len(grad)
-        starts = block_starts[stop // WEIGHT_CLASSES :]
-        target_arguments = {"start": starts, "first_class": stop, **targets.arguments}
-        yield _weight_gradient(tile, scaled, grad, target_arguments, None)
+    stop = len(grad)
+    for tile in reversed(exps):
+        classes = slice(stop - tile.shape[1], stop)
+        yield _weight_gradient(grad[classes], tile, scaled, slots=slots[classes], residual=residual)
+        stop = classes.start
 
 
 def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
@@ -248,24 +258,23 @@ def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_s
 def _divided_weight_gradient(
     grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
 ) -> Iterator[Launch]:
-    yield _weight_gradient(dlogits, x, grad, None, gradient_scale)
+    yield _weight_gradient(grad, dlogits, x, gradient_scale=gradient_scale)
 
 
 def _weight_gradient(
+    grad: Tensor,
     exps: Tensor,  # or gradients of logits
     scaled: Tensor,
-    grad: Tensor,
-    target_arguments: dict[str, Any] | None,  # of the kernel
-    gradient_scale: Tensor | None,
+    *,
+    slots: Tensor | None = None,
+    residual: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
-    if target_arguments is None:
-        target_arguments = {"x": scaled, **dict.fromkeys(("start", "target", "row", "order", "factor"))}
-        target_arguments |= {"hidden": scaled.shape[1], "first_class": 0, "ignore_index": 0}
     options = {
-        "HAS_TARGETS": target_arguments["target"] is not None, "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,
-        "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS, "GROUP": WEIGHT_GROUP, "PROGRAMS": programs,
-        "num_stages": 3, "num_warps": 8,
+        "HAS_TARGETS": slots is not None, "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1",
+        "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP,
+        "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip
     return build_launch(
         weight_gradient_kernel,
@@ -275,22 +284,25 @@ def _weight_gradient(
         exps_desc=TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         scaled_desc=TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         grad_desc=TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
+        scaled=scaled,  # replaces tensors that are None
+        slot=slots,
+        residual=residual,
         gradient_scale=gradient_scale,
         rows=len(exps),
+        hidden=scaled.shape[1],
         classes=len(grad),
-        **target_arguments,
     )
 
 
 def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
-    run(_add_target_terms, grads, SortedTargets.from_terms(terms, sum(map(len, grads))))
+    run(_add_target_terms, grads, SortedTargets.from_terms(terms, sum(map(len, grads))), None)
 
 
-def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterator[Launch]:
+def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets, residual: Tensor | None) -> Iterator[Launch]:
     first_class = 0
     for grad in grads:
         args = {"rows": len(targets.target), "first_class": first_class, "classes": len(grad), **targets.arguments}
         options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **thread_options(grad.device, 4)}
         grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
-        yield build_launch(add_to_targets_kernel, grid, None, options, grad=grad, **args)
+        yield build_launch(add_to_targets_kernel, grid, None, options, grad=grad, residual=residual, **args)
         first_class += len(grad)

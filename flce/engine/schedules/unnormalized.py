@@ -23,7 +23,6 @@ from flce.engine.borrowing import (
     BlockLayout,
     TilePlacement,
     borrow,
-    borrow_as,
     place_tiles,
     second_half_start,
 )
@@ -84,7 +83,7 @@ class Unnormalized(Schedule):
             for k, total in sums.items():
                 scaled = exponentials.scale_rows(xs[k], chunk, self._scaling_memory(ctx, k, xs[k], chunk))
                 if ctx.is_single_chunk(self.rows):
-                    exponentials.compute_weight_gradient(k, [ctx.dw_memory(k)], [exps], scaled)
+                    exponentials.compute_weight_gradient(k, [exps], scaled)
                 else:
                     total.add(exps, scaled)
                 del scaled
@@ -186,15 +185,15 @@ class Borrowed(Schedule):
         tiles += [borrow(dW[place.borrowed_class :], rows, place.stop - place.start) for place in borrowed]
         exponentials = Exponentials(ctx)
         exponentials.compute([x], tiles, chunk)
-        scaled = None
+        scaled = residual = None
         if ctx.problem.needs.inputs[0]:
             product = ctx.new(rows, x.shape[1], dtype=torch.float32)
             for tile, place in zip(tiles, self.tiles, strict=True):
                 ctx.matmul(tile, weight[place.classes], out=product, accumulate=place.start > 0)
             exponentials.finish_input_gradient(0, product, chunk)
-            scaled = borrow_as(product, x.shape, x.dtype)
+            scaled, residual = product.view(x.dtype).view(2, *x.shape)
         scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
-        exponentials.compute_weight_gradient(0, [dW[place.classes] for place in self.tiles], tiles, scaled)
+        exponentials.compute_weight_gradient(0, tiles, scaled, residual)
 
     def for_shard(self, c: Case) -> Schedule:
         candidates = [self.from_size(c, size) for size in self.sizes(c)]
