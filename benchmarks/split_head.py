@@ -172,7 +172,7 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.processes)
         # Collectives return at once: a gather, and a check of the arguments, which would communicate.
         mock.patch("flce.engine.shards.all_gather", copied).start()
-        mock.patch("flce.ops.split_head.can_read_values", return_value=False).start()
+        mock.patch("flce.ops.vocabulary_parallel.can_read_values", return_value=False).start()
     operands, number = Operands(case, device), torch.zeros(1, device=device)
     meter = BenchMeter(device, do_nothing if case.alone else lambda: dist.all_reduce(number), HEAD_START)
 

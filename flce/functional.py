@@ -25,7 +25,7 @@ from flce.core.problem import (
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops import composed
+from flce.ops import unfused
 from flce.ops.arguments import (
     LinearArguments,
     check_linear_arguments,
@@ -39,7 +39,7 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.split_head import SplitHeadArguments
+from flce.ops.vocabulary_parallel import SplitHeadArguments
 from flce.planning.collectives import split_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -131,7 +131,8 @@ def fused_linear_cross_entropy(
             denominator, also where the weight is 0; it is 0 for ignored tokens. With `shift`, `token_weight` belongs to
             the positions of `input`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens over all
-            micro-batches.
+            micro-batches. A number is > 0. A 0-d tensor may be 0, because a GPU's values are not read: then the loss is
+            NaN or infinite, as in a division.
         shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. At most the
             length of the sequence. Hidden states are not copied.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
@@ -176,8 +177,8 @@ def fused_linear_cross_entropy(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
         SplitHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    if args.is_composed:
-        return composed.linear_cross_entropy(args, spec)
+    if args.is_unfused:
+        return unfused.linear_cross_entropy(args, spec)
     problem = make_linear_problem(args, spec)
     out = linear_cross_entropy(problem, options or _DEFAULT_OPTIONS)
     return _make_output(out, problem.target, args.target.shape, spec)
@@ -186,12 +187,8 @@ def fused_linear_cross_entropy(
 def _make_output(
     rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> Tensor | LinearCrossEntropyOutput:
-    """Return the loss or, with statistics, all results.
-
-    Args:
-        rows: outputs of N tokens; losses are reduced.
-        shape: shape of the losses of all tokens.
-    """
+    """Return the loss or, with statistics, all results. rows: outputs of N tokens, with reduced losses; shape: of the
+    losses of all tokens."""
     loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
     if not spec.stats:
         return loss
@@ -204,12 +201,8 @@ def _make_output(
 def _reshape_results(
     results: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec
 ) -> dict[str, Tensor]:
-    """Return the results by name; results of tokens get the shape of all tokens.
-
-    Args:
-        results: tensors by name, reduced or one value for each target; None if not computed. "correct" needs the
-            argmax.
-    """
+    """Return the computed results by name. Results of N tokens get the `shape` of all tokens. "correct" follows
+    from the argmax."""
     named, argmax = dict(results), results["argmax"]
     if argmax is not None and "correct" in spec.stats:  # at ignored rows argmax is -1, and `ignore_index` may be -1
         named["correct"] = (argmax == target) & (target != spec.ignore_index)
@@ -514,7 +507,7 @@ def cross_entropy(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
     if problem.target.is_floating_point():
-        return composed.cross_entropy(problem)
+        return unfused.cross_entropy(problem)
     overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)

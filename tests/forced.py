@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from flce.engine.borrowing import place_tiles
+from flce.engine.borrowing import BlockLayout, place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.ops import linear_call
 from flce.planning.plan import ChunkPlan
@@ -51,6 +53,11 @@ def unnormalized(c: Case) -> Schedule | None:
     if c.options.strategy == "vocab" or not Unnormalized.sizes(c):
         return None
     return Unnormalized(max(1, min(c.num_tokens, c.options.chunk_rows or c.num_tokens)))
+
+
+def blocks_of_16(rows: int) -> Blocks:
+    """Return a schedule of all `rows` and blocks of 16 classes."""
+    return Blocks(Statistics(rows, 16), BlockLayout(rows, 16))
 
 
 def borrowed(count: int) -> Callable[[Case], Schedule | None]:

@@ -114,8 +114,8 @@ def check(
     grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
     tolerance: float | None = None,
-) -> CallResult:
-    """Run flce and the oracle and compare the results."""
+) -> Any:
+    """Run flce and the oracle and compare the results. Return the `CallResult` of flce."""
     outcome = run_fused(problem, options=options, stats=stats, grads=grads, grad_output=grad_output)
     expected = run_oracle(problem, grad_output=grad_output)
     allowed = TOLERANCE[problem.input.dtype] if tolerance is None else tolerance

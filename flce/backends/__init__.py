@@ -18,25 +18,20 @@ OLDEST = 70
 
 
 class Choice(NamedTuple):
+    """A backend, and why it was chosen."""
+
     name: str
     """ "triton" or "torch"."""
     reason: str
 
 
 def choose_backend(device: torch.device, target: DeviceRecord | None = None) -> Choice:
-    """Return ``FLCE_BACKEND`` if it is set, else the default backend of the device: "triton" for CUDA tensors if Triton
-    is installed.
-
-    For meta tensors the backend is always "torch", because they have no values. With ``TRITON_INTERPRET=1`` the default
-    for CPU tensors is "triton". For AMD devices, which PyTorch calls "cuda", the default is "torch": kernels compile
-    for gfx942, and have not been run there.
+    """Return ``FLCE_BACKEND`` if it is set, else the default of the device: "triton" for NVIDIA GPUs if Triton is
+    installed and, with ``TRITON_INTERPRET=1``, for CPU tensors. Meta tensors have no values: their backend is "torch".
 
     Args:
         device: the device of the tensors.
         target: a GPU of another machine with Triton, for which the backend is chosen. None: the GPU of this machine.
-
-    Raises:
-        ValueError: ``FLCE_BACKEND`` has another value, or it is "triton" and Triton cannot run.
     """
     requested, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
     return _choose(device, requested, interpreted, "" if target is None else target.arch)

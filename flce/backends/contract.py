@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flce.core.problem import LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots of the running state of a row, which statistics update tile by tile.
@@ -104,30 +104,8 @@ def num_partial_statistics(spec: LossSpec) -> int:
     return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
 
 
-class RowProblem(Protocol):
-    """N rows of logits, computed by a head or given by a user, with everything except the logits. N may be several
-    dimensions here."""
-
-    @property
-    def target(self) -> Tensor: ...  # (N,) int64
-    @property
-    def class_weight(self) -> Tensor | None: ...  # (V,)
-    @property
-    def token_weight(self) -> Tensor | None: ...  # (N,)
-    @property
-    def num_items(self) -> Tensor | None: ...  # ()
-    @property
-    def spec(self) -> LossSpec: ...
-    @property
-    def shift(self) -> int: ...  # `target` starts at this position of the user's target
-    @property
-    def token_weight_grad(self) -> bool: ...  # True if the gradient of token_weight is needed
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...  # of the logits
-    @property
-    def device(self) -> torch.device: ...
+# A call of a loss, with a head or with logits.
+RowProblem: TypeAlias = LinearCrossEntropyProblem | CrossEntropyProblem
 
 
 class RowInputs(NamedTuple):
@@ -358,10 +336,7 @@ class Backend(Protocol):
         count: Tensor | None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
-        exponentials and factors.
-
-        The gradient of the logits is ``factors[0][:, None] * exps``, except in the target's column: there `exps` is 0,
-        and the gradient is ``factors[1]``.
+        exponentials and factors, from which the gradient is computed as in `exponentials`.
 
         Args:
             x: (rows, H) bfloat16.
@@ -402,8 +377,7 @@ class Backend(Protocol):
         registers.
 
         grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; gradient_scale: () float32, or
-            None
-        for 1.
+        None for 1.
         """
 
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
@@ -428,9 +402,8 @@ class Backend(Protocol):
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """Add ``x[i] @ weight[ids[i, k]]`` to ``out[i, k]`` where `ids` is a class.
 
-        x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype.
-
-        The sum is the same for any number of rows.
+        x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype. The sum is the
+        same for any number of rows.
         """
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends import reduction
+from flce.backends import formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
@@ -132,8 +132,8 @@ class TorchBackend:
         row, entry = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
         tile[row, column[row, entry]] = values[row, entry].to(tile.dtype)
 
-    loss_scales = staticmethod(reduction.loss_scales)
-    reduce = staticmethod(reduction.reduce)
+    loss_scales = staticmethod(formulas.loss_scales)
+    reduce = staticmethod(formulas.reduce)
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         # On a CPU the factor can be read without cost. On other devices the host would have to wait.
@@ -201,17 +201,13 @@ def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
     """Yield the slabs of a tile, (rows, cols) or (outer, inner, cols): an index into it and a slice of all its rows."""
     *outer, rows, cols = tile.shape
     step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, accumulation_dtype(tile.dtype).itemsize)
-    if not outer:
+    groups = max(1, step // max(1, rows))  # more than one only if each is complete
+    for begin in range(0, outer[0] if outer else 1, groups):
+        end = min(begin + groups, outer[0]) if outer else 1
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            yield part, part
-        return
-    groups = max(1, step // max(1, rows))  # more than one only if each is complete
-    for begin in range(0, outer[0], groups):
-        end = min(begin + groups, outer[0])
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            yield (slice(begin, end), slice(start, stop)), slice(begin * rows + start, (end - 1) * rows + stop)
+            places = slice(begin * rows + part.start, (end - 1) * rows + part.stop)
+            yield (slice(begin, end), part) if outer else part, places
 
 
 def _select_piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:

@@ -1,8 +1,8 @@
 """The formulas of the loss in plain PyTorch, on vectors of one value per row.
 
 The PyTorch backend and the merging of shards call them: they finish the statistics of the online softmax, merge the
-statistics of several processes, and compute losses, results and row gradients. `triton/math.py` has the same formulas
-for kernels.
+statistics of several processes, compute losses, results and row gradients, and reduce losses. `triton/math.py` and
+`triton/reduction.py` have the same formulas for kernels.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from flce.backends.contract import (
     SUM,
     TARGET,
     TARGET_LOGIT,
+    RowOutputs,
+    RowProblem,
     TileCall,
     log_sum_exp,
 )
-from flce.core.problem import LossSpec
+from flce.core.problem import LossSpec, accumulation_dtype
 
 
 def write_empty_state(state: Tensor) -> None:
@@ -114,6 +116,37 @@ def row_gradient(call: TileCall, targets: Targets) -> Tensor:
     if spec.z_loss:
         factors[SOFTMAX] += row * z_loss_scale * (2.0 * spec.z_loss) * lse
     return where(targets.valid, factors, 0.0)
+
+
+def loss_scales(p: RowProblem) -> Tensor:
+    """Return the result of `Backend.loss_scales`."""
+    accum, target = accumulation_dtype(p.dtype), p.target
+    if p.class_weight is None:
+        weight_sum = torch.full((), p.vocab_size, dtype=accum, device=p.device)
+    else:
+        weight_sum = p.class_weight.sum(dtype=accum)
+    if p.spec.reduction == "mean":
+        valid = target != p.spec.ignore_index
+        ce_scale = z_scale = valid.sum().to(accum).reciprocal()
+        if p.class_weight is not None:
+            weights = p.class_weight[target.clamp(0, p.vocab_size - 1)].to(accum)
+            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
+    elif p.num_items is None:
+        ce_scale = z_scale = torch.ones_like(weight_sum)
+    else:
+        ce_scale = z_scale = p.num_items.to(accum).reciprocal()
+    return torch.stack((ce_scale, z_scale, weight_sum))
+
+
+def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the result of `Backend.reduce`."""
+    scales = loss_scales(p) if scales is None else scales
+    cross_entropy, z_loss = out.losses
+    loss = cross_entropy.sum() * scales[0]
+    if z_loss is None:
+        return loss, None, scales
+    total_z_loss = z_loss.sum() * scales[1]
+    return loss + total_z_loss, total_z_loss, scales
 
 
 # ----------------------------------------------------------------------------------------------- statistics

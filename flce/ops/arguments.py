@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, SplitHeadArguments, prepare_split_head
+from flce.ops.vocabulary_parallel import NOT_SPLIT, SplitHeadArguments, prepare_split_head
 from flce.torch_ops.frames import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
@@ -35,6 +35,8 @@ _OPTIONAL = {"linear_bias", "weight", "token_weight"}
 _INDEX_TENSORS = {"target", "candidates"}
 # Tensors that must be equal in all processes of a divided head.
 _REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
+# The usual mistake in calls that come from other libraries.
+_ARGUMENT_ORDER = "hidden states come first, then linear_weight, then target"
 # PyTorch's functions that support every kind of derivative, for messages.
 _STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 _STOCK_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
@@ -52,8 +54,9 @@ class LinearArguments(NamedTuple):
     token_weight: Tensor | None  # (..., d_1, ..., d_K)
     num_items: Tensor | None  # ()
     shift: int
-    is_composed: bool
-    """True if PyTorch's operators compute the loss, with the logits in memory."""
+    is_unfused: bool
+    """True if `ops.unfused` computes the loss with PyTorch's operators, with the logits in memory: for class
+    probabilities and K-dimensional heads."""
     shard: Shard | None
     """Shard of the weights; None: all classes."""
     vocab_size: int
@@ -90,21 +93,21 @@ def check_linear_arguments(
     if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
         _refuse_head(input, linear_weight)
     probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
-    is_composed = probabilities or linear_weight.dim() > 2
-    if is_composed and is_logprobs:
-        _refuse_composed_logprobs(linear_weight, target)
+    is_unfused = probabilities or linear_weight.dim() > 2
+    if is_unfused and is_logprobs:
+        if linear_weight.dim() > 2:
+            raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+        raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
     if weight is not None and not probabilities:
-        refuse_gradient(weight)
+        refuse_class_weight_gradient(weight)
     if options is not None:
         check_options(options)
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
-    if not is_composed and is_in_transform():
+    if not is_unfused and is_in_transform():
         # Checked before the input is gathered, because the gathered input has no tangent.
-        function, instead = (
-            ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
-        )
-        refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
+        names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
+        refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
     shard, all_classes = None, len(linear_weight)
     num_class_weights = all_classes
     if split_head != NOT_SPLIT:
@@ -130,7 +133,7 @@ def check_linear_arguments(
         if value.dtype != input.dtype or input.dtype not in FLOATING:
             _refuse_dtype_of_operand(name, value, input)
     if linear_bias is not None:
-        linear_bias = _wide_bias(linear_bias, input)
+        linear_bias = _cast_bias(linear_bias, input)
     if num_items is not None:
         num_items = num_items_tensor(num_items, spec, input)
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
@@ -148,12 +151,12 @@ def check_linear_arguments(
     ):
         if tensor is not None and tensor.shape != shape:
             _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
-    if is_composed:
+    if is_unfused:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
-        _check_composed(spec, probabilities)
+        _check_unfused(spec, probabilities)
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_composed, shard,
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_unfused, shard,
         all_classes,
     )  # fmt: skip
 
@@ -300,7 +303,7 @@ def check_logits_arguments(
         for name, given in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
             if given:
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        _check_composed(spec, probabilities=True)
+        _check_unfused(spec, probabilities=True)
     else:
         refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
         accum = accumulation_dtype(logits.dtype)
@@ -308,7 +311,7 @@ def check_logits_arguments(
         if shift:
             target = shift_target(target, shift, spec.ignore_index)
         if weight is not None:
-            refuse_gradient(weight)
+            refuse_class_weight_gradient(weight)
             weight = weight.detach().to(accum).contiguous()
         token_weight = None if token_weight is None else token_weight.to(accum)
     token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
@@ -320,16 +323,8 @@ def check_logits_arguments(
 
 
 def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIONAL, dtensors: bool = False) -> None:
-    """Check that tensors are dense, on the device of the first tensor, and of a dtype that fits their names.
-
-    Args:
-        tensors: by argument name.
-        optional: names of tensors that may be None.
-        dtensors: True if a `DTensor` is allowed.
-
-    Raises:
-        TypeError, ValueError: the message names the argument.
-    """
+    """Check that tensors, by argument name, are dense, on the device of the first tensor, and of a dtype that fits the
+    name. `optional`: names of tensors that may be None. `dtensors`: True if a `DTensor` is allowed."""
     first: Any = None
     for name, value in tensors.items():
         if value is None and name in optional:
@@ -405,11 +400,8 @@ def _refuse_dtype(name: str, value: Tensor, target: Any) -> NoReturn:
     swapped = value.dtype in _INDEX_DTYPES and isinstance(target, Tensor) and target.is_floating_point()
     if name == "linear_weight" and not swapped and value.dtype in (torch.int8, torch.uint8):
         _refuse_quantised(value)
-    order = "logits come first, then target" if name == "logits" else _ORDER
+    order = "logits come first, then target" if name == "logits" else _ARGUMENT_ORDER
     raise TypeError(f"{name} must have a floating dtype, got {value.dtype}{f': {order}' if swapped else ''}")
-
-
-_ORDER = "hidden states come first, then linear_weight, then target"
 
 
 def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoReturn:
@@ -422,7 +414,7 @@ def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoRetur
     )
 
 
-def refuse_gradient(weight: Tensor) -> None:
+def refuse_class_weight_gradient(weight: Tensor) -> None:
     """Raise ValueError if class weights require a gradient. PyTorch does not compute one either."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("weight gets no gradient, got a tensor that requires grad: give weight.detach()")
@@ -443,12 +435,6 @@ def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
         f"linear_weight must have shape (V, H) with the H of input, {input.shape[-1]}, got {shape} with input "
         f"{tuple(input.shape)}{hint}"
     )
-
-
-def _refuse_composed_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn:
-    if linear_weight.dim() > 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
 
 
 def _adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -480,12 +466,12 @@ def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, li
 
 
 def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
-    """Raise ValueError. `related`: the tensors that determine `shape`, hidden states or logits first."""
+    """Raise ValueError. `related`: the tensors that determine `shape`, the input or the logits first."""
     first, *others = related.values()
     hint = ""
     if name == "target":
         if others and value.shape == others[0].shape[:-1]:
-            hint = f": {_ORDER}"
+            hint = f": {_ARGUMENT_ORDER}"
         elif value.is_floating_point() and value.shape == first.shape[:-1]:
             hint = ": a floating target is read as class probabilities, for indices call .long()"
         elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
@@ -494,17 +480,17 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
 
-# The fields of `LossSpec` that `ops.composed` computes. Other fields raise an error there.
-COMPOSED_FIELDS = {
+# The fields of `LossSpec` that `ops.unfused` computes. Other fields raise an error there.
+UNFUSED_FIELDS = {
     "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "stats"
 }  # fmt: skip
 
 
-def _check_composed(spec: LossSpec, probabilities: bool) -> None:
-    """Raise ValueError for options that `ops.composed` does not compute, or that need class indices."""
+def _check_unfused(spec: LossSpec, probabilities: bool) -> None:
+    """Raise ValueError for options that `ops.unfused` does not compute, or that need class indices."""
     for field in fields(spec):
         value = getattr(spec, field.name)
-        if field.name not in COMPOSED_FIELDS and value != field.default:
+        if field.name not in UNFUSED_FIELDS and value != field.default:
             raise ValueError(f"{field.name}={value!r} needs class-index targets and a weight of two dimensions")
     if not probabilities:
         return
@@ -538,7 +524,7 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(autocast_operand_dtype(tensor.dtype, tensor.device.type))
 
 
-def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
+def _cast_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     """Return the bias in the dtype of the logits. Autocast does not round it to a narrower dtype before."""
     accum = accumulation_dtype(input.dtype)
     narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
@@ -551,13 +537,8 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
 
 
 def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], refuse_vmap: bool = False) -> None:
-    """Raise RuntimeError if a tensor is in a transform of torch.func that the operators do not support.
-
-    Args:
-        function: the public function.
-        instead: functions of PyTorch that support the transforms.
-        refuse_vmap: True if `torch.func.vmap` raises an error, too.
-    """
+    """Raise RuntimeError if a tensor of the public `function` is in a transform of torch.func that its operators do not
+    support. `instead`: functions of PyTorch that support it. `refuse_vmap`: True to refuse `torch.func.vmap`, too."""
     if not is_in_transform():
         return
     use = f"use {instead} for that, or"
@@ -595,7 +576,7 @@ def refuse_double_backward(function: str, instead: str) -> None:
 
 
 def check_shift(shift: int, target: Tensor | None = None) -> int:
-    """Return `shift` as an int. Raise an error if it is not an int >= 0, or > 0 for a target without dimension."""
+    """Return `shift` as an int. Raise an error if it is not an int >= 0, or if it is > 0 and the target is 0-d."""
     shift = check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
@@ -605,17 +586,12 @@ def check_shift(shift: int, target: Tensor | None = None) -> int:
 
 
 def check_options(options: ChunkOptions | None) -> None:
-    """Raise TypeError if the options have another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
 def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions. `shift` is > 0.
-
-    Raises:
-        ValueError: the sequence is shorter than `shift`.
-    """
+    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions. `shift` is > 0."""
     if shift > target.shape[-1]:
         raise ValueError(
             f"shift must be at most the length of the sequence, the last dimension of target {tuple(target.shape)}, "

@@ -37,14 +37,14 @@ _SCHEMA = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
     "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
 )
-# The results of `vectors.pack_outputs` in the shape of the target, loss first; the result of `Backend.loss_scales` for
-# backward, (3,), or (0,) if there are no scales; and the gradient of `token_weight`, (...) or (0,).
-_RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
+# The fields of `RowOutputs`, in the shape of the target and (0,) if not requested; the result of `Backend.loss_scales`
+# for backward, (3,), or (0,) if there are no scales; and the gradient of `token_weight`, (...) or (0,).
+_RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor loss_scales", "Tensor token_weight_grad"])
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
-    """Compute loss and statistics of a problem. ``loss`` has a gradient, which itself has none. If `inplace` is False,
-    several backward passes can use the graph.
+    """Compute loss and statistics of a problem. ``loss`` is differentiable once, and if `inplace` is False, several
+    backward passes can use the graph.
 
     Raises:
         RuntimeError: the logits cannot be overwritten.
@@ -52,11 +52,11 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
     logits = problem.logits
     if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
         check_overwritable(logits)
-        # With `rebase` autograd treats the logits as a result of this in-place operation, so that a later use of them
-        # raises an error. This is impossible for a view, and for logits that retain their gradient.
-        rebase = logits._base is None and not logits.retains_grad
-        outputs = _InPlace.apply(logits, problem.token_weight, problem, rebase)
-        *rows, _, _ = outputs[1:] if rebase else outputs
+        # If the logits are also a result of the autograd function, a later use of them raises an error. This is
+        # impossible for a view, and for logits that retain their gradient.
+        returns_logits = logits._base is None and not logits.retains_grad
+        outputs = _InPlace.apply(logits, problem.token_weight, problem, returns_logits)
+        *rows, _, _ = outputs[1:] if returns_logits else outputs
     else:
         *rows, _, _ = torch.ops.flce.cross_entropy(*_Arguments.from_problem(problem))
     return RowOutputs.from_tensors(problem.spec, rows)
@@ -100,6 +100,7 @@ def check_overwritable(logits: Tensor) -> None:
 
 
 def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
+    """Return the results of the operator, as `_RESULTS` lists them."""
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=False).for_loss
     logits, order = as_rows(p.logits)
@@ -110,9 +111,8 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
 
 
 def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return losses and statistics, and the gradient scale (None: 1). Overwrite the logits with the scaled gradient.
-
-    The gradient is the gradient of the reduced loss, or of the loss of each row if losses are not reduced.
+    """Return the results of the operator, and the gradient scale (None: 1). Overwrite the logits with their gradient
+    times this scale: the gradient of the reduced loss, or of the loss of each row if losses are not reduced.
     """
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=True, has_gradient_scale=p.dtype == torch.float16)
@@ -177,10 +177,11 @@ def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, 
 def _reduce_outputs(
     p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
 ) -> tuple[Tensor, ...]:
+    """Return the results of the operator, as `_RESULTS` lists them, from the outputs of all rows."""
     weight = None if p.token_weight is None else order.flatten(p.token_weight)
-    results, scales, grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), weight)
+    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), weight)
     results = results.map(lambda t: order.unflatten(t) if t.dim() else t)
-    others = (scales, None if grad is None else order.unflatten(grad))
+    others = (scales, None if token_weight_grad is None else order.unflatten(token_weight_grad))
     return *vectors.pack_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
 
 
@@ -189,30 +190,32 @@ def _reduce_outputs(
 
 
 class _InPlace(torch.autograd.Function):
-    """Autograd function, because a custom operator that mutates an argument cannot have a derivative."""
+    """Autograd function of a loss whose gradient overwrites the logits. A custom operator that mutates an argument
+    cannot have a derivative."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, token_weight: Tensor | None, problem: CrossEntropyProblem, rebase: bool
+        ctx: Any, logits: Tensor, token_weight: Tensor | None, problem: CrossEntropyProblem, returns_logits: bool
     ) -> tuple[Tensor, ...]:
         mark_frames()
         out, gradient_scale = _compute_losses_and_gradient(problem)
         # Autograd does not see the writes of kernels. With a new version it detects in backward that logits changed.
-        if rebase:
+        if returns_logits:
             ctx.mark_dirty(logits)
         else:
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(logits.detach(), gradient_scale, problem.target, out[-1])
-        ctx.rebase, ctx.has_weight_grad, ctx.ignore_index = rebase, problem.token_weight_grad, problem.spec.ignore_index
+        ctx.returns_logits, ctx.needs_token_weight = returns_logits, problem.token_weight_grad
+        ctx.ignore_index = problem.spec.ignore_index
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
         ctx.has_run = False
-        return (logits, *out) if rebase else out
+        return (logits, *out) if returns_logits else out
 
     @staticmethod
     @skip_frame_and_callees
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if ctx.rebase:
+        if ctx.returns_logits:
             grad_logits, *grads = grads  # type: ignore[assignment]
             if grad_logits is not None:
                 raise RuntimeError(
@@ -229,19 +232,19 @@ class _InPlace(torch.autograd.Function):
                 "the memory of the logits as the gradient. Use inplace=False for retain_graph=True."
             )
         ctx.has_run = True
-        grad, gradient_scale, target, weight_grad = ctx.saved_tensors
-        weight_grad = grad_loss * weight_grad if ctx.has_weight_grad else None
+        grad, gradient_scale, target, token_weight_grad = ctx.saved_tensors
+        token_weight_grad = grad_loss * token_weight_grad if ctx.needs_token_weight else None
         factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
         if is_batched(factor):  # several upstream gradients share one gradient in memory
             row_factors = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
-            return (grad.to(factor.dtype) * row_factors).to(grad.dtype), weight_grad, None, None
+            return (grad.to(factor.dtype) * row_factors).to(grad.dtype), token_weight_grad, None, None
         if row_order(grad) is None:  # a hook on saved tensors may return other strides
             grad = grad.contiguous()
         rows, order = as_rows(grad)
         factor = order.flatten(factor) if factor.dim() else factor
         # An ignored row stays 0, also for an infinite or NaN upstream gradient.
         get_backend(grad.device).scale_rows_(rows, factor, order.flatten(target), ctx.ignore_index)
-        return grad, weight_grad, None, None
+        return grad, token_weight_grad, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -286,38 +289,39 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).problem
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
-    sizes = (num_scales,), p.target.shape if p.token_weight_grad else (0,)
-    constants, weight_grad = (p.logits.new_empty(size, dtype=accumulation_dtype(p.dtype)) for size in sizes)
-    return *vectors.fake_outputs(p, p.logits), constants, weight_grad
+    shapes = (num_scales,), p.target.shape if p.token_weight_grad else (0,)
+    others = (p.logits.new_empty(shape, dtype=accumulation_dtype(p.dtype)) for shape in shapes)
+    return *vectors.fake_outputs(p, p.logits), *others
 
 
-def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _compute_gradient(_Arguments(*args).problem, normalizer, constants, upstream)
+def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    return _compute_gradient(_Arguments(*args).problem, normalizer, loss_scales, upstream)
 
 
-def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
+def _backward_fake(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
     return empty_like_rows(logits, as_rows(logits)[1])[0]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, constants, weight_grad = output
+    *rows, loss_scales, token_weight_grad = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    *tensors, spec, shift, token_weight_grad, group, start, vocab_size = inputs
-    ctx.scalars = spec, shift, token_weight_grad, group, start, vocab_size
-    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, weight_grad, *tensors)
+    arguments = _Arguments(*inputs)
+    ctx.scalars = arguments[arguments._fields.index("spec") :]
+    tensors = arguments[: -len(ctx.scalars)]
+    ctx.save_for_backward(RowOutputs(*rows).normalizer, loss_scales, token_weight_grad, *tensors)
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_loss is None:
         return tuple(_Arguments())
     refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
-    normalizer, constants, weight_grad, *tensors = ctx.saved_tensors
+    normalizer, loss_scales, token_weight_grad, *tensors = ctx.saved_tensors
     needed, grad = _Arguments(*ctx.needs_input_grad), None
     if needed.logits:
         upstream = grad_loss.contiguous()
-        grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
-    return tuple(_Arguments(logits=grad, token_weight=grad_loss * weight_grad if needed.token_weight else None))
+        grad = torch.ops.flce.cross_entropy_backward(normalizer, loss_scales, upstream, *tensors, *ctx.scalars)
+    return tuple(_Arguments(logits=grad, token_weight=grad_loss * token_weight_grad if needed.token_weight else None))
 
 
 register_operator(
@@ -330,7 +334,7 @@ register_operator(
 )
 register_operator(
     "cross_entropy_backward",
-    f"(Tensor normalizer, Tensor constants, Tensor upstream, {_SCHEMA}) -> Tensor",
+    f"(Tensor normalizer, Tensor loss_scales, Tensor upstream, {_SCHEMA}) -> Tensor",
     _backward,
     _backward_fake,
 )

@@ -49,6 +49,7 @@ class OperatorArguments(NamedTuple):
     row_factor: Tensor | None = None
     candidates: Tensor | None = None
     settings: Any = None
+    """JSON of everything that is not a tensor: `LossSpec`, `ChunkOptions` and `_OtherSettings`."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all tensors in one tuple, in the order in which autograd saves them."""
@@ -58,10 +59,10 @@ class OperatorArguments(NamedTuple):
     @staticmethod
     def from_tensors(tensors: Sequence[Any], settings: str) -> OperatorArguments:
         """Return the arguments with these `tensors`, as ordered by `tensors()`."""
-        terms = (len(tensors) - len(OperatorArguments._fields) + 3) // 2
-        return OperatorArguments._make(
-            [list(tensors[:terms]), list(tensors[terms : 2 * terms]), *tensors[2 * terms :], settings]
-        )
+        others = len(OperatorArguments._fields) - len(("inputs", "weights", "settings"))
+        terms = (len(tensors) - others) // 2
+        inputs, weights = list(tensors[:terms]), list(tensors[terms : 2 * terms])
+        return OperatorArguments._make([inputs, weights, *tensors[2 * terms :], settings])
 
     @staticmethod
     def place_gradients(
@@ -76,25 +77,25 @@ class OperatorArguments(NamedTuple):
 
     def to_call(self, spec: type[LossSpec] = LossSpec) -> LinearCall:
         """Return the call. `spec` is the class of its scalar arguments."""
-        loss, options, constants = from_json(self.settings, (spec, ChunkOptions, _CallConstants))
+        loss, options, others = from_json(self.settings, (spec, ChunkOptions, _OtherSettings))
         problem = LinearCrossEntropyProblem(
             terms=tuple(map(LinearTerm, self.inputs, self.weights)),
             **{name: getattr(self, name) for name in _VECTORS},
             spec=loss,
-            needs=Needs.from_flat(constants.needs),
-            shift=constants.shift,
-            token_weight_grad=constants.token_weight_grad,
-            shard=Shard(*constants.shard) if constants.shard else None,
+            needs=Needs.from_flat(others.needs),
+            shift=others.shift,
+            token_weight_grad=others.token_weight_grad,
+            shard=Shard(*others.shard) if others.shard else None,
         )
-        return LinearCall(problem, options, constants.is_traced, self.candidates)
+        return LinearCall(problem, options, others.is_traced, self.candidates)
 
 
 _VECTORS = "target", "linear_bias", "class_weight", "token_weight", "num_items", "row_factor"
 
 
 @dataclass(frozen=True)
-class _CallConstants:
-    """Constants of a call that are not in `LossSpec` or `ChunkOptions`."""
+class _OtherSettings:
+    """Settings of a call that are neither in `LossSpec` nor in `ChunkOptions`."""
 
     needs: tuple[bool, ...]
     shift: int
@@ -119,8 +120,8 @@ class LinearCall:
     def to_arguments(self) -> OperatorArguments:
         p, s = self.problem, self.problem.shard
         shard = (s.group, specialize(s.start), specialize(s.vocab_size), s.sequence_parallel) if s else ()
-        constants = _CallConstants(p.needs.flat, p.shift, p.token_weight_grad, self.is_traced, shard)
-        return OperatorArguments.from_tensors(self.tensors(), to_json(p.spec, self.options, constants))
+        others = _OtherSettings(p.needs.flat, p.shift, p.token_weight_grad, self.is_traced, shard)
+        return OperatorArguments.from_tensors(self.tensors(), to_json(p.spec, self.options, others))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors as `OperatorArguments.tensors` does."""
@@ -154,21 +155,25 @@ class LinearCall:
 
     @property
     def has_forward_gradients(self) -> bool:
-        """True if forward computes the gradients.
+        """True if forward computes the gradients; False if backward computes them, or if there are none.
 
-        A graph needs this value without a plan, for any number of tokens. Therefore, with ``strategy="auto"``, forward
-        in a graph always computes the gradients, also with a schedule that otherwise defers them.
+        The number of results of the operator depends on it. Outside of a graph the plan decides. A graph needs the
+        value without a plan, for any number of tokens: therefore, with ``strategy="auto"``, forward in a graph always
+        computes the gradients, also with a schedule that otherwise defers them.
         """
         c = self.case
-        if not c.needs.any or c.spec.reduction == "none" or c.options.strategy != "auto":
-            return c.needs.any and c.spec.reduction != "none" and c.options.strategy == "tokens"
+        if not c.needs.any or c.spec.reduction == "none":
+            return False
+        if c.options.strategy != "auto":
+            return c.options.strategy == "tokens"
         if self.is_traced:
             return True
         try:
             # Sizes may be symbols of a tracer other than `torch.compile`. The graph of such a tracer has fixed sizes.
             sizes = int(c.num_tokens), tuple(map(int, c.hidden_sizes)), int(c.vocab_size)
-            number, hidden, vocab = sizes
-            return not plan_for_case(replace(c, num_tokens=number, hidden_sizes=hidden, vocab_size=vocab)).deferred
+            num_tokens, hidden_sizes, vocab_size = sizes
+            fixed = replace(c, num_tokens=num_tokens, hidden_sizes=hidden_sizes, vocab_size=vocab_size)
+            return not plan_for_case(fixed).deferred
         except ValueError:  # no plan fits into the budget: the call itself raises the error
             return True
 

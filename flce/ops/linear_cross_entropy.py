@@ -33,10 +33,10 @@ from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
 from flce.torch_ops.registration import register_operator
 from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
-# The results of `vectors.pack_outputs`, loss first; the gradients times a gradient scale, in the order of `Needs.flat`
+# The fields of `RowOutputs`, (0,) if not requested; the gradients times a gradient scale, in the order of `Needs.flat`
 # (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
 _RESULTS = ", ".join(
-    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor gradient_scale", "Tensor weight_grad"]
+    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor gradient_scale", "Tensor token_weight_grad"]
 )
 
 
@@ -56,8 +56,8 @@ def _forward(*args: Any) -> tuple[Any, ...]:
     call = OperatorArguments(*args).to_call()
     result = _run_forward(call, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
     optional = result.gradient_scale, result.token_weight_gradient
-    gradient_scale, weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
-    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, weight_grad
+    gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
+    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad
 
 
 def _run_forward(call: LinearCall, route: str) -> passes.ForwardResult:
@@ -78,18 +78,14 @@ def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     scaled = gradients and call.case.dtypes(deferred=False).logits_grad == torch.float16
     gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
-    weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
+    token_weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
     grads = call.fake_gradients(forward=True) if gradients else []
-    return *vectors.fake_outputs(p, like), grads, gradient_scale, weight_grad
+    return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad
 
 
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
-    """Return fake results of ``flce::linear_cross_entropy`` as on a GPU, and the plan for this GPU.
-
-    Args:
-        args: arguments of the operator, tensors without values.
-        gpu: the GPU, which replaces the device of the tensors.
-    """
+    """Return fake results of ``flce::linear_cross_entropy``, and the plan, for tensors without values. `gpu` replaces
+    the device of the tensors."""
     call = replace(OperatorArguments(*args).to_call(), gpu=gpu)
     return _fake_outputs(call), plan_for_case(call.case)
 
@@ -104,11 +100,10 @@ def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Ten
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, grads, gradient_scale, weight_grad = output
-    ctx.mark_non_differentiable(*rows[1:], *grads, gradient_scale, weight_grad)
-    _save_for_backward(
-        ctx, OperatorArguments(*inputs).to_call(), grads, gradient_scale, weight_grad, RowOutputs(*rows).normalizer
-    )
+    *rows, grads, gradient_scale, token_weight_grad = output
+    ctx.mark_non_differentiable(*rows[1:], *grads, gradient_scale, token_weight_grad)
+    call, normalizer = OperatorArguments(*inputs).to_call(), RowOutputs(*rows).normalizer
+    _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, normalizer)
 
 
 def _save_for_backward(
@@ -116,20 +111,21 @@ def _save_for_backward(
     call: LinearCall,
     grads: Sequence[Tensor],
     gradient_scale: Tensor | None,
-    weight_grad: Tensor | None,
+    token_weight_grad: Tensor | None,
     normalizer: Tensor,
 ) -> None:
     """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the call's tensors."""
     p = call.problem
-    ctx.needs, ctx.has_weight_grad, ctx.dtype, ctx.deferred = p.needs.flat, p.token_weight_grad, p.dtype, not grads
+    ctx.needs, ctx.needs_token_weight = p.needs.flat, p.token_weight_grad
+    ctx.dtype, ctx.has_forward_gradients = p.dtype, bool(grads)
     # Otherwise autograd allocates a zero gradient for every output, also for an output as large as the head.
     ctx.set_materialize_grads(False)
     if grads:
-        ctx.save_for_backward(weight_grad, *grads, gradient_scale)
+        ctx.save_for_backward(token_weight_grad, *grads, gradient_scale)
     else:
         arguments = call.to_arguments()
         ctx.settings = arguments.settings
-        ctx.save_for_backward(weight_grad, normalizer, *arguments.tensors())
+        ctx.save_for_backward(token_weight_grad, normalizer, *arguments.tensors())
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -137,7 +133,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_loss is None:
         return OperatorArguments.place_gradients(ctx.needs)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
-    weight_grad, *saved = ctx.saved_tensors
+    token_weight_grad, *saved = ctx.saved_tensors
     gradients: Sequence[Tensor] = ()
     can_bypass = _can_bypass_dispatcher((grad_loss, *saved))
     if not can_bypass:
@@ -152,20 +148,16 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     else:
         gradients = _compute_gradients(ctx, saved, grad_loss, can_bypass, in_place=not private.is_graph_retained())
     return OperatorArguments.place_gradients(
-        ctx.needs, gradients, grad_loss * weight_grad if ctx.has_weight_grad else None
+        ctx.needs, gradients, grad_loss * token_weight_grad if ctx.needs_token_weight else None
     )
 
 
 def _compute_gradients(
     ctx: Any, saved: Sequence[Tensor], upstream: Tensor, can_bypass: bool, in_place: bool
 ) -> Sequence[Tensor]:
-    """Return the needed gradients, in the order of `Needs.flat`.
-
-    Args:
-        can_bypass: True if no operator is called: `_can_bypass_dispatcher`.
-        in_place: True if the memory of saved gradients may be overwritten.
-    """
-    if ctx.deferred:
+    """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
+    `in_place`: True if the memory of saved gradients may be overwritten."""
+    if not ctx.has_forward_gradients:
         normalizer, *tensors = saved
         backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward
         return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.settings))
@@ -176,7 +168,7 @@ def _compute_gradients(
         # it, and the division would change it even if the upstream gradient is 1.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
-    steps: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
+    scaling: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
     result, scaled_in_place = [], []
     # Allocations come first: if one fails, no gradient is overwritten yet, and backward can be called again.
     for grad in grads:
@@ -187,9 +179,9 @@ def _compute_gradients(
             scaled_in_place.append(grad)
             result.append(grad)
         else:
-            result.append(steps.scale_cast(grad, factor, dtype))
+            result.append(scaling.scale_cast(grad, factor, dtype))
     if scaled_in_place:
-        steps.scale_(scaled_in_place, factor)
+        scaling.scale_(scaled_in_place, factor)
     return result
 
 
@@ -225,9 +217,9 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
         mark_frames()
-        rows, grads, gradient_scale, weight_grad = _run_forward(call, new_shapes.DIRECT)
+        rows, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
-        _save_for_backward(ctx, call, grads, gradient_scale, weight_grad, rows.normalizer)
+        _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, rows.normalizer)
         # Every tensor that a node returns costs host time. The normalizer is needed for statistics only.
         return (*rows[:2], rows.normalizer if call.problem.spec.stats else None, *rows[3:])
 

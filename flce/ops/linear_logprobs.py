@@ -1,7 +1,7 @@
 """Custom operators of `flce.linear_logprobs`, and their derivatives.
 
 * ``flce::linear_logprobs``: the results of each token. Its plan is the plan of a call without gradients, so the bits of
-the results do not depend on the gradients that are computed later.
+  the results do not depend on the gradients that are computed later.
 * ``flce::linear_logprobs_backward``: the gradients, for any upstream gradients of the results.
 """
 
@@ -44,7 +44,7 @@ class LogprobResults(NamedTuple):
     top_k_ids: Tensor  # (N, k) int64
 
 
-_DIFFERENTIABLE = 4
+_NUM_DIFFERENTIABLE = 4
 
 
 def linear_logprobs(
@@ -69,10 +69,10 @@ def linear_logprobs(
     return results
 
 
-def _in_order(
+def _order_results(
     rows: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any
 ) -> LogprobResults:
-    """Return values of results in the order of `LogprobResults`. `rows`: values in the order of `RowOutputs`."""
+    """Return the values in the order of `LogprobResults`. `rows`: values in the order of `RowOutputs`."""
     named = {**dict(zip(RowOutputs._fields, rows, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
     named |= {"top_k_logprob": top_k_logprob, "top_k_ids": top_k_ids}
     return LogprobResults(*[named[name] for name in LogprobResults._fields])
@@ -81,7 +81,7 @@ def _in_order(
 def _requested_results(spec: LogprobSpec) -> LogprobResults:
     """Return a bool for each result: True if the caller requested it."""
     top = spec.top_k > 0
-    return _in_order(RowOutputs.requested_fields(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
+    return _order_results(RowOutputs.requested_fields(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
 
 
 def _without_gradients(call: LinearCall) -> LinearCall:
@@ -100,10 +100,8 @@ def _plan_untraced(call: LinearCall) -> ChunkPlan:
 
 
 def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
-    """Return the plan of forward and, if gradients are needed, of backward.
-
-    If a plan does not fit into the budget, the error precedes all work, and names a budget that fits both plans.
-    """
+    """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
+    names a budget that fits both plans."""
     plans, refused = [], []
     for planned_call in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
         try:
@@ -117,7 +115,8 @@ def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = _parse_call(*args)
-    (plan, *_), problem = _forward_and_backward_plans(call), _without_gradients(call).problem
+    # The plan of backward is made here too, so that a budget that is too small raises before any work.
+    plan, problem = _forward_and_backward_plans(call)[0], _without_gradients(call).problem
     if log.is_debug_enabled():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
     rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
@@ -132,7 +131,7 @@ def _results(
     top_ids: Tensor | None,
 ) -> LogprobResults:
     lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
-    results = _in_order(rows, lse, candidate_logprob, top_logprob, top_ids)
+    results = _order_results(rows, lse, candidate_logprob, top_logprob, top_ids)
     return LogprobResults._make(rows.normalizer.new_empty(0) if t is None else t for t in results)
 
 
@@ -153,7 +152,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
-    ctx.mark_non_differentiable(*results[_DIFFERENTIABLE:])
+    ctx.mark_non_differentiable(*results[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.settings = arguments.to_call(LogprobSpec).problem.needs.flat, arguments.settings
     ctx.save_for_backward(results.normalizer, results.entropy, results.candidate_logprob, *arguments.tensors())
@@ -161,7 +160,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward("linear_logprobs", "torch.nn.functional.linear and log_softmax")
-    given = upstream[:_DIFFERENTIABLE]
+    given = upstream[:_NUM_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
         return OperatorArguments.place_gradients(ctx.needs)
     flops.update_active_counters()
@@ -217,8 +216,8 @@ register_operator(
 )
 register_operator(
     "linear_logprobs_backward",
-    "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? of_logprob, Tensor? of_entropy, "
-    f"Tensor? of_lse, Tensor? of_candidates, {SCHEMA}) -> Tensor[]",
+    "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? grad_logprob, Tensor? grad_entropy, "
+    f"Tensor? grad_lse, Tensor? grad_candidates, {SCHEMA}) -> Tensor[]",
     _backward,
     _backward_fake,
 )

@@ -1,41 +1,160 @@
-"""Vocabulary parallelism: the classes of each process, and merging of the statistics of rows over processes.
+"""Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
-Every process of a group has the logits of the same tokens for a slice of the classes. Each process computes the
-statistics of its slice. One collective (a few numbers per token) sends the statistics to all processes, and every
-process merges them in the same way. Gradients need no other collective. `ops.arguments`, `ops.split_head` and
-`ops.cross_entropy` call this module.
+All processes have the same tokens, and each process has one slice of the classes. `ops.arguments` calls this module to
+check the slices, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`, which
+merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the results of
+a divided head.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce.backends.formulas import RowResults, results_from_state
-from flce.core.numbers import check_int
+from flce.core import private
+from flce.core.numbers import check_bool, check_int
 from flce.core.problem import LossSpec
-from flce.core.shard import Shard, shard_bounds
+from flce.core.shard import Shard, all_gather, shard_bounds
 from flce.engine.shards import gather_shard_results, merge_shard_results, unpack_shard_results
 from flce.engine.vectors import can_read_values
+from flce.torch_ops.registration import register_operator
+
+# Rows and columns of the sample of a slice that is compared.
+_SAMPLES = 16
+
+
+class SplitHeadArguments(NamedTuple):
+    """Arguments that divide a head; documented by `flce.fused_linear_cross_entropy`."""
+
+    process_group: dist.ProcessGroup | None = None
+    vocab_size: int | None = None
+    sequence_parallel: bool = False
+
+    def tokens(self, input: Tensor) -> tuple[int, ...]:
+        """Return the shape of all tokens."""
+        *batch, length = input.shape[:-1] or (1,)
+        if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
+            return tuple(input.shape[:-1])
+        check_group(self.process_group)
+        return (*batch, length * self.process_group.size())
+
+
+NOT_SPLIT = SplitHeadArguments()
+
+
+def prepare_split_head(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    weight: Tensor | None,
+    split_head: SplitHeadArguments,
+    replicated: dict[str, Any],
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
+    """Check the division of the head, and gather the tokens with sequence parallelism. Return the first four arguments
+    for the computation in this process, and its shard.
+
+    Args:
+        weight: class weights.
+        replicated: other arguments that must be equal in all processes, by a name for messages. They are compared on a
+            CPU and with ``FLCE_DEBUG=1``.
+    """
+    group, vocab_size, sequence_parallel = split_head
+    check_bool("sequence_parallel", sequence_parallel)
+    if group is None:
+        refuse_without_group(vocab_size, sequence_parallel)
+    if linear_weight.dim() != 2:
+        raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
+    check_group(group)
+    if can_read_values(input.device) and not torch.compiler.is_compiling():
+        tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
+        sliced = (linear_bias, *(b for _, b in adapters))
+        classes = [t if t is None else _class_text(t.shape[:1] == linear_weight.shape[:1]) for t in sliced]
+        arguments = {
+            "the shape of input": tuple(input.shape),
+            "H of linear_weight": linear_weight.shape[1],
+            **_class_arguments(len(linear_weight), weight, split_head),
+            "dtypes": [str(t.dtype) for t in (input, linear_weight)],
+            "classes of linear_bias": classes[0],
+            "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + classes[1:],
+            "required gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors],
+            **replicated,
+        }
+        _check_agreement(group, arguments, linear_weight)
+    shard = shard_from_group(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
+    if sequence_parallel:
+        input = _gather_full_sequence("an input", input, shard)
+        adapters = [(_gather_full_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
+    if shard.is_empty:
+        # A call needs at least one class. A process without classes computes one class of zeros and discards it.
+        linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
+        linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
+        adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
+    return (input, linear_weight, linear_bias, adapters), shard
+
+
+def _class_arguments(cols: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
+    """Return V, and for linear_weight and the class weights which classes they have: equal values in all processes."""
+    group: Any = split_head.process_group
+    total = total_vocab_size(cols, split_head.vocab_size, group)
+    start, stop = shard_bounds(total, group.size(), group.rank())
+    # If one process has all classes, weights of all classes and of the slice have the same length.
+    one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
+    length = None if weight is None else tuple(weight.shape)
+    has_all = length == (total,) or one_has_all
+    return {
+        "V": total,
+        "classes of linear_weight": f"{_class_text(stop - start == cols)} of {total}, as torch.chunk divides",
+        "classes of weight": None if length is None else "all" if has_all else _class_text(length == (cols,)),
+    }
+
+
+def _class_text(is_slice: bool) -> str:
+    return "its slice" if is_slice else "not its slice"
+
+
+def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tensor) -> None:
+    """Raise ValueError, in all processes, if their arguments differ or their slices are equal. Run one collective."""
+    numbers = [*map(_hash_value, arguments.values()), _fingerprint_of_slice(linear_weight)]
+    fingerprints = all_gather(torch.tensor(numbers, device=linear_weight.device), group)
+    is_equal = (fingerprints == fingerprints[0]).all(0).tolist()[:-1]
+    differ = {name: value for (name, value), equal in zip(arguments.items(), is_equal, strict=True) if not equal}
+    if differ:
+        raise ValueError(f"the processes of the group were given different arguments: rank {group.rank()} has {differ}")
+    refuse_equal_slices(
+        [fingerprint or None for fingerprint in fingerprints[:, -1].tolist()],
+        "linear_weight",
+        "linear_weight.chunk(n)[rank]",
+    )
+
+
+def _fingerprint_of_slice(linear_weight: Tensor) -> int:
+    """Return a hash of some entries of the slice; 0, for no comparison, if its rows are equal or have a NaN."""
+    rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
+    entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
+    is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
+    return 0 if is_constant else _hash_value(entries.tolist())
+
+
+def _hash_value(value: Any) -> int:
+    """Return a hash that is equal for equal values in all processes."""
+    return int.from_bytes(hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:7], "big")
 
 
 def shard_from_group(
     cols: int, vocab_size: int | None, process_group: Any, holder: str = "logits", sequence_parallel: bool = False
 ) -> Shard:
-    """Return the shard of this process, which has `cols` classes. `vocab_size` None: all processes have as many.
-
-    Args:
-        holder: name of the tensor that has the classes, for messages.
-
-    Raises:
-        TypeError: `process_group` is not a process group, or `vocab_size` is not an int.
-        ValueError: this process is not in the group or should have another number of classes, or `vocab_size` is not
-            positive.
-    """
+    """Return the shard of this process, which has `cols` classes. Raise ValueError if it should have another number.
+    `vocab_size` None: all processes have as many. `holder`: the tensor that has the classes, for messages."""
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
     total, start = total_vocab_size(cols, vocab_size, process_group), rank * cols
@@ -74,13 +193,8 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
 
 
 def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own: str) -> None:
-    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice.
-
-    Args:
-        fingerprints: one for each rank; None is not compared.
-        name: name of the argument.
-        own: expression for the slice of a process, for the message.
-    """
+    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice of the argument
+    `name`. A fingerprint of None is not compared. `own`: an expression for the slice of a process."""
     for rank, fingerprint in enumerate(fingerprints):
         first = fingerprints.index(fingerprint)
         if fingerprint is not None and first < rank:
@@ -91,11 +205,7 @@ def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own:
 
 
 def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> int:
-    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many.
-
-    Raises:
-        TypeError, ValueError: `vocab_size` is not an int, or not positive.
-    """
+    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many."""
     if vocab_size is None:
         return cols * process_group.size()
     vocab_size = check_int("vocab_size", vocab_size, "None or an int")
@@ -104,16 +214,67 @@ def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> i
     return vocab_size
 
 
+# ------------------------------------------------------------------------------------------- sequence parallelism
+
+
+def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
+    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward sums and scatters the gradient."""
+    if x.dim() < 2:
+        raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
+    full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
+    return full
+
+
+def _gather_sequence(x: Tensor, group: str) -> Tensor:
+    shares = all_gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
+    return shares.movedim(0, -3).flatten(-3, -2).contiguous()
+
+
+def _scatter_sequence(x: Tensor, group: str) -> Tensor:
+    processes = private.resolve_process_group(group)
+    count = processes.size()
+    shares = x.unflatten(-2, (count, x.shape[-2] // count)).movedim(-3, 0).contiguous()
+    out = x.new_empty(shares.shape[1:])
+    # PyTorch versions with the newer name deprecate the older name.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out.view(-1), shares.view(-1), group=processes)
+    return out
+
+
+def _register() -> None:
+    def shape(x: Tensor, group: str, gathered: bool) -> Tensor:
+        count = int(private.resolve_process_group(group).size())
+        length = x.shape[-2] * count if gathered else x.shape[-2] // count
+        return x.new_empty((*x.shape[:-2], length, x.shape[-1]))
+
+    def keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    schema = "(Tensor x, str group) -> Tensor"
+    register_operator("scatter_sequence", schema, _scatter_sequence, lambda x, group: shape(x, group, False))
+    register_operator(
+        "gather_sequence",
+        schema,
+        _gather_sequence,
+        lambda x, group: shape(x, group, True),
+        backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
+        setup_context=keep_group,
+    )
+
+
+_register()
+
+
+# ------------------------------------------------------------------------------------------- given logits
+
+
 def merge_results(
     state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
 ) -> RowResults:
     """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
 
     Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
-    results are NaN in all processes; the host does not wait for the comparison.
-
-    Raises:
-        ValueError: a number of classes differs, on a CPU or with ``FLCE_DEBUG=1``.
+    results are NaN in all processes or, on a CPU and with ``FLCE_DEBUG=1``, a ValueError is raised.
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
@@ -126,17 +287,13 @@ def merge_results(
         )
     shards = unpack_shard_results(gathered, names, shard)
     if can_read_values(gathered.device):
-        refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
+        _refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
     return merge_shard_results(shards, target, class_weight, shard)
 
 
-def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
+def _refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
     """Raise ValueError if two processes have the same log-sum-exps, unless the logits within each row are equal.
-
-    Args:
-        offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
-        widths: (processes, 1) the number of classes.
-    """
+    offsets, log_sums: (processes, rows) of `RowResults`; widths: (processes, 1) numbers of classes."""
     is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
     numbers = torch.cat((offsets, log_sums), 1).tolist()
     fingerprints = [
@@ -146,11 +303,8 @@ def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> No
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
-    """Return local logits, process group and vocabulary size of a DTensor.
-
-    Raises:
-        ValueError: the DTensor is not sharded by classes over exactly one dimension of its mesh, or replicated.
-    """
+    """Return local logits, process group and vocabulary size of a DTensor; None for both if it is replicated. Raise
+    ValueError if it is divided in another way than by classes over one dimension of its mesh."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
 

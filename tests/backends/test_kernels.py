@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from flce.backends.contract import RowOutputs, Tile
 from flce.backends.eager import TorchBackend
 from flce.backends.formulas import write_state_results
 from flce.core.gemm import padded_cols
-from flce.core.problem import LossSpec
+from flce.core.problem import CrossEntropyProblem, LossSpec
 from tests.extremes import every_extreme, has_softmax
 from tests.helpers import allpairs
 from tests.tiles import Rows, assert_close, assert_same, random_rows
@@ -233,25 +233,6 @@ def test_scale(kernels: ModuleType, device: torch.device, dtype: torch.dtype, nu
         torch.testing.assert_close(cast, expected[0], rtol=0, atol=0)
 
 
-@dataclass(frozen=True)
-class Summed:
-    """A `RowProblem` for sums of losses."""
-
-    target: Tensor
-    spec: LossSpec
-    num_items: Tensor | None
-    class_weight: Tensor | None
-    vocab_size: int = 11
-    token_weight: Tensor | None = None
-    shift: int = 0
-    token_weight_grad: bool = False
-    dtype: torch.dtype = torch.float64
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-
 @pytest.mark.parametrize("rows", [0, 1, 16, 40, 65])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("z_loss, items, weighted", [(0.0, False, False), (0.1, True, False), (0.1, False, True)])
@@ -271,11 +252,14 @@ def test_scales_and_sums(
     memory = torch.randint(0, 11, (rows, 2), device=device)
     memory[1::3, 0] = memory[:, 1] = -100
     target = memory[:, 0]
-    p = Summed(
+    p = CrossEntropyProblem(
+        torch.empty(rows, 11, dtype=torch.float64, device=device),
         target,
-        LossSpec(reduction=reduction, z_loss=z_loss),
-        torch.tensor(7, device=device) if items else None,
         torch.rand(11, device=device, dtype=torch.float64) if weighted else None,
+        None,
+        torch.tensor(7, device=device) if items else None,
+        LossSpec(reduction=reduction, z_loss=z_loss),
+        None,
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
@@ -304,7 +288,8 @@ def test_scales_and_sums(
 @pytest.mark.parametrize("rows", [1, 4095, 4096, 16384, 65536, 65537])
 def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
-    p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
+    logits = torch.empty(rows, 11, dtype=torch.bfloat16, device="cuda")
+    p = CrossEntropyProblem(logits, target, None, None, None, LossSpec(ignore_index=-1, reduction="mean"), None)
     loss = torch.rand(rows, device="cuda")
     out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None, None, None)
     total, _, scales = kernels.TritonBackend().reduce(p, out, None)

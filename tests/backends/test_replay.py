@@ -16,7 +16,7 @@ from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.statistics import Statistics
 from tests.forced import borrowed, force, unnormalized
-from tests.helpers import parametrize_pairs
+from tests.helpers import allpairs, row_id
 from tests.hopper import plan_as_on_hopper
 
 pytest.importorskip("triton")
@@ -242,73 +242,56 @@ def test_every_schedule_has_a_number() -> None:
 # On the GPU
 
 
-@pytest.mark.gpu
-@parametrize_pairs(
-    tokens=[1, 64, 200, 513],
-    vocab=[1000, 2048, 40000, 50257],
-    hidden=[64, 768],
-    dtype=[torch.bfloat16, torch.float16, torch.float32],
-    way=["planned", "unnormalized", "borrowed"],  # borrowed only with many classes
-    grads=["xw", "x", ""],
-    budget=[None, 1],
-    options=[{}, {"reduction": "none"}, {"softcap": 30.0, "z_loss": 1e-3}, {"stats": ("entropy", "argmax")}],
-    offset=[0, 1, 8],
-    skip_ignored=[False, True],
+CALLS = allpairs(
+    {
+        "tokens": [1, 64, 200, 513],
+        "vocab": [1000, 2048, 40000, 50257],
+        "hidden": [64, 768],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "way": ["planned", "unnormalized", "borrowed"],  # borrowed only with many classes
+        "grads": ["xw", "x", ""],
+        "budget": [None, 8 << 20],
+        "options": [{}, {"reduction": "none"}, {"softcap": 30.0, "z_loss": 1e-3}, {"stats": ("entropy", "argmax")}],
+        "offset": [0, 1, 8],
+        "skip_ignored": [False, True],
+    }
 )
-def test_kept_launches_on_cuda(
-    tokens: int,
-    vocab: int,
-    hidden: int,
-    dtype: torch.dtype,
-    way: str,
-    grads: str,
-    budget: int | None,
-    options: dict[str, Any],
-    offset: int,
-    skip_ignored: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", CALLS, ids=row_id)
+def test_kept_launches_on_cuda(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that store launches and calls that replay them at other addresses have the same results to the bit."""
-    if way != "planned" and options.get("reduction") != "none":
-        force(monkeypatch, borrowed(1) if way == "borrowed" and vocab >= 40000 else unnormalized)
+    r = SimpleNamespace(**row)
+    if r.way != "planned" and r.options.get("reduction") != "none":
+        force(monkeypatch, borrowed(1) if r.way == "borrowed" and r.vocab >= 40000 else unnormalized)
     for seed in range(2):
         replay.clear()
-        first = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
+        first = call(r, seed)
         between = torch.empty(1000 * (seed + 1), device="cuda")
-        again = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
+        again = call(r, seed)
         del between
         for mine, other in zip(again, first, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     assert replay._prepared
 
 
-def call(
-    tokens: int,
-    vocab: int,
-    hidden: int,
-    dtype: torch.dtype,
-    grads: str,
-    budget: int | None,
-    options: dict[str, Any],
-    offset: int,
-    skip_ignored: bool,
-    seed: int = 0,
-) -> list[Tensor]:
+def call(r: SimpleNamespace, seed: int) -> list[Tensor]:
+    """Return the results and the gradients of a call, with the values of a row of CALLS."""
     g = torch.Generator("cuda").manual_seed(seed)
 
     def operand(*shape: int, name: str) -> Tensor:
         size = torch.Size(shape).numel()
-        memory = torch.randn(size + offset, device="cuda", generator=g).mul(0.5).to(dtype)
-        return memory[offset:].view(shape).requires_grad_(name in grads)
+        memory = torch.randn(size + r.offset, device="cuda", generator=g).mul(0.5).to(r.dtype)
+        return memory[r.offset :].view(shape).requires_grad_(name in r.grads)
 
-    x, w = operand(tokens, hidden, name="x"), operand(vocab, hidden, name="w")
-    y = torch.randint(0, vocab, (tokens,), device="cuda", generator=g)
+    x, w = operand(r.tokens, r.hidden, name="x"), operand(r.vocab, r.hidden, name="w")
+    y = torch.randint(0, r.vocab, (r.tokens,), device="cuda", generator=g)
     y[1::3] = -100
-    limit = {"max_workspace_bytes": 8 << 20} if budget else {}
-    chunking = flce.ChunkOptions(skip_ignored=skip_ignored, **limit)  # type: ignore[arg-type]
-    result: Any = flce.fused_linear_cross_entropy(x, w, y, options=chunking, **options)
+    chunking = flce.ChunkOptions(skip_ignored=r.skip_ignored, max_workspace_bytes=r.budget)
+    result: Any = flce.fused_linear_cross_entropy(x, w, y, options=chunking, **r.options)
     results = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
     loss = results[0]
-    if grads:
+    if r.grads:
         loss.backward(torch.rand(loss.shape, device="cuda", generator=g, dtype=loss.dtype))
     return [*(t.detach() for t in results), *(t.grad for t in (x, w) if t.grad is not None)]

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ class World:
     Args:
         size: number of processes.
         backend: "gloo", or "cpu:gloo,cuda:nccl" with a GPU for each process.
+        imports: modules that each process needs, if this is the first world.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
-        self.size, self.backend = size, backend
+    def __init__(self, size: int, backend: str = "gloo", imports: Sequence[str] = SLOW_IMPORTS) -> None:
+        self.size, self.backend, self.imports = size, backend, imports
         self._processes: list[Any] = []
         self._ends: list[Connection] = []
 
@@ -60,7 +61,7 @@ class World:
     def _start(self) -> None:
         # With a GPU the imports of the libraries initialize CUDA, which forbids forks after that.
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        context.set_forkserver_preload(SLOW_IMPORTS)
+        context.set_forkserver_preload(list(self.imports))
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.size):
             parent_end, child_end = context.Pipe()

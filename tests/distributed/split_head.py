@@ -387,7 +387,7 @@ def gpu_schedules() -> list[str]:
                 )
             if hopper:  # Processes with different numbers of classes, if the host may not read values.
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("flce.ops.split_head.can_read_values", lambda device: False)
+                    patch.setattr("flce.ops.vocabulary_parallel.can_read_values", lambda device: False)
                     p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
                     x, weight = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
                     for smoothing in (0.0, 0.1):  # with the kernel, and with PyTorch
@@ -497,16 +497,16 @@ def wrong_arguments() -> None:
         ("V", {"vocab_size": None}),
         ("the shape of target", {"target": p.target[: 2 if rank == 1 else 3]}),
         ("dtypes", {"input": local.input.to(dtype), "linear_weight": local.weight.to(dtype)}),
-        ("whether there is a weight", {"weight": None if rank else all_weights}),
-        ("of which classes", {"weight": all_weights if rank == 0 else all_weights[local.classes]}),
-        ("whether there is a linear_bias of the slice", {"linear_bias": None if rank else all_weights[:3]}),
+        ("classes of weight", {"weight": None if rank else all_weights}),
+        ("classes of weight", {"weight": all_weights if rank == 0 else all_weights[local.classes]}),
+        ("classes of linear_bias", {"linear_bias": None if rank else all_weights[:3]}),
         ("shapes of adapters", {"adapters": [(local.input[..., :2], local.weight[: 3 if rank else None, :2])]}),
         ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
-        ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
-        ("which tensors need a gradient", {"linear_weight": local.weight.detach() if rank == 1 else local.weight}),
+        ("classes of linear_weight.* slice of 42", {"vocab_size": 42}),
+        ("required gradients", {"linear_weight": local.weight.detach() if rank == 1 else local.weight}),
     ]
     for difference, arguments in differences:
-        with pytest.raises(ValueError, match=f"given different values of .*{difference}"):
+        with pytest.raises(ValueError, match=f"given different arguments.*{difference}"):
             flce.fused_linear_cross_entropy(**{**given, **local.group_arguments, **arguments})
     # The same shard in all processes, with and without vocab_size.
     equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"

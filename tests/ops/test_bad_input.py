@@ -53,6 +53,7 @@ class Packed(Tensor):
         return self.as_subclass(Tensor) * 2
 
 
+PAIR = ones(N, 2), ones(V, 2)
 PROBABILITIES = torch.full((N, V), 1 / V)
 K_DIMENSIONAL = {"linear_weight": ones(V, 3, H), "target": indices(N, 3)}
 NESTED = [torch.nested.nested_tensor([ones(2, H), ones(3, H)], layout=kind) for kind in (torch.strided, torch.jagged)]
@@ -72,11 +73,7 @@ SCALARS: list[Case] = [
     ),
     (TypeError, "softcap must be a number, got a torch.float32 tensor of shape (2,)", {"softcap": ones(2)}),
     (TypeError, "z_loss must be a number, got a torch.complex64 tensor", {"z_loss": torch.tensor(1j)}),
-    (
-        TypeError,
-        "temperature must be a number, got a torch.float32 tensor of shape () that requires grad",
-        {"temperature": torch.tensor(1.0, requires_grad=True)},
-    ),
+    (TypeError, "temperature must be …got …that requires grad", {"temperature": torch.ones((), requires_grad=True)}),
     (TypeError, "ignore_index must be an int, got bool", {"ignore_index": True}),
     (TypeError, "ignore_index must be an int, got a torch.bool tensor", {"ignore_index": torch.tensor(True)}),
     (TypeError, "ignore_index must be an int, got a torch.int64 tensor of shape (2,)", {"ignore_index": indices(2)}),
@@ -131,11 +128,7 @@ SCALARS: list[Case] = [
         for count in (0, -3, math.nan)
     ),
     (ValueError, "num_items must be >= 0, got -3", {"num_items": torch.tensor(-3), "reduction": "sum"}),
-    (
-        ValueError,
-        "num_items must be a number or a 0-d tensor, got shape (2,)",
-        {"num_items": ones(2), "reduction": "sum"},
-    ),
+    (ValueError, "num_items must be a number or a 0-d tensor, got …(2,)", {"num_items": ones(2), "reduction": "sum"}),
     (ValueError, f"vocab_size={V} needs a process_group", {"vocab_size": V}),
     (TypeError, "process_group must be a torch.distributed.ProcessGroup, got str", {"process_group": "world"}),
     (TypeError, "smoothing", {"smoothing": 0.1}),
@@ -164,21 +157,9 @@ CASES: list[Case] = [
     (TypeError, "linear_weight must have a floating dtype, got torch.int32", {"linear_weight": ones(V, H).int()}),
     (TypeError, "linear_bias must have a floating dtype, got torch.int64", {"linear_bias": ones(V).long()}),
     (TypeError, "token_weight must have a floating dtype, got torch.bool", {"token_weight": ones(N).bool()}),
-    (
-        TypeError,
-        "input and linear_weight must have one dtype…float32 and torch.bfloat16",
-        {"linear_weight": ones(V, H, dtype=bf16)},
-    ),
-    (
-        TypeError,
-        "linear_bias must have the dtype of input, torch.float32…got torch.float64",
-        {"linear_bias": ones(V, dtype=f64)},
-    ),
-    (
-        TypeError,
-        "input must be float16, …got torch.float8",
-        {"input": ones(N, H).to(float8), "linear_weight": ones(V, H).to(float8)},
-    ),
+    (TypeError, "input and linear_weight must have one dtype…and torch.bf", {"linear_weight": ones(V, H, dtype=bf16)}),
+    (TypeError, "linear_bias must have the dtype of input, …got torch.float64", {"linear_bias": ones(V, dtype=f64)}),
+    (TypeError, "input must be …float8", {"input": ones(N, H).to(float8), "linear_weight": ones(V, H).to(float8)}),
     *(
         (TypeError, f"target must hold class indices in int64 or int32, …got {dtype}", {"target": ones(N).to(dtype)})
         for dtype in (torch.int16, torch.uint8, torch.bool, torch.complex64)
@@ -188,26 +169,14 @@ CASES: list[Case] = [
         (TypeError, f"input must be a dense tensor, got one of layout {x.layout}: give input.to_dense()", {"input": x})
         for x in (ones(N, H).to_sparse(), ones(N, H).to_sparse_csr(), ones(N, H).to_mkldnn())
     ),
-    (
-        TypeError,
-        "target must be a dense tensor, got one of layout torch.sparse_coo",
-        {"target": ones(N).long().to_sparse()},
-    ),
+    (TypeError, "target must be a dense tensor, got …torch.sparse_coo", {"target": ones(N).long().to_sparse()}),
     *((TypeError, "got a nested tensor: give…torch.cat(input.unbind())", {"input": x}) for x in NESTED),
     (TypeError, f"{QUANTISED}", {"linear_weight": ones(V, H).to(torch.int8)}),
     (TypeError, f"{QUANTISED}", {"linear_weight": ones(V, H).to(float8)}),
     (TypeError, f"got a Packed of torch.float32…{QUANTISED[-14:]}", {"linear_weight": Packed(ones(V, H))}),
     # ---- the order of the arguments
-    (
-        TypeError,
-        f"input must have a floating dtype, got torch.int64: {ORDER}",
-        {"input": indices(N), "target": ones(N, H)},
-    ),
-    (
-        TypeError,
-        f"linear_weight must have a floating dtype, got torch.int32: {ORDER}",
-        {"linear_weight": indices(N).int(), "target": ones(V, H)},
-    ),
+    (TypeError, f"input must have a floating dtype, got …int64: {ORDER}", {"input": indices(N), "target": ones(N, H)}),
+    (TypeError, f"linear_weight must …int32: {ORDER}", {"linear_weight": indices(N).int(), "target": ones(V, H)}),
     (ValueError, f"target must have shape …{ORDER}", {"input": ones(V, H), "linear_weight": ones(N, H)}),  # as Liger
     (
         ValueError,
@@ -221,11 +190,7 @@ CASES: list[Case] = [
     (ValueError, f"the H of input, {H}, got ({V}, {H + 1})", {"linear_weight": ones(V, H + 1)}),
     (ValueError, f"got ({H}, {V}) …give linear_weight.t()", {"linear_weight": ones(H, V)}),
     (ValueError, f"linear_weight must have V > 0 and H > 0, got shape (0, {H})", {"linear_weight": ones(0, H)}),
-    (
-        ValueError,
-        "linear_weight must have V > 0 and H > 0, got shape (20, 0)",
-        {"input": ones(N, 0), "linear_weight": ones(V, 0)},
-    ),
+    (ValueError, "linear_weight must have V > 0 and …(20, 0)", {"input": ones(N, 0), "linear_weight": ones(V, 0)}),
     (ValueError, "class probabilities, for indices call .long()", {"target": torch.zeros(N)}),
     *(
         (ValueError, f"target must have shape ({N},) with …got {shape}", {"target": indices(*shape)})
@@ -238,44 +203,24 @@ CASES: list[Case] = [
         for shape in ((V - 1,), (1,), (1, V))
     ),
     (ValueError, f"token_weight must have shape ({N},) with …got ({V},)", {"token_weight": ones(V)}),
-    (
-        ValueError,
-        "shift needs a target with at least one dimension",
-        {"input": ones(H), "target": torch.tensor(0), "shift": 1},
-    ),
+    (ValueError, "shift needs a target with …one dimension", {"input": ones(H), "target": torch.tensor(0), "shift": 1}),
     (ValueError, f"target must have shape ({N}, {V}) with …got ({N}, {V + 1})", {"target": ones(N, V + 1)}),
     (ValueError, "shift needs class-index targets", {"target": PROBABILITIES, "shift": 1}),
     *(
-        (
-            ValueError,
-            "stats 'logprob' and 'correct' need class-index targets",
-            {"target": PROBABILITIES, "stats": (name,)},
-        )
+        (ValueError, "stats 'logprob' and 'correct' need …targets", {"target": PROBABILITIES, "stats": (name,)})
         for name in ("logprob", "correct")
     ),
     (ValueError, "ignore_index=2 needs class-index targets", {"target": PROBABILITIES, "ignore_index": 2}),
-    (
-        ValueError,
-        "num_items must be >= 0, got -3",
-        {**K_DIMENSIONAL, "num_items": torch.tensor(-3.0), "reduction": "sum"},
-    ),
+    (ValueError, "num_items must be >= 0", {**K_DIMENSIONAL, "num_items": torch.tensor(-3.0), "reduction": "sum"}),
     # ---- adapters
     (TypeError, "adapters[0][1] must be a Tensor, got list", adapted(2, [[0.0] * 2] * V)),
     (TypeError, "adapters must be a sequence of pairs of tensors, got Tensor", {"adapters": ones(N, 2)}),
     (TypeError, "adapters must be a sequence of pairs of tensors, got NoneType", {"adapters": None}),
-    (TypeError, "adapters[0] must be a pair of tensors …got Tensor", {"adapters": adapted(2, 2)["adapters"][0]}),
-    (TypeError, "adapters[0] must be a pair of tensors …got 3 values", {"adapters": [(ones(N, 2), ones(V, 2), 2.0)]}),
+    (TypeError, "adapters[0] must be a pair of tensors …got Tensor", {"adapters": PAIR}),
+    (TypeError, "adapters[0] must be a pair of tensors …got 3 values", {"adapters": [(*PAIR, 2.0)]}),
     (TypeError, "adapters[0][0] must be a Tensor, got float", {"adapters": [(2.0, 1.0)]}),
-    (
-        TypeError,
-        "adapters[1][1] must have a floating dtype, got torch.int64",
-        {"adapters": [*adapted(2, 2)["adapters"], (ones(N, 2), indices(V, 2))]},
-    ),
-    (
-        TypeError,
-        "input and adapters[0][0] must have one dtype…float32 and torch.bfloat16",
-        adapted(ones(N, 2, dtype=bf16), ones(V, 2, dtype=bf16)),
-    ),
+    (TypeError, "adapters[1][1] must have …got torch.int64", {"adapters": [PAIR, (ones(N, 2), indices(V, 2))]}),
+    (TypeError, "input and adapters[0][0] must have one dtype", adapted(ones(N, 2).to(bf16), ones(V, 2).to(bf16))),
     *(
         (ValueError, f"adapters[0][0] must have shape ({N}, 2) with …got {a}", adapted(a, 2))
         for a in ((N, 3), (N + 1, 2))
@@ -286,11 +231,7 @@ CASES: list[Case] = [
         {"input": ones(2, 3, H), "target": indices(2, 3), **adapted(2, 2)},
     ),
     *(
-        (
-            ValueError,
-            f"adapters[0][1] must have shape (V, r) with the V of linear_weight, {V}, and r > 0, got {b}",
-            {**adapted(2, b), **changes},
-        )
+        (ValueError, f"adapters[0][1] must have shape (V, r) …{V}, and r > 0, got {b}", {**adapted(2, b), **changes})
         for b, changes in (
             ((V + 1, 2), {}),
             ((V,), {}),
@@ -303,30 +244,19 @@ CASES: list[Case] = [
     (ValueError, "adapters need a two-dimensional linear_weight", {**K_DIMENSIONAL, **adapted(2, 2)}),
     # ---- devices
     *(
-        (
-            ValueError,
-            f"got input on cpu and {name} on meta",
-            {name: good(linear_bias=ones(V), weight=ones(V)).get(name, indices(N)).to("meta")},
-        )
-        for name in ("linear_weight", "target", "linear_bias", "weight")
+        (ValueError, f"got input on cpu and {name} on meta", {name: tensor.to("meta")})
+        for name, tensor in good(linear_bias=ones(V), weight=ones(V), token_weight=ones(N)).items()
+        if name != "input"
     ),
     (ValueError, "got input on cpu and adapters[0][1] on meta", adapted(2, ones(V, 2, device="meta"))),
     # ---- budgets
     *(
-        (
-            ValueError,
-            "max_workspace_bytes=1 is too small …the least is ",
-            {"options": Options(max_workspace_bytes=1, strategy=strategy)},
-        )
+        (ValueError, "max_workspace_bytes=1 …the least is ", {"options": Options(None, 1, strategy)})
         for strategy in ("auto", "tokens", "vocab")
     ),
     # ---- targets out of range
     *(
-        (
-            IndexError,
-            f"target {value} at position {position} of the flattened target is out of range",
-            {"target": at(position, value), **changes},
-        )
+        (IndexError, f"target {value} at position {position} of the flat", {"target": at(position, value), **changes})
         for position, value, changes in (
             (2, V, {}),
             (4, -1, {}),
@@ -341,6 +271,31 @@ CASES: list[Case] = [
     (IndexError, "target 77 at position 2 of", {"target": at(2, 77).int()}),
     (IndexError, "target 77 at position 4 of", {"input": ones(2, 3, H), "target": at(4, 77).view(2, 3)}),
     (IndexError, f"target {V} at position 0 of", {"input": ones(H), "target": torch.tensor(V)}),
+]
+
+# Errors of `cross_entropy`, in addition to SCALARS.
+LOGITS_CASES: list[Case] = [
+    (TypeError, "logits must be a Tensor, got list", {"logits": [[0.0]]}),
+    (TypeError, "target must be a Tensor, got list", {"target": [0]}),
+    (TypeError, "token_weight must have a floating dtype, got torch.bool", {"token_weight": ones(N).bool()}),
+    (TypeError, "logits must have a floating dtype, got torch.int64", {"logits": ones(N, V).long()}),
+    (TypeError, "logits must be float16, …got torch.float8", {"logits": ones(N, V).to(float8)}),
+    (ValueError, "logits must have shape (..., V), got a 0-d", {"logits": torch.tensor(1.0), "target": indices()}),
+    (ValueError, "logits must have V > 0 classes", {"logits": ones(N, 0)}),
+    (ValueError, f"target must have shape ({N},) …got (5,)", {"target": indices(5)}),
+    (ValueError, "give logits.movedim(1, -1)", {"logits": ones(N, V, 5), "target": indices(N, 5)}),
+    (ValueError, "class probabilities, for indices call .long()", {"target": torch.zeros(N)}),
+    (ValueError, f"target must have shape ({N}, {V}) …got ({N}, 21)", {"target": ones(N, V + 1)}),
+    (ValueError, "shift needs class-index", {"target": PROBABILITIES, "shift": 1}),
+    (ValueError, "inplace=True needs class-index", {"target": PROBABILITIES, "inplace": True}),
+    (ValueError, "stats 'logprob' and 'correct' need class-index", {"target": PROBABILITIES, "stats": ("logprob",)}),
+    (ValueError, f"token_weight must have shape ({N},) …got ({V},)", {"token_weight": ones(V)}),
+    (ValueError, "got logits on cpu and target on meta", {"target": indices(N).to("meta")}),
+    (ValueError, "shift needs a target", {"logits": ones(9), "target": torch.tensor(0), "shift": 1}),
+    (TypeError, "inplace must be a bool, got int", {"inplace": 1}),
+    (IndexError, f"target {V} at position 2 of the flat", {"target": at(2, V)}),
+    (IndexError, "target 77 at position 2", {"logits": ones(3, 2, V).transpose(0, 1), "target": at(2, 77).view(2, 3)}),
+    (IndexError, f"target {V} at position 2", {"target": at(2, V), "shift": 2}),
 ]
 
 
@@ -360,6 +315,11 @@ def refuses(function: Callable[..., Any], error: type[Exception], message: str, 
 @pytest.mark.parametrize("error, message, changes", CASES, ids=[case[1][:40] for case in CASES])
 def test_bad_input(error: type[Exception], message: str, changes: dict[str, Any], backend: str) -> None:
     refuses(flce.fused_linear_cross_entropy, error, message, good(**changes))
+
+
+@pytest.mark.parametrize("error, message, changes", LOGITS_CASES, ids=[case[1][:40] for case in LOGITS_CASES])
+def test_bad_logits(error: type[Exception], message: str, changes: dict[str, Any], torch_backend: str) -> None:
+    refuses(flce.cross_entropy, error, message, {"logits": ones(N, V), "target": at(0, 0), **changes})
 
 
 @pytest.mark.parametrize("error, message, changes", SCALARS, ids=[case[1][:40] for case in SCALARS])
@@ -388,11 +348,7 @@ def test_bad_input_of_all_losses(
     [
         (ValueError, "max_workspace_bytes must be > 0, got -5", {"max_workspace_bytes": -5}),
         *(
-            (
-                ValueError,
-                f"max_workspace_bytes must be an int or a size such as 80GiB, …got {size!r}",
-                {"max_workspace_bytes": size},
-            )
+            (ValueError, f"max_workspace_bytes must be …got {size!r}", {"max_workspace_bytes": size})
             for size in ("12", "-3MiB", "1 byte", "")
         ),
         (TypeError, "max_workspace_bytes must be None, an int or a size, got bytes", {"max_workspace_bytes": b""}),
@@ -400,27 +356,11 @@ def test_bad_input_of_all_losses(
         (ValueError, "chunk_rows must be > 0, got -8", {"chunk_rows": -8}),
         (TypeError, "chunk_rows must be None or an int, got str", {"chunk_rows": "4"}),
         (ValueError, "strategy must be 'auto', 'tokens' or 'vocab', got 'rows'", {"strategy": "rows"}),
-        (
-            ValueError,
-            "accum_dtype must be bfloat16, float32 or float64, got torch.float16",
-            {"accum_dtype": torch.float16},
-        ),
+        (ValueError, "accum_dtype must be …got torch.float16", {"accum_dtype": torch.float16}),
         (ValueError, "logits_dtype must be float16, …got torch.int64", {"logits_dtype": torch.int64}),
-        (
-            TypeError,
-            "accum_dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16",
-            {"accum_dtype": "bfloat16"},
-        ),
-        (
-            TypeError,
-            "logits_dtype must be None or a torch.dtype, got 'torch.float32': give torch.float32",
-            {"logits_dtype": "torch.float32"},
-        ),
-        (
-            TypeError,
-            "logits_dtype must be None or a torch.dtype, got 'half precision'",
-            {"logits_dtype": "half precision"},
-        ),
+        (TypeError, "accum_dtype must be …'bfloat16': give torch.bfloat16", {"accum_dtype": "bfloat16"}),
+        (TypeError, "logits_dtype must be …got 'torch.float32': give torch.float32", {"logits_dtype": "torch.float32"}),
+        (TypeError, "logits_dtype must be None or …got 'half precision'", {"logits_dtype": "half precision"}),
         (ValueError, "skip_ignored must be True, False or 'auto', got 1", {"skip_ignored": 1}),
     ],
     ids=str,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import flce
 from flce.backends import eager
-from flce.ops.row_layout import may_overlap
 from flce.testing.problem import CallResult, Problem, run_oracle
 from flce.testing.tolerances import TOLERANCE
 from tests.helpers import (
@@ -56,7 +55,8 @@ def run(
     weigh: bool = False,
     grad_output: Tensor | float | None = None,
     **kwargs: Any,
-) -> CallResult:
+) -> Any:
+    """Return the `CallResult` of a call."""
     memory, view = place_in_layout(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
     memory.requires_grad_(grad)
     logits = view(memory * 1)
@@ -81,7 +81,7 @@ def run(
     return CallResult(loss.detach(), of_logits, None, None, output=output, grad_token_weight=of_weights)
 
 
-def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> CallResult:
+def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> Any:
     outcome = run(p, layout, **how)
     expected = run_oracle(p, grad_output=how.get("grad_output"))
     allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
@@ -170,15 +170,6 @@ def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: st
         check(p, inplace=inplace, stats=STATS)
 
 
-def test_overlap() -> None:
-    x = torch.zeros(4, 5, 6)
-    empty = torch.zeros(0).as_strided((2, 0, 1), (0, 1, 0))
-    for view in (x, x.transpose(0, 2), x[:, ::2], x[..., 1:], x[:1], x[:0], torch.zeros(()), empty):
-        assert not may_overlap(view)
-    for view in (x[:1].expand(4, 5, 6), x[..., :1].expand(4, 5, 6), x.as_strided((3, 4), (2, 1))):
-        assert may_overlap(view)
-
-
 @pytest.mark.parametrize("vocab", [1, 3, 8, 65, 513])
 @INPLACE
 def test_vocabulary_sizes(vocab: int, inplace: bool, backend: str, device: torch.device) -> None:
@@ -222,7 +213,6 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
     expected = run_oracle(p, grad_output=0.75)
     assert outcome.loss.dtype == torch.float32
     assert_near(outcome.loss, expected.loss, 2e-6, "loss")
-    assert outcome.grad_input is not None
     assert outcome.grad_input.dtype == dtype
     assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
 
@@ -234,7 +224,6 @@ def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.d
         p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
         p.kwargs[large] = p.kwargs.get(large, 1.0) * 1024.0
         outcome, expected = run(p, inplace=inplace), run_oracle(p)
-        assert outcome.grad_input is not None
         assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
 
 
@@ -245,7 +234,6 @@ def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str,
     scale = 16384.0 if reduction == "mean" else 1024.0
     outcome = run(p, inplace=inplace, grad_output=scale)
     expected = run_oracle(p, grad_output=scale).grad_input
-    assert outcome.grad_input is not None
     error = (outcome.grad_input.double() - expected).norm() / expected.norm()
     assert error < 5e-4
     # Elementwise, too: a gradient that underflowed has a relative error of 1.
@@ -274,7 +262,6 @@ def test_nothing_counts(reduction: str, inplace: bool, backend: str, device: tor
     for leading in ((6,), (0,)):
         outcome = check(make(leading, 11, ignored=1.0, reduction=reduction, device=device), inplace=inplace)
         assert bool(outcome.loss.isnan().any()) == (reduction == "mean")
-        assert outcome.grad_input is not None
         assert not outcome.grad_input.any()
 
 
@@ -300,76 +287,10 @@ def test_probabilities(softcap: float | None, inplace: bool, device: torch.devic
     assert torch.equal(out.argmax, logits.argmax(-1))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bad input
-
-
-def good(**changes: Any) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(0)
-    arguments = {"logits": torch.randn(6, 20, generator=g), "target": torch.randint(20, (6,), generator=g)}
-    return {**arguments, **changes}
-
-
-# In addition to the errors of all losses in `test_bad_input.py`.
-BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("logits a list", {"logits": [[0.0]]}, TypeError, "logits.*list"),
-    ("target a list", {"target": [0]}, TypeError, "target.*list"),
-    ("token_weight a bool tensor", {"token_weight": torch.ones(6).bool()}, TypeError, "token_weight.*bool"),
-    ("integer logits", {"logits": torch.ones(6, 20).long()}, TypeError, "logits.*int64"),
-    ("float8 logits", {"logits": torch.ones(6, 20).to(torch.float8_e5m2)}, TypeError, "logits.*float8"),
-    ("target int16", {"target": torch.zeros(6).short()}, TypeError, "int64.*int16"),
-    ("0-d logits", {"logits": torch.tensor(1.0), "target": torch.tensor(0)}, ValueError, "logits"),
-    ("no classes", {"logits": torch.ones(6, 0)}, ValueError, "V > 0"),
-    ("too few targets", {"target": torch.zeros(5).long()}, ValueError, r"target.*\(6,\).*\(5,\)"),
-    (
-        "classes second",
-        {"logits": torch.ones(6, 20, 5), "target": torch.zeros(6, 5).long()},
-        ValueError,
-        r"movedim\(1, -1\)",
-    ),
-    ("floating indices", {"target": torch.zeros(6)}, ValueError, r"class probabilities, for indices call \.long\(\)"),
-    ("probabilities of another V", {"target": torch.ones(6, 21)}, ValueError, r"target.*\(6, 20\).*\(6, 21\)"),
-    ("probabilities, shift", {"target": torch.ones(6, 20), "shift": 1}, ValueError, "shift"),
-    ("probabilities, in place", {"target": torch.ones(6, 20), "inplace": True}, ValueError, "inplace"),
-    ("probabilities, logprob", {"target": torch.ones(6, 20), "stats": ("logprob",)}, ValueError, "logprob"),
-    ("token_weight", {"token_weight": torch.ones(20)}, ValueError, r"token_weight.*\(6,\).*\(20,\)"),
-    ("another device", {"target": torch.zeros(6, device="meta").long()}, ValueError, "cpu.*meta"),
-    ("shift of a 0-d target", {"logits": torch.ones(9), "target": torch.tensor(0), "shift": 1}, ValueError, "shift"),
-    ("inplace a number", {"inplace": 1}, TypeError, "inplace.*int"),
-    (
-        "target V",
-        {"target": torch.tensor([0, 1, 20, 3, 4, 5])},
-        IndexError,
-        "20 at position 2 of the",
-    ),
-    ("target -1", {"target": torch.tensor([0, 1, 2, 3, -1, 5])}, IndexError, r"-1 at position 4"),
-    (
-        "target of a transposed batch",
-        {"logits": torch.ones(3, 2, 20).transpose(0, 1), "target": torch.tensor([[0, 1, 77], [3, 4, 5]])},
-        IndexError,
-        "77 at position 2",
-    ),
-    ("target 20, shifted", {"target": torch.tensor([0, 1, 20, 3, 4, 5]), "shift": 2}, IndexError, "20 at position 2"),
-]
-
-
-@pytest.mark.parametrize("changes, error, message", [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str, torch_backend: str) -> None:
-    assert loss_of(**good()).isfinite()
-    with pytest.raises(error, match=f"(?s){message}"):
-        flce.cross_entropy(**good(**changes))
-    if isinstance(changes.get("logits", torch.ones(())), Tensor):
-        arguments = good(**changes)
-        if arguments["logits"].is_floating_point():
-            arguments["logits"] = arguments["logits"].detach().requires_grad_()
-        with pytest.raises(error, match=f"(?s){message}"):
-            flce.cross_entropy(**arguments)
-
-
 @pytest.mark.gpu
 def test_a_target_out_of_range_on_cuda() -> None:
-    arguments = {k: v.cuda() for k, v in good(target=torch.tensor([0, 1, 20, 3, 4, 2**40])).items()}
-    loss = loss_of(**arguments, reduction="none")
+    target = torch.tensor([0, 1, 20, 3, 4, 2**40], device="cuda")
+    loss = loss_of(torch.randn(6, 20, device="cuda"), target, reduction="none")
     assert loss.isnan().tolist() == [False, False, True, False, False, True]
 
 
@@ -484,25 +405,12 @@ def test_logits_changed_before_backward(backend: str, device: torch.device) -> N
 def test_overlapping_logits(backend: str, device: torch.device) -> None:
     x = torch.randn(1, 30, dtype=torch.float64, device=device, requires_grad=True)
     y = torch.arange(4, device=device)
-    with pytest.raises(RuntimeError, match="share memory"):
-        flce.cross_entropy((x * 1).expand(4, 30), y, inplace=True)
+    for overlapping in ((x * 1).expand(4, 30), (x * 1).as_strided((4, 20), (2, 1))):
+        with pytest.raises(RuntimeError, match="share memory"):
+            flce.cross_entropy(overlapping, y, inplace=True)
     loss_of((x * 1).expand(4, 30), y).backward()
     expected = torch.autograd.grad(F.cross_entropy(x.expand(4, 30), y), x)[0]
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_memory_is_that_of_the_logits(backend: str, device: torch.device) -> None:
-    """The operator that computed the logits gets a gradient in the memory of the logits."""
-    for reduction in ("mean", "none"):
-        _, logits, y = nonleaf(device=device)
-        seen: list[Tensor] = []
-        logits.register_hook(seen.append)
-        loss_of(logits, y, reduction=reduction, inplace=True).sum().backward()
-        assert seen[0].data_ptr() == logits.data_ptr()
-        _, logits, y = nonleaf(device=device)
-        logits.register_hook(seen.append)
-        loss_of(logits, y, reduction=reduction).sum().backward()
-        assert seen[1].data_ptr() != logits.data_ptr()
 
 
 def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
@@ -604,12 +512,13 @@ def test_compile_with_a_group(group: Any, torch_backend: str) -> None:
 
 
 def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
+    logits, y = torch.randn(6, 20), torch.arange(6)
     with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
-        flce.cross_entropy(**good(), process_group=group, vocab_size=40)
+        flce.cross_entropy(logits, y, process_group=group, vocab_size=40)
     with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
-        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
+        flce.cross_entropy(logits, y, process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="process_group needs class-index targets"):
-        flce.cross_entropy(**good(target=torch.ones(6, 20)), process_group=group)
+        flce.cross_entropy(logits, torch.ones(6, 20), process_group=group)
 
 
 # ---------------------------------------------------------------------------------------------------------

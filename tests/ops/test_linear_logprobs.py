@@ -550,8 +550,6 @@ def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
     torch.testing.assert_close(reverse, torch.tensor(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.2)))
     assert bool(torch.autograd.grad(reverse, student)[0].isfinite().all())
     assert flce.topk_kl(student, teacher, "forward") == torch.inf
-    with pytest.raises(TypeError, match="teacher_logprob must be a Tensor, got list"):
-        flce.topk_kl(student, [0.0, 0.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", [{}, {"strategy": "vocab"}], ids=str)

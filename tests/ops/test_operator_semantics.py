@@ -22,16 +22,15 @@ from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
 from flce.ops import arguments
-from flce.ops.arguments import COMPOSED_FIELDS
+from flce.ops.arguments import UNFUSED_FIELDS
 from flce.testing.oracle import oracle
-from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
     OTHER_VALUES,
     REDUCTIONS,
     STATS,
     STRATEGIES,
-    assert_near,
     check,
     parametrize_combinations,
     parametrize_pairs,
@@ -77,9 +76,7 @@ def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, dev
     assert bool((p.target == -100).all())
     out = check(p, options=options_for(strategy, skip_ignored=skip), stats=STATS)
     assert bool(out.loss.isnan().any()) == (reduction == "mean")
-    for grad in (out.grad_input, out.grad_weight, out.grad_bias):
-        assert grad is not None
-        assert not grad.any()
+    assert not any(grad.any() for grad in (out.grad_input, out.grad_weight, out.grad_bias))
 
 
 @parametrize_pairs(
@@ -140,16 +137,11 @@ def test_empty_batch(
 
 @both_strategies
 def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str, device: torch.device) -> None:
-    for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1):
+    # The low 32 bits of 2**32 + 3 are class 3.
+    for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1, -(2**40), 2**32 + 3):
         p = make_problem((13,), 8, 30, ignored=0.4, ignore_index=ignore_index, device=device)
         check(p, options=options_for(strategy), stats=STATS)
         assert bool((p.target == ignore_index).any())
-
-
-def test_ignore_index_beyond_32_bits(backend: str, device: torch.device) -> None:
-    check(make_problem((13,), 8, 30, ignored=0.4, ignore_index=-(2**40), device=device), stats=STATS)
-    # A comparison of the low 32 bits must not treat 2**32 + 3 as class 3.
-    check(make_problem((13,), 8, 30, ignored=0.0, ignore_index=2**32 + 3, device=device), stats=STATS)
 
 
 def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
@@ -161,8 +153,13 @@ def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
     assert run_fused(p, grads="").loss.isnan()  # 0 / 0, as in PyTorch
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Extreme logits
+def test_a_tensor_of_no_items(backend: str, device: torch.device) -> None:
+    """The loss is a division by 0 on every device, because the value of a GPU's tensor is not read."""
+    for ignored, expected in ((1.0, math.nan), (0.2, math.inf)):
+        p = make_problem((7,), 8, 20, ignored=ignored, reduction="sum", device=device)
+        out = run_fused(p.with_(num_items=torch.tensor(0, device=device)))
+        torch.testing.assert_close(out.loss, torch.full_like(out.loss, expected), equal_nan=True)
+        assert ignored < 1 or not out.grad_input.any()  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -174,9 +171,7 @@ def test_upstream_gradient(reduction: str, strategy: str, scale: float, backend:
     p = make_problem((13,), 8, 70, bias=True, ignored=0.2, reduction=reduction, device=device)
     out = check(p, options=options_for(strategy), grad_output=scale)
     if scale == 0.0:
-        for grad in (out.grad_input, out.grad_weight, out.grad_bias):
-            assert grad is not None
-            assert not grad.any()
+        assert not any(grad.any() for grad in (out.grad_input, out.grad_weight, out.grad_bias))
 
 
 def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: torch.device) -> None:
@@ -221,9 +216,7 @@ def test_rows_without_doubt_have_no_gradient(
     certain = top.values[:, 0] - top.values[:, 1] > 200
     assert certain.sum() > 30
     certain_rows = replace(p, input=p.input[certain], target=top.indices[certain, 0])
-    got = run_fused(certain_rows, options=options_for(strategy, chunk_rows=None))
-    assert got.grad_input is not None
-    assert got.grad_weight is not None
+    got: Any = run_fused(certain_rows, options=options_for(strategy, chunk_rows=None))
     assert got.loss.item() == 0
     assert not got.grad_input.any()
     assert not got.grad_weight.any()
@@ -262,13 +255,13 @@ def test_gradient_of_weights_that_are_zero_or_nonsense(
 
 
 @parametrize_pairs(dtype=[torch.bfloat16, torch.float32, torch.float64], reduction=REDUCTIONS, backend=BACKENDS)
-def test_weights_with_gradient_of_another_dtype(
-    dtype: torch.dtype, reduction: str, backend: str, device: torch.device
-) -> None:
+def test_weights_of_another_dtype(dtype: torch.dtype, reduction: str, backend: str, device: torch.device) -> None:
     p = make_problem((7, 2), 8, 40, dtype=torch.float32, ignored=0.2, reduction=reduction, device=device)
-    p = p.with_(token_weight=torch.linspace(-1, 1, 14, dtype=dtype, device=device).view(2, 7).t())
+    class_weight, token_weight = (torch.linspace(-1, 1, n, dtype=dtype, device=device) for n in (40, 14))
+    p = p.with_(token_weight=token_weight.view(2, 7).t())
     assert not p.kwargs["token_weight"].is_contiguous()
     check(p, grads="xwt", tolerance=1e-2 if dtype == torch.bfloat16 else None)
+    check(p.with_(weight=class_weight.abs() + 0.5), grads="xw")
 
 
 STEPS = ("statistics", "gradient", "loss_and_gradient", "scale_", "scale_rows_", "scale_cast")
@@ -311,17 +304,6 @@ def test_the_gradient_of_weights_takes_no_pass_over_logits(
     assert sorted(weighed) == sorted(without) != []
     if grads:
         assert kept == kept_without + 9 * 8
-
-
-@parametrize_pairs(kind=["weight", "token_weight"], dtype=[torch.float32, torch.float64], backend=BACKENDS)
-def test_weights_may_have_another_floating_dtype(
-    kind: str, dtype: torch.dtype, backend: str, device: torch.device
-) -> None:
-    p = make_problem((13,), 8, 40, dtype=torch.float32, device=device)
-    size = 40 if kind == "weight" else 13
-    values = torch.linspace(0.5, 1.5, size, dtype=dtype, device=device)
-    check(p.with_(**{kind: values}))
-    check(p.with_(**{kind: values.bfloat16()}))
 
 
 @parametrize_pairs(shift=[0, 1, 2, 6, 7], reduction=REDUCTIONS, backend=BACKENDS)
@@ -414,37 +396,21 @@ def test_probability_targets(
     torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_one_hot_probabilities_equal_indices(backend: str) -> None:
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_hot_probabilities_equal_indices(reduction: str, backend: str) -> None:
     """All options are on: z-loss, softcap, temperature, scale, token weights, smoothing."""
-    p = make_problem(
-        (7,),
-        8,
-        20,
-        bias=True,
-        token_weight=True,
-        z_loss=0.05,
-        softcap=4.0,
-        temperature=1.4,
-        logit_scale=0.7,
-        label_smoothing=0.1,
+    transform: dict[str, Any] = {"softcap": 4.0, "temperature": 1.4, "logit_scale": 0.7}
+    p = make_problem((7,), 8, 20, bias=True, token_weight=True, z_loss=0.05, label_smoothing=0.1, **transform)
+    p = p.with_(reduction=reduction, num_items=3 if reduction == "sum" else None)
+    stats = ("lse", "entropy", "argmax")
+    a, b = (
+        run_fused(replace(p, target=target), grads=ALL_GRADS + "t", stats=stats)
+        for target in (p.target, F.one_hot(p.target, 20).double())
     )
-    one_hot = F.one_hot(p.target, 20).double()
-    for reduction in REDUCTIONS:
-        reduced = p.with_(reduction=reduction, num_items=3 if reduction == "sum" else None)
-        a = run_fused(reduced)
-        b = run_fused(replace(reduced, target=one_hot))
-        for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
-
-
-def test_statistics_of_probability_targets(backend: str) -> None:
-    p = make_problem((7,), 8, 20)
-    y = torch.softmax(torch.randn(7, 20, dtype=torch.float64), dim=-1)
-    expected = run_oracle(p)  # lse, entropy and argmax do not depend on the target
-    out = fused(p.input, p.linear_weight, y, stats=("lse", "entropy", "argmax"))
-    assert_near(out.lse, expected.lse, 1e-10, "lse")
-    assert_near(out.entropy, expected.entropy, 1e-10, "entropy")
-    assert torch.equal(out.argmax, expected.argmax)
+    for name in ("loss", "grad_input", "grad_weight", "grad_bias", "grad_token_weight"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
+    for name in stats:
+        torch.testing.assert_close(getattr(a.output, name), getattr(b.output, name), rtol=1e-10, atol=1e-12)
 
 
 @parametrize_combinations(
@@ -497,15 +463,6 @@ def test_multi_dimensional_head_with_options(reduction: str, backend: str) -> No
         torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
     out.loss.sum().backward()
     torch.testing.assert_close(token_weight.grad, expected.grad_token_weight, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weights_beside_class_probabilities(reduction: str, torch_backend: str) -> None:
-    z, y = torch.randn(5, 7, dtype=torch.float64), torch.rand(5, 7, dtype=torch.float64).softmax(-1)
-    weight = torch.rand(5, dtype=torch.float64, requires_grad=True)
-    loss: Any = flce.cross_entropy(z, y, reduction=reduction, token_weight=weight)
-    (grad,) = torch.autograd.grad(loss.sum(), weight)
-    torch.testing.assert_close(grad, F.cross_entropy(z, y, reduction="none") / (5 if reduction == "mean" else 1))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -605,17 +562,14 @@ def test_offsets_beyond_two_to_the_31(strategy: str) -> None:
         options = flce.ChunkOptions(strategy="tokens", chunk_rows=n)
     else:
         options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=20 << 30)
-    made = run_fused(p, stats=("lse", "logprob", "argmax"), options=options)
-    assert made.grad_input is not None
+    made: Any = run_fused(p, stats=("lse", "logprob", "argmax"), options=options)
     for rows in (slice(0, 8), slice(n // 2, n // 2 + 8), slice(n - 8, n)):
         part = run_oracle(replace(p, input=x[rows], target=p.target[rows]))
         assert relative_error(made.output.lse[rows], part.lse) < 1e-3
         assert float((made.output.logprob[rows] - part.logprob).abs().max()) < 0.1
         assert relative_error(made.grad_input[rows], part.grad_input) < 2e-2
     # The gradient of each class is a sum over all rows; the reference is the same operator in small chunks.
-    again = run_fused(p, grads="w", options=flce.ChunkOptions(strategy="tokens", chunk_rows=1000))
-    assert made.grad_weight is not None
-    assert again.grad_weight is not None
+    again: Any = run_fused(p, grads="w", options=flce.ChunkOptions(strategy="tokens", chunk_rows=1000))
     assert relative_error(made.grad_weight, again.grad_weight) < 1e-2
 
 
@@ -716,21 +670,14 @@ def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
     )
 
 
-def test_ignore_index_none_is_the_default(backend: str, device: torch.device) -> None:
-    """As in `torch.nn.functional.linear_cross_entropy`, where None is the default."""
-    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
-    y = torch.tensor([1, -100, 3, 6, 0], device=device)
-    got: Any = flce.fused_linear_cross_entropy(x, w, y, ignore_index=None)
-    want: Any = flce.fused_linear_cross_entropy(x, w, y)
-    assert torch.equal(got, want)
-
-
-def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, device: torch.device) -> None:
+def test_ignore_index_of_none_and_of_64_bits(backend: str, device: torch.device) -> None:
+    """None is the default, as in `torch.nn.functional.linear_cross_entropy`; int32 targets may have any index."""
     x, w = torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device)
     y = torch.randint(7, (2, 5), device=device)
-    got: Any = flce.fused_linear_cross_entropy(x, w, y.int(), shift=1, ignore_index=2**40)
-    want: Any = flce.fused_linear_cross_entropy(x, w, y, shift=1)
-    assert torch.equal(got, want)
+    y[0, 2] = -100
+    assert torch.equal(fused(x, w, y, ignore_index=None), fused(x, w, y))
+    y[0, 2] = 3
+    assert torch.equal(fused(x, w, y.int(), shift=1, ignore_index=2**40), fused(x, w, y, shift=1))
 
 
 @pytest.fixture
@@ -781,7 +728,7 @@ def test_no_number_of_the_loss_is_ignored(
 ) -> None:
     """Each number changes the loss and the gradient, or raises an error."""
     option = {name: OTHER_VALUES[name]}
-    if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
+    if kind in ("probabilities", "K-dimensional") and name not in UNFUSED_FIELDS:
         with pytest.raises(ValueError, match=name):
             loss_of_kind(kind, device, **option)
         return
@@ -800,8 +747,8 @@ def test_no_number_of_the_loss_is_ignored(
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
-def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "COMPOSED_FIELDS", COMPOSED_FIELDS - {"z_loss"})
+def test_an_option_of_fused_losses_only_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "UNFUSED_FIELDS", UNFUSED_FIELDS - {"z_loss"})
     assert loss_of_kind(kind, torch.device("cpu"), softcap=2.0)[0].isfinite()
     w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
     y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import multiprocessing
 import os
-import traceback
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import flce
@@ -34,8 +32,9 @@ from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
+from tests.distributed.pair import World
 from tests.extremes import every_extreme, has_softmax
-from tests.helpers import STATS, assert_outcome
+from tests.helpers import BACKENDS, STATS, assert_outcome
 from tests.logits import make
 
 if not dist.is_available():
@@ -101,6 +100,11 @@ def test_bounds_are_those_of_chunk(size: int, shards: int) -> None:
 # Three processes, and two of them
 
 
+@functools.cache
+def first_two() -> Any:
+    return dist.new_group([0, 1])
+
+
 def one_case(
     kwargs: dict[str, Any], vocab: int, group: Any, inplace: bool, dtype: torch.dtype, give_size: bool
 ) -> None:
@@ -134,12 +138,12 @@ def one_case(
     torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
 
 
-def dtensors(vocab: int) -> None:
+def dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (3,))
-    p = make((3, 4), vocab, label_smoothing=0.1, class_weight=True)
+    p = make((3, 4), 37, label_smoothing=0.1, class_weight=True)
     expected = run_oracle(p)
     for inplace in INPLACE:
         for target in (p.target, distribute_tensor(p.target, mesh, [Replicate()])):
@@ -167,7 +171,8 @@ def dtensors(vocab: int) -> None:
         flce.cross_entropy(x, p.target, process_group=dist.group.WORLD)
 
 
-def bad_input(world: Any, pair: Any, rank: int) -> None:
+def bad_input() -> None:
+    world, pair, rank = dist.group.WORLD, first_two(), dist.get_rank()
     p = make((3,), 7)
     with pytest.raises(ValueError, match=rf"rank {rank} of 3 must have logits of {1 if rank == 2 else 3} classes"):
         flce.cross_entropy(p.input[:, :2], p.target, process_group=world, vocab_size=7)
@@ -196,48 +201,38 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     assert x.grad is not None
 
 
-def worker(rank: int, store: str, errors: str, has_triton: bool) -> None:
-    torch.set_num_threads(1)
-    if has_triton:
+def run_case(name: str, backend: str, inplace: bool) -> None:
+    """Compare one of CASES with the oracle, in three processes and in two of them."""
+    if backend == "triton":
         quick_interpreter.speed_up_interpreter()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-    what = "start"
-    try:
-        world, pair = dist.group.WORLD, dist.new_group([0, 1])
-        for backend in ("torch", *(["triton"] if has_triton else [])):
-            os.environ["FLCE_BACKEND"] = backend
-            for (name, kwargs), inplace in itertools.product(CASES.items(), INPLACE):
-                # 37: 13, 13, 11 classes; 4: 2, 2 and none.
-                for vocab, group in ((37, world), (37, pair), (4, world))[: 3 if backend == "torch" else 1]:
-                    what = f"{backend}, {name}, inplace={inplace}, {vocab} classes"
-                    if rank < 2 or group is world:
-                        one_case(kwargs, vocab, group, inplace, torch.float64, give_size=True)
-            what = f"{backend}, all alike, bfloat16"
-            for inplace in INPLACE:
-                one_case({}, 36, world, inplace, torch.bfloat16, give_size=False)
-        what = "bad input"
-        bad_input(world, pair, rank)
-        what = "DTensor"
-        dtensors(37)
-    except BaseException:
-        Path(errors, f"{rank}").write_text(f"rank {rank}, {what}:\n{traceback.format_exc()}")
-        os._exit(1)  # the other processes wait in a collective
-    dist.destroy_process_group()
+    os.environ["FLCE_BACKEND"] = backend
+    world, pair = dist.group.WORLD, first_two()
+    # 37: 13, 13, 11 classes; 4: 2, 2 and none.
+    for vocab, group in ((37, world), (37, pair), (4, world))[: 3 if backend == "torch" else 1]:
+        if dist.get_rank() < 2 or group is world:
+            one_case(CASES[name], vocab, group, inplace, torch.float64, give_size=True)
+    if name == "plain":
+        one_case({}, 36, world, inplace, torch.bfloat16, give_size=False)
 
 
-def test_three_processes(tmp_path: Path) -> None:
-    """The processes start once for all cases, because their imports dominate the time of a start."""
-    try:
-        import triton  # noqa: F401
+@pytest.fixture(scope="module")
+def processes() -> Iterator[World]:
+    world = World(3, imports=["torch.distributed.tensor", "flce"])
+    yield world
+    world.close()
 
-        has_triton = not torch.cuda.is_available()
-    except ImportError:
-        has_triton = False
-    try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "triton", "flce"])
-        mp.start_processes(  # type: ignore[attr-defined]
-            worker, (str(tmp_path / "store"), str(tmp_path), has_triton), nprocs=3, start_method="forkserver"
-        )
-    except Exception:
-        output = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))
-        pytest.fail(output or "a process ended without output")
+
+@pytest.mark.parametrize("inplace", INPLACE)
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_three_processes(processes: World, name: str, backend_name: str, inplace: bool) -> None:
+    if backend_name == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("a test on CPU tensors: Triton runs on them only under the interpreter")
+    processes.run(run_case, name, backend_name, inplace)
+
+
+@pytest.mark.parametrize("function", [bad_input, dtensors])
+def test_three_processes_with(processes: World, function: Any) -> None:
+    processes.run(function)

@@ -19,14 +19,13 @@ from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, Tile
 from flce.backends.triton import (
     entries,
     exponentials_launch,
-    gradient_of_exponentials,
     product,
     reduction,
     scale,
     sharded_rows,
     softmax_launch,
 )
-from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from flce.backends.triton.cross_entropy import cross_entropy_kernel, gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
     LINE_BYTES,
     MAX_REGISTERS,
@@ -157,9 +156,13 @@ def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
         (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),),
         call,
         {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_BLOCK_ROWS},
-        row_gradient_ptr=out,
-        row_gradient_stride=out.stride(0),
+        row_gradient=out,
     )
+
+
+def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
+    options = {"BLOCK": 4096, **thread_options(exps.device, 8), **overlap_options(exps.device)}
+    yield build_launch(gradient_of_exponentials_kernel, (len(exps),), call, options, exps=exps, factors=factors)
 
 
 class TritonBackend:
@@ -178,7 +181,7 @@ class TritonBackend:
         run(_cross_entropy, logits, exps, call, state, factors)
 
     row_gradient = staticmethod(_replayed(_row_gradient))
-    gradient_of_exponentials = staticmethod(_replayed(gradient_of_exponentials.gradient_of_exponentials))
+    gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
     fused_statistics = staticmethod(product.fused_statistics)
     fused_gradient = staticmethod(product.fused_gradient)
     fused_exponentials = staticmethod(exponentials_launch.fused_exponentials)
@@ -259,17 +262,13 @@ def _cross_entropy(
         (num_rows,),
         call,
         options,
-        logits_ptr=logits,
-        grad_ptr=logits if grad is None else grad,
-        state_ptr=logits if state is None else state,
-        logits_stride=logits.stride(-2),
-        grad_stride=0 if grad is None else grad.stride(-2),
+        logits=logits,
+        grad=grad,
+        state=state,
+        factors=factors,
         inner_rows=inner_rows,
         logits_outer_stride=logits_outer_stride,
         grad_outer_stride=0 if grad is None else scale.outer_level(grad)[1],
-        state_stride=0 if state is None else state.stride(0),
-        factors_ptr=logits if factors is None else factors,
-        factors_stride=0 if factors is None else factors.stride(0),
     )
 
 

@@ -1,6 +1,7 @@
-"""The cross-entropy kernel: one program for each row of a tile of logits. `TritonBackend` launches it.
+"""The cross-entropy kernel: one program for each row of a tile of logits. `TritonBackend` launches it, and the kernel
+that turns its exponentials into the gradient of the logits.
 
-The kernel has two passes over the row, each behind a compile-time flag:
+The cross-entropy kernel has two passes over the row, each behind a compile-time flag:
 
 1. STATISTICS: online softmax (running maximum and sum in float32) and the requested statistics. The pass merges them
    with the state of the earlier tiles (LOAD_STATE), and stores them for the later tiles (STORE_STATE) or, at the last
@@ -636,3 +637,43 @@ def cross_entropy_kernel(
         # All threads have written the row, with the target's column, which is overwritten now.
         tl.debug_barrier()
         tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_in_tile)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
+def gradient_of_exponentials_kernel(
+    exps_ptr,  # (rows, cols), row stride exps_stride; overwritten
+    factors_ptr,  # (2, rows), or 3 with label smoothing, row stride factors_stride, see `Backend.exponentials`
+    target_ptr,  # (rows,) int64
+    class_weight_ptr,  # (V,)
+    exps_stride,
+    factors_stride,
+    cols,
+    ignore_index,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    BLOCK: tl.constexpr,
+):
+    """Overwrite the exponentials of `cross_entropy_kernel` with the gradient of the logits."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    factor = tl.load(factors_ptr + row)
+    target_factor = tl.load(factors_ptr + factors_stride + row)
+    if HAS_LABEL_SMOOTHING:
+        classes_factor = tl.load(factors_ptr + 2 * factors_stride + row)
+    exps_ptr += row * exps_stride
+    # An ignored row contains only zeros.
+    for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < cols
+        grad = factor * tl.load(exps_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        if HAS_LABEL_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                grad -= classes_factor * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            else:
+                grad -= classes_factor
+        grad = tl.where(columns == target, target_factor, grad)
+        tl.store(exps_ptr + columns, grad.to(exps_ptr.dtype.element_ty), mask=mask)

@@ -12,25 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.triton.launch import Launch, thread_options
+from flce.backends.triton.launch import Launch, build_launch, thread_options
 
 # For a program of four warps: the maximum number of a row's ids, and the columns of the hidden states per step.
 ENTRIES, DEPTH = 32, 128
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["hidden", "vocab_size", "size", "ids_stride", "ids_step", "out_stride"])
+@triton.jit(do_not_specialize=["hidden", "vocab_size", "size", "ids_stride", "ids_col_stride", "out_stride"])
 def row_products_kernel(
     x_ptr,  # (rows, hidden)
     weight_ptr,  # (vocab_size, hidden)
     ids_ptr,  # (rows, size) int64
     out_ptr,  # (rows, size): the products are added
     x_stride,
-    x_step,
+    x_col_stride,
     weight_stride,
-    weight_step,
+    weight_col_stride,
     ids_stride,
-    ids_step,
+    ids_col_stride,
     out_stride,
     hidden,
     vocab_size,
@@ -42,7 +42,7 @@ def row_products_kernel(
     """Add the logits of ENTRIES ids of one row. The order of a sum depends only on `hidden`."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    ids = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=entry < size, other=-1)
+    ids = tl.load(ids_ptr + row * ids_stride + entry * ids_col_stride, mask=entry < size, other=-1)
     present = (ids >= 0) & (ids < vocab_size)
     weight_ptr += tl.where(present, ids, 0)[:, None] * weight_stride
     x_ptr += row * x_stride
@@ -50,9 +50,9 @@ def row_products_kernel(
     for start in range(0, hidden, DEPTH):
         column = start + tl.arange(0, DEPTH)
         in_bounds = column < hidden
-        x = tl.load(x_ptr + column * x_step, mask=in_bounds, other=0.0).to(ACCUM)
+        x = tl.load(x_ptr + column * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
         weight = tl.load(
-            weight_ptr + column[None, :] * weight_step, mask=present[:, None] & in_bounds[None, :], other=0.0
+            weight_ptr + column[None, :] * weight_col_stride, mask=present[:, None] & in_bounds[None, :], other=0.0
         )
         total += weight.to(ACCUM) * x[None, :]
     out_ptr += row * out_stride + entry
@@ -60,15 +60,15 @@ def row_products_kernel(
     tl.store(out_ptr, before + tl.sum(total, axis=1), mask=present)
 
 
-@triton.jit(do_not_specialize=["size", "ids_stride", "ids_step", "values_stride", "values_step"])
+@triton.jit(do_not_specialize=["size", "ids_stride", "ids_col_stride", "values_stride", "values_col_stride"])
 def sum_equal_kernel(
     ids_ptr,  # (rows, size) int64
     values_ptr,  # (rows, size)
     out_ptr,  # (rows, size) contiguous
     ids_stride,
-    ids_step,
+    ids_col_stride,
     values_stride,
-    values_step,
+    values_col_stride,
     size,
     ENTRIES: tl.constexpr,
 ):
@@ -77,25 +77,25 @@ def sum_equal_kernel(
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     ids_ptr += row * ids_stride
     values_ptr += row * values_stride
-    ids = tl.load(ids_ptr + entry * ids_step, mask=entry < size, other=-1)
+    ids = tl.load(ids_ptr + entry * ids_col_stride, mask=entry < size, other=-1)
     total = tl.zeros((ENTRIES,), out_ptr.dtype.element_ty)
     for start in range(0, size, ENTRIES):
         others = start + tl.arange(0, ENTRIES)
         in_bounds = others < size
-        other_ids = tl.load(ids_ptr + others * ids_step, mask=in_bounds, other=-2)
-        values = tl.load(values_ptr + others * values_step, mask=in_bounds, other=0.0).to(total.dtype)
+        other_ids = tl.load(ids_ptr + others * ids_col_stride, mask=in_bounds, other=-2)
+        values = tl.load(values_ptr + others * values_col_stride, mask=in_bounds, other=0.0).to(total.dtype)
         total += tl.sum(tl.where(ids[:, None] == other_ids[None, :], values[None, :], 0.0), axis=1)
     tl.store(out_ptr + row * size + entry, total, mask=entry < size)
 
 
-@triton.jit(do_not_specialize=["total", "size", "start", "cols", "ids_stride", "ids_step", "values_stride"])
+@triton.jit(do_not_specialize=["total", "size", "start", "cols", "ids_stride", "ids_col_stride", "values_stride"])
 def write_entries_kernel(
     tile_ptr,  # (rows, cols)
     ids_ptr,  # (rows, size) int64
     values_ptr,  # (rows, size)
     tile_stride,
     ids_stride,
-    ids_step,
+    ids_col_stride,
     values_stride,
     total,  # rows * size
     size,
@@ -106,7 +106,7 @@ def write_entries_kernel(
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, entry = number // size, number % size
     exists = number < total
-    column = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=exists, other=-1) - start
+    column = tl.load(ids_ptr + row * ids_stride + entry * ids_col_stride, mask=exists, other=-1) - start
     in_bounds = exists & (column >= 0) & (column < cols)
     value = tl.load(values_ptr + row * values_stride + entry, mask=in_bounds, other=0.0)
     # Equal ids of a row have equal values, so the order of the writes does not matter.
@@ -118,57 +118,40 @@ def _entries(ids: Tensor) -> int:
 
 
 def row_products(x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Iterator[Launch]:
-    entries = _entries(ids)
-    args = {
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "ids_ptr": ids,
-        "out_ptr": out,
-        "x_stride": x.stride(0),
-        "x_step": x.stride(1),
-        "weight_stride": weight.stride(0),
-        "weight_step": weight.stride(1),
-        "ids_stride": ids.stride(0),
-        "ids_step": ids.stride(1),
-        "out_stride": out.stride(0),
-        "hidden": x.shape[1],
-        "vocab_size": len(weight),
-        "size": ids.shape[1],
-    }
-    accum = tl.float64 if out.dtype == torch.float64 else tl.float32
-    options = {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, **thread_options(x.device, 4)}
-    yield Launch(row_products_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
+    entries, accum = _entries(ids), tl.float64 if out.dtype == torch.float64 else tl.float32
+    yield build_launch(
+        row_products_kernel,
+        (len(ids), triton.cdiv(ids.shape[1], entries)),
+        None,
+        {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, **thread_options(x.device, 4)},
+        x=x,
+        weight=weight,
+        ids=ids,
+        out=out,
+        hidden=x.shape[1],
+        vocab_size=len(weight),
+        size=ids.shape[1],
+    )
 
 
 def sum_equal(ids: Tensor, values: Tensor, out: Tensor) -> Iterator[Launch]:
-    entries = _entries(ids)
-    args = {
-        "ids_ptr": ids,
-        "values_ptr": values,
-        "out_ptr": out,
-        "ids_stride": ids.stride(0),
-        "ids_step": ids.stride(1),
-        "values_stride": values.stride(0),
-        "values_step": values.stride(1),
-        "size": ids.shape[1],
-    }
+    entries, size = _entries(ids), ids.shape[1]
     options = {"ENTRIES": entries, **thread_options(ids.device, 1)}
-    yield Launch(sum_equal_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
+    grid = len(ids), triton.cdiv(size, entries)
+    yield build_launch(sum_equal_kernel, grid, None, options, ids=ids, values=values, out=out, size=size)
 
 
 def write_entries(tile: Tensor, ids: Tensor, values: Tensor, start: int) -> Iterator[Launch]:
-    args = {
-        "tile_ptr": tile,
-        "ids_ptr": ids,
-        "values_ptr": values,
-        "tile_stride": tile.stride(0),
-        "ids_stride": ids.stride(0),
-        "ids_step": ids.stride(1),
-        "values_stride": values.stride(0),
-        "total": ids.numel(),
-        "size": ids.shape[1],
-        "start": start,
-        "cols": tile.shape[1],
-    }
-    options = {"BLOCK": BLOCK, **thread_options(ids.device, 4)}
-    yield Launch(write_entries_kernel, (triton.cdiv(ids.numel(), BLOCK),), args, options)
+    yield build_launch(
+        write_entries_kernel,
+        (triton.cdiv(ids.numel(), BLOCK),),
+        None,
+        {"BLOCK": BLOCK, **thread_options(ids.device, 4)},
+        tile=tile,
+        ids=ids,
+        values=values,
+        total=ids.numel(),
+        size=ids.shape[1],
+        start=start,
+        cols=tile.shape[1],
+    )

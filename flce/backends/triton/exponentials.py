@@ -235,7 +235,7 @@ def combine_rows_kernel(
     hidden,
     vocab_size,
     ignore_index,
-    ADD_TARGETS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -244,7 +244,7 @@ def combine_rows_kernel(
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size) & valid
     factor = tl.load(factors_ptr + row)
-    if ADD_TARGETS:
+    if HAS_WEIGHT:
         target_factor = tl.load(factors_ptr + factors_stride + row)
     if HAS_INDEX:
         out_ptr += tl.load(index_ptr + row) * out_stride
@@ -256,7 +256,7 @@ def combine_rows_kernel(
         # An ignored row is not read, because it may contain NaN: 0 is written.
         x = tl.load(x_ptr + row * x_stride + offsets.to(tl.int64) * x_col_stride, mask=mask & valid, other=0.0)
         out = factor * x.to(tl.float32)
-        if ADD_TARGETS:
+        if HAS_WEIGHT:
             places = target * weight_stride + offsets.to(tl.int64) * weight_col_stride
             w = tl.load(weight_ptr + places, mask=mask & in_range, other=0.0)
             out += target_factor * w.to(tl.float32)

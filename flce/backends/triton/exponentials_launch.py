@@ -104,23 +104,15 @@ def _exponentials(
         reference_kernel,
         (num_rows,),
         call,
-        {
-            "HAS_COUNT": count is not None,
-            "BLOCK_ROWS": product.ROWS,
-            "SAMPLES": SAMPLES,
-            "BLOCK": BLOCK,
-        },
-        x_ptr=x,
-        weight_ptr=weight,
-        sample_ptr=sample,
-        reference_ptr=reference,
-        target_logit_ptr=target_logit,
-        target_jacobian_ptr=target_jacobian,
-        work_ptr=work,
-        count_ptr=reference if count is None else count,
-        x_stride=x.stride(0),
-        weight_stride=weight.stride(0),
-        sample_stride=sample.stride(0),
+        {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
+        x=x,
+        weight=weight,
+        sample=sample,
+        reference=reference,
+        target_logit=target_logit,
+        target_jacobian=target_jacobian,
+        work=work,
+        count=count,
         hidden=x.shape[1],
         samples=sample.shape[1],
         sample_step=_sample_step(weight),
@@ -146,13 +138,12 @@ def _exponentials(
                 "ROWS": product.FINISH_ROWS,
                 "BLOCKS": product.FINISH_BLOCKS,
             },
-            partial_ptr=partial,
-            reference_ptr=reference,
-            target_logit_ptr=target_logit,
-            target_jacobian_ptr=target_jacobian,
-            factors_ptr=factors,
-            work_ptr=attempt_work,
-            factors_stride=factors.stride(0),
+            partial=partial,
+            reference=reference,
+            target_logit=target_logit,
+            target_jacobian=target_jacobian,
+            factors=factors,
+            work=attempt_work,
             blocks=len(partial),
         )
 
@@ -178,27 +169,21 @@ def combine_rows(
     ignore_index: int,
     index: Tensor | None,
 ) -> Iterator[Launch]:
-    weights = x if weight is None else weight
-    args = {
-        "x_ptr": x,
-        "weight_ptr": weights,
-        "out_ptr": out,
-        "index_ptr": target if index is None else index,
-        "target_ptr": target,
-        "factors_ptr": factors,
-        "x_stride": x.stride(0),
-        "x_col_stride": x.stride(1),
-        "weight_stride": weights.stride(0),
-        "weight_col_stride": weights.stride(1),
-        "out_stride": out.stride(0),
-        "factors_stride": factors.stride(0),
-        "hidden": x.shape[1],
-        "vocab_size": len(weights),
-        "ignore_index": ignore_index,
-    }
-    options = {"ADD_TARGETS": weight is not None, "HAS_INDEX": index is not None, "BLOCK": BLOCK}
-    options |= thread_options(x.device, 4)
-    yield Launch(combine_rows_kernel, (len(x),), args, options)
+    yield build_launch(
+        combine_rows_kernel,
+        (len(x),),
+        None,
+        {"BLOCK": BLOCK, **thread_options(x.device, 4)},
+        x=x,
+        weight=weight,
+        out=out,
+        index=index,
+        target=target,
+        factors=factors,
+        hidden=x.shape[1],
+        vocab_size=0 if weight is None else len(weight),
+        ignore_index=ignore_index,
+    )
 
 
 class SortedTargets(NamedTuple):
@@ -221,12 +206,11 @@ class SortedTargets(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """Arguments of the kernels that add the rows."""
         return {
-            "x_ptr": self.x,
-            "target_ptr": self.target,
-            "row_ptr": self.row,
-            "order_ptr": self.order,
-            "factor_ptr": self.factor,
-            "x_stride": self.x.stride(0),
+            "x": self.x,
+            "target": self.target,
+            "row": self.row,
+            "order": self.order,
+            "factor": self.factor,
             "hidden": self.x.shape[1],
             "ignore_index": self.ignore_index,
         }
@@ -287,23 +271,27 @@ def _weight_gradient(
     gradient_scale: Tensor | None = None,
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
-    args = {
-        "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
-        "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
-        "grad_desc": TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        "slot_ptr": scaled if slots is None else slots,
-        "residual_ptr": scaled if residual is None else residual,
-        "gradient_scale_ptr": scaled if gradient_scale is None else gradient_scale,
-        "rows": len(exps),
-        "hidden": scaled.shape[1],
-        "classes": len(grad),
-    }
     options = {
-        "HAS_TARGETS": slots is not None, "HAS_GRADIENT_SCALE": gradient_scale is not None,
-        "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1", "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,
-        "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
+        "HAS_TARGETS": slots is not None, "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1",
+        "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP,
+        "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip
-    return Launch(weight_gradient_kernel, (programs,), args, options)
+    return build_launch(
+        weight_gradient_kernel,
+        (programs,),
+        None,
+        options,
+        exps_desc=TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
+        scaled_desc=TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
+        grad_desc=TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
+        scaled=scaled,  # replaces tensors that are None
+        slot=slots,
+        residual=residual,
+        gradient_scale=gradient_scale,
+        rows=len(exps),
+        hidden=scaled.shape[1],
+        classes=len(grad),
+    )
 
 
 def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
@@ -313,22 +301,8 @@ def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
 def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets, residual: Tensor | None) -> Iterator[Launch]:
     first_class = 0
     for grad in grads:
-        args = {
-            "grad_ptr": grad,
-            "rows": len(targets.target),
-            "first_class": first_class,
-            "classes": len(grad),
-            "x_col_stride": targets.x.stride(1),
-            "residual_ptr": grad if residual is None else residual,
-            **targets.arguments,
-        }
-        options = {
-            "HAS_RESIDUAL": residual is not None,
-            "ROWS": SUM_ROWS,
-            "BLOCK": SUM_BLOCK,
-            "SCAN": SCAN,
-            **thread_options(grad.device, 4),
-        }
+        args = {"rows": len(targets.target), "first_class": first_class, "classes": len(grad), **targets.arguments}
+        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **thread_options(grad.device, 4)}
         grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
-        yield Launch(add_to_targets_kernel, grid, args, options)
+        yield build_launch(add_to_targets_kernel, grid, None, options, grad=grad, residual=residual, **args)
         first_class += len(grad)

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from flce.backends.contract import RowOutputs, TileCall
 from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
 from flce.core.problem import NUMERIC_FIELDS, LossSpec
-
-# For `call_arguments`: the name of each number of the spec, its flag, and the value that switches it off.
-_NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMERIC_FIELDS)
 
 # Threads of a warp, in the launch tables and on NVIDIA's devices.
 WARP = 32
@@ -92,40 +90,54 @@ def filled_share(row: int, block: int) -> float:
     return row / (triton.cdiv(row, block) * block)
 
 
-class CallArguments(NamedTuple):
-    """Arguments of a `TileCall` by the names of kernel parameters.
+def build_launch(
+    kernel: Any, grid: tuple[int, ...], call: TileCall | None, options: Mapping[str, Any], **args: Any
+) -> Launch:
+    """Return a launch with the arguments of the call, and with `args`, that are parameters of the kernel.
 
-    A new option of `LossSpec` or result of `RowOutputs` is included automatically: a number ``name`` has the flag
-    ``HAS_NAME``, a tensor ``name_ptr`` the flag ``WANT_NAME``.
+    A tensor ``name`` has up to five parameters: ``name_ptr``, ``name_stride`` between rows, ``name_col_stride`` between
+    columns, and the flags ``HAS_NAME`` and ``WANT_NAME``, which are False if the tensor is None. A number ``name`` of
+    `LossSpec` has the flag ``HAS_NAME``. New options of `LossSpec` and results of `RowOutputs` are included by name.
+
+    Args:
+        args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
+        options: launch options and other flags.
     """
+    tensors, values, flags = ({}, {}, {}) if call is None else _call_arguments(call)
+    tensors |= {name: value for name, value in args.items() if value is None or isinstance(value, Tensor)}
+    # Replaces tensors that a flag switches off; never read.
+    unused = next(tensor for tensor in tensors.values() if tensor is not None)
+    for name, tensor in tensors.items():
+        strides = () if tensor is None else tensor.stride()
+        values[f"{name}_ptr"] = unused if tensor is None else tensor
+        values[f"{name}_stride"] = strides[-2:][0] if strides else 0
+        values[f"{name}_col_stride"] = strides[-1] if strides else 0
+        for flag in (f"HAS_{name.upper()}", f"WANT_{name.upper()}"):
+            flags.setdefault(flag, tensor is not None)
+    values |= {name: value for name, value in args.items() if name not in tensors}
+    values, flags = (
+        {name: group[name] for name in _matching_parameters(kernel, tuple(group))} for group in (values, flags)
+    )
+    return Launch(kernel, grid, values, {**flags, **options})
 
-    values: dict[str, Any]
-    """Tensors and numbers."""
-    flags: dict[str, bool]
-    """True for each option that is used."""
 
-
-def call_arguments(call: TileCall) -> CallArguments:
+def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:
+    """Return the tensors of the call, its numbers, and the flags of its numbers."""
     inputs, spec, tile, out, normalizer, upstream, row_gradient = call
-    bias = inputs.tile_bias(tile)
-    if out is not None:
-        normalizer = out.normalizer
-    tensors = {
-        "bias": bias,
+    tensors: dict[str, Tensor | None] = {
+        "target": inputs.target,
+        "bias": inputs.tile_bias(tile),
         "class_weight": inputs.class_weight,
         "token_weight": inputs.token_weight,
         "row_factor": inputs.row_factor,
         "row_gradient": row_gradient,
         "scales": inputs.scales,
         "upstream": upstream,
-        "normalizer": normalizer,
+        "normalizer": normalizer if out is None else out.normalizer,
     }
-    unused = inputs.target  # replaces tensors that a flag switches off; never read
-    values: dict[str, Any] = {
-        "target_ptr": inputs.target,
-        "row_gradient_stride": 0 if row_gradient is None else row_gradient.stride(0),
-        "upstream_stride": 0 if upstream is None or upstream.dim() == 0 else 1,
-        "normalizer_stride": 0 if normalizer is None else normalizer.stride(0),
+    for name in RowOutputs._fields:
+        tensors.setdefault(name, None if out is None else getattr(out, name))
+    numbers = {
         "rows": len(inputs.target),
         "cols": tile.cols,
         "accessible_cols": tile.accessible_cols,
@@ -134,20 +146,12 @@ def call_arguments(call: TileCall) -> CallArguments:
         "ignore_index": spec.ignore_index,
         "scale": spec.scale,
         "cap": spec.cap,
+        **{name: getattr(spec, name) for name in NUMERIC_FIELDS},
     }
-    flags = {
-        "HAS_SCALE": spec.scale != 1.0 or inputs.row_factor is not None,
-        "HAS_ENTROPY_GRADIENT": call.has_entropy_gradient,
-    }
-    for name in RowOutputs._fields:
-        tensors.setdefault(name, None if out is None else getattr(out, name))
-    for name, tensor in tensors.items():
-        values[f"{name}_ptr"] = unused if tensor is None else tensor
-        flags[f"HAS_{name.upper()}"] = flags[f"WANT_{name.upper()}"] = tensor is not None
-    for name, flag, default in _NUMBERS:
-        values[name] = number = getattr(spec, name)
-        flags[flag] = number != default
-    return CallArguments(values, flags)
+    flags = {f"HAS_{name.upper()}": numbers[name] != getattr(LossSpec, name) for name in NUMERIC_FIELDS}
+    flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.row_factor is not None
+    flags["HAS_ENTROPY_GRADIENT"] = call.has_entropy_gradient
+    return tensors, numbers, flags
 
 
 @functools.cache
@@ -155,11 +159,3 @@ def _matching_parameters(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]
     """Return the names that are parameters of the kernel."""
     parameters = set(kernel.arg_names)
     return tuple(name for name in names if name in parameters)
-
-
-def build_launch(kernel: Any, grid: tuple[int, ...], call: TileCall, options: Mapping[str, Any], **args: Any) -> Launch:
-    """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`."""
-    values, flags = (
-        {name: group[name] for name in _matching_parameters(kernel, tuple(group))} for group in call_arguments(call)
-    )
-    return Launch(kernel, grid, {**values, **args}, {**flags, **options})

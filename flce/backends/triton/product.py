@@ -395,8 +395,8 @@ def _statistics(
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
         {"ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
-        partial_ptr=partial,
-        target_logit_ptr=target_logit,
+        partial=partial,
+        target_logit=target_logit,
         blocks=blocks,
     )
 
@@ -436,10 +436,6 @@ def launch(
     work: Tensor | None = None,
 ) -> Launch:
     """Return a launch of `product_kernel`. If a descriptor cannot describe `weight`, the weight is copied."""
-
-    def pointer(t: Tensor | None) -> Tensor:
-        return call.inputs.target if t is None else t  # replaces tensors that a flag switches off; never read
-
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
     weight_desc = TensorDescriptor.from_tensor(align_for_descriptor(weight), [COLS, DEPTH])
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [ROWS, COLS])
@@ -466,9 +462,9 @@ def launch(
         x_desc=x_desc,
         weight_desc=weight_desc,
         out_desc=out_desc,
-        partial_ptr=pointer(partial),
-        target_logit_ptr=pointer(target_logit),
-        reference_ptr=pointer(reference),
-        work_ptr=pointer(work),
+        partial=partial,
+        target_logit=target_logit,
+        reference=reference,
+        work=work,
         hidden=x.shape[1],
     )

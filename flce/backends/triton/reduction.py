@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends import reduction
+from flce.backends import formulas
 from flce.backends.contract import RowOutputs, RowProblem
-from flce.backends.triton.launch import Launch, overlap_options, thread_options
+from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
 from flce.backends.triton.replay import run
 from flce.core.problem import LossSpec, accumulation_dtype
 
@@ -100,7 +100,7 @@ def reduction_kernel(
 
 def loss_scales(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
-        return reduction.loss_scales(p)
+        return formulas.loss_scales(p)
     scales = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
     run(_launch, scales, True, p.target, p.num_items, p.spec, p.vocab_size, None, scales, None, False)
     return scales
@@ -108,7 +108,7 @@ def loss_scales(p: RowProblem) -> Tensor:
 
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     if out.loss.numel() > MAX_ROWS or (scales is None and p.class_weight is not None):
-        return reduction.reduce(p, out, scales)
+        return formulas.reduce(p, out, scales)
     used_scales = out.loss.new_empty(3) if scales is None else scales
     loss = out.loss.new_empty(())
     z_loss = None if out.losses[1] is None else out.loss.new_empty(())
@@ -131,33 +131,30 @@ def _launch(
     z_loss: Tensor | None,
     settled: bool,
 ) -> Iterator[Launch]:
-    def pointer(t: Tensor | None) -> Tensor:
-        return scales if t is None else t  # replaces tensors that a flag switches off; never read
-
     target = target.reshape(-1).contiguous()  # a view of one dimension may have gaps
     losses = (None, None) if out is None else out.losses
-    args = {
-        "target_ptr": target,
-        "num_items_ptr": pointer(num_items),
-        "loss_ptr": pointer(losses[0]),
-        "z_loss_ptr": pointer(losses[1]),
-        "scales_ptr": scales,
-        "loss_sum_ptr": loss,
-        "z_loss_sum_ptr": pointer(z_loss),
-        "rows": target.numel() if out is None else out.loss.numel(),
-        "vocab_size": vocab_size,
-        "ignore_index": spec.ignore_index,
-    }
     options = {
         "ACCUM": tl.float64 if scales.dtype == torch.float64 else tl.float32,
         "COMPUTE_SCALES": compute_scales,
         "MEAN": spec.reduction == "mean",
-        "HAS_NUM_ITEMS": num_items is not None,
-        "HAS_LOSS": out is not None,
-        "HAS_Z_LOSS": z_loss is not None,
         "SETTLED": settled,
         "BLOCK": BLOCK,
         **thread_options(target.device, WARPS),
         **overlap_options(target.device),
     }
-    yield Launch(reduction_kernel, (1,), args, options)
+    yield build_launch(
+        reduction_kernel,
+        (1,),
+        None,
+        options,
+        target=target,
+        num_items=num_items,
+        loss=losses[0],
+        z_loss=losses[1],
+        scales=scales,
+        loss_sum=loss,
+        z_loss_sum=z_loss,
+        rows=target.numel() if out is None else out.loss.numel(),
+        vocab_size=vocab_size,
+        ignore_index=spec.ignore_index,
+    )

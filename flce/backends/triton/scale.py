@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends.triton.launch import Launch, overlap_options, thread_options
+from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
 from flce.core.devices import device_record
 
 BLOCK, WARPS = 4096, 8
@@ -63,11 +63,11 @@ def scale_kernel(
 
 @triton.jit(do_not_specialize=["inner_rows", "rows", "ignore_index"])
 def scale_rows_kernel(
-    x_ptr,  # (rows, cols), row stride stride; with TWO_LEVEL (outer, inner_rows, cols)
+    x_ptr,  # (rows, cols), row stride x_stride; with TWO_LEVEL (outer, inner_rows, cols)
     factor_ptr,  # (rows,), or () with ONE_FACTOR
     target_ptr,  # (rows,) int64; rows with ignore_index are unchanged
-    stride,
-    outer_stride,
+    x_stride,
+    x_outer_stride,
     inner_rows,
     rows,
     cols,
@@ -89,9 +89,9 @@ def scale_rows_kernel(
         if (factor != 1.0) & (tl.load(target_ptr + row) != ignore_index):
             if TWO_LEVEL:
                 outer = row // inner_rows
-                row_ptr = x_ptr + outer * outer_stride + (row - outer * inner_rows) * stride
+                row_ptr = x_ptr + outer * x_outer_stride + (row - outer * inner_rows) * x_stride
             else:
-                row_ptr = x_ptr + row * stride
+                row_ptr = x_ptr + row * x_stride
             for start in range(0, cols, BLOCK):
                 offsets = start + tl.arange(0, BLOCK)
                 mask = offsets < cols
@@ -101,47 +101,38 @@ def scale_rows_kernel(
 
 def scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iterator[Launch]:
     second_numel = 0 if second is None else second.numel()
-    programs = min(_programs(x), triton.cdiv(max(x.numel(), second_numel), BLOCK))
-    args = {
-        "x_ptr": x,
-        "out_ptr": out,
-        "second_ptr": x if second is None else second,
-        "factor_ptr": factor,
-        "numel": x.numel(),
-        "second_numel": second_numel,
-    }
-    options = {
-        "IN_PLACE": x is out,
-        "HAS_SECOND": second is not None,
-        "BLOCK": BLOCK,
-        **thread_options(x.device, WARPS),
-        **overlap_options(x.device),
-    }
-    yield Launch(scale_kernel, (programs,), args, options)
+    yield build_launch(
+        scale_kernel,
+        (min(_programs(x), triton.cdiv(max(x.numel(), second_numel), BLOCK)),),
+        None,
+        {"IN_PLACE": x is out, "BLOCK": BLOCK, **thread_options(x.device, WARPS), **overlap_options(x.device)},
+        x=x,
+        out=out,
+        second=second,
+        factor=factor,
+        numel=x.numel(),
+        second_numel=second_numel,
+    )
 
 
 def scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> Iterator[Launch]:
     inner, outer_stride = outer_level(x)
-    num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
-    args = {
-        "x_ptr": x,
-        "factor_ptr": factor,
-        "target_ptr": target,
-        "stride": x.stride(-2),
-        "outer_stride": outer_stride,
-        "inner_rows": inner,
-        "rows": num_rows,
-        "cols": cols,
-        "ignore_index": ignore_index,
-    }
-    options = {
-        "ONE_FACTOR": factor.dim() == 0,
-        "TWO_LEVEL": x.dim() == 3,
-        "BLOCK": BLOCK,
-        **thread_options(x.device, WARPS),
-        **overlap_options(x.device),
-    }
-    yield Launch(scale_rows_kernel, (min(_programs(x), num_rows),), args, options)
+    num_rows = x.shape[:-1].numel()
+    options = {"ONE_FACTOR": factor.dim() == 0, "TWO_LEVEL": x.dim() == 3, "BLOCK": BLOCK}
+    yield build_launch(
+        scale_rows_kernel,
+        (min(_programs(x), num_rows),),
+        None,
+        {**options, **thread_options(x.device, WARPS), **overlap_options(x.device)},
+        x=x,
+        factor=factor,
+        target=target,
+        x_outer_stride=outer_stride,
+        inner_rows=inner,
+        rows=num_rows,
+        cols=x.shape[-1],
+        ignore_index=ignore_index,
+    )
 
 
 def _programs(x: Tensor) -> int:

@@ -1,21 +1,22 @@
 """Losses that PyTorch's operators compute, with the logits, and several tensors of their size, in memory.
 
-Used where fusing saves nothing: for class-probability targets, which are as large as the logits, and for K-dimensional
-heads, whose softmax runs over a strided dimension. Logits are at least float32: half precision is cast before the
-product, which copies the head. Differentiable any number of times.
+`functional` calls this module where fused kernels save nothing: for class-probability targets, which are as large as
+the logits, and for K-dimensional heads, whose softmax runs over a strided dimension. Logits are at least float32: half
+precision is cast before the product, which copies the head. Differentiable any number of times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyOutput, LossSpec, accumulation_dtype
-from flce.engine.vectors import check_num_items
+from flce.engine.vectors import check_num_items, check_targets
 from flce.ops.arguments import LinearArguments
 
 
@@ -24,9 +25,6 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
     input, linear_weight, target = args.input, args.linear_weight, args.target
     vocab_size, *inner = linear_weight.shape[:-1]
     leading = tuple(input.shape[:-1])
-    probabilities = target.is_floating_point()
-    if not probabilities:
-        _check_indices(target, vocab_size, spec.ignore_index)
 
     # One row of logits per token: (T, V) with T = prod(leading) * prod(inner). They are not rounded: PyTorch has no
     # product of half precision with a float32 result that can be differentiated.
@@ -39,35 +37,31 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
             logits = logits + F.linear(a.reshape(-1, a.shape[-1]).to(wide), b.to(wide))
     if args.linear_bias is not None:
         logits = logits + args.linear_bias.reshape(-1)
-    rows = math.prod(leading)
-    logits = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
-    if probabilities:
-        y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
-    else:
-        y = target.reshape(-1)
-    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, (*leading, *inner))
+
+    def classes_last(t: Tensor) -> Tensor:  # (leading, V, inner) as (T, V)
+        return t.reshape(math.prod(leading), vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
+
+    y = classes_last(target) if target.is_floating_point() else target.reshape(-1)
+    p = CrossEntropyProblem(classes_last(logits), y, args.weight, args.token_weight, args.num_items, spec, None)
+    return _loss_of_rows(p, (*leading, *inner))
 
 
 def cross_entropy(p: CrossEntropyProblem) -> Tensor | LinearCrossEntropyOutput:
     """Compute `flce.cross_entropy` for class probabilities."""
     logits, y = (t.reshape(-1, p.vocab_size) for t in (p.logits, p.target))
-    tokens = tuple(p.logits.shape[:-1])
-    return _loss_of_rows(logits, y, p.class_weight, p.token_weight, p.num_items, p.spec, tokens)
+    return _loss_of_rows(replace(p, logits=logits, target=y), tuple(p.logits.shape[:-1]))
 
 
-def _loss_of_rows(
-    logits: Tensor,  # (T, V)
-    y: Tensor,  # (T,) indices or (T, V) probabilities
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items: Tensor | None,
-    spec: LossSpec,
-    tokens: tuple[int, ...],  # the shape of T losses
-) -> Tensor | LinearCrossEntropyOutput:
-    vocab_size = logits.shape[1]
-    if num_items is not None and num_items.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_num_items(num_items)
-    z = spec.transform(logits.to(accumulation_dtype(logits.dtype)))
+def _loss_of_rows(p: CrossEntropyProblem, tokens: tuple[int, ...]) -> Tensor | LinearCrossEntropyOutput:
+    """Return the loss, of shape `tokens` if it is not reduced, for logits (T, V) and T targets: indices, or (T, V)
+    probabilities."""
+    y, weight, token_weight, num_items, spec = p.target, p.class_weight, p.token_weight, p.num_items, p.spec
+    if not torch.compiler.is_compiling():
+        if not y.is_floating_point():
+            check_targets(p)
+        elif num_items is not None and num_items.device.type == "cpu":
+            check_num_items(num_items)
+    z = spec.transform(p.logits.to(accumulation_dtype(p.dtype)))
     if y.is_floating_point():
         y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
@@ -77,9 +71,9 @@ def _loss_of_rows(
         y = y.to(torch.int64)
         valid = y != spec.ignore_index
         count = valid.sum()
-        class_weight = None if weight is None else weight[y.clamp(0, vocab_size - 1)].to(z.dtype)
+        class_weight = None if weight is None else weight[y.clamp(0, p.vocab_size - 1)].to(z.dtype)
         denominator = count if class_weight is None else torch.where(valid, class_weight, 0.0).sum()
-    ce = F.cross_entropy(
+    losses = F.cross_entropy(
         z,
         y,
         weight=None if weight is None else weight.to(z.dtype),
@@ -88,22 +82,22 @@ def _loss_of_rows(
         label_smoothing=spec.label_smoothing,
     )
     lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
-    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
+    z_losses = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
     if token_weight is not None:
         # A weight of an ignored token must have no effect, also if it is NaN.
-        weights = torch.where(valid, token_weight.reshape(-1).to(ce.dtype), 0.0)
-        ce = ce * weights
-        zl = None if zl is None else zl * weights
-    if spec.reduction == "none":
-        loss = ce.reshape(tokens)
-        z_loss = None if zl is None else zl.reshape(tokens)
-    elif spec.reduction == "mean":
-        loss = ce.sum() / denominator
-        z_loss = None if zl is None else zl.sum() / count
-    else:
-        scale = 1.0 if num_items is None else num_items.to(z.dtype).reciprocal()
-        loss = ce.sum() * scale
-        z_loss = None if zl is None else zl.sum() * scale
+        weights = torch.where(valid, token_weight.reshape(-1).to(losses.dtype), 0.0)
+        losses = losses * weights
+        z_losses = None if z_losses is None else z_losses * weights
+
+    def reduce(values: Tensor, denominator: Tensor) -> Tensor:
+        if spec.reduction == "none":
+            return values.reshape(tokens)
+        if spec.reduction == "mean":
+            return values.sum() / denominator
+        return values.sum() if num_items is None else values.sum() * num_items.to(z.dtype).reciprocal()
+
+    loss = reduce(losses, denominator)
+    z_loss = None if z_losses is None else reduce(z_losses, count)
     loss = loss if z_loss is None else loss + z_loss
     if not spec.stats:
         return loss
@@ -133,16 +127,3 @@ def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSp
         if "correct" in spec.stats:
             stats["correct"] = (stats["argmax"] == y) & valid
     return stats
-
-
-def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise IndexError on the CPU if a target is out of range. On other devices PyTorch asserts."""
-    if target.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
-    if bool(wrong.any()):
-        position = tuple(wrong.nonzero()[0].tolist())
-        raise IndexError(
-            f"target {int(target[position])} at position {position} is out of range: expected "
-            f"0 <= target < {vocab_size}, or ignore_index={ignore_index}"
-        )
