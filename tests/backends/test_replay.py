@@ -181,8 +181,8 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     "Statistics, in registers": ("", 1.0, 3),
     "Chunks": ("xw", 1.0, 4),  # loss scales; losses and gradient of the logits; sum; both gradients times upstream
     "NormalizedChunks": ("xw", 1.0, 9),  # four blocks of logits
-    "Unnormalized": ("xw", 1.0, 11),
-    "Borrowed": ("xw", 1.0, 14),  # two tiles
+    "Unnormalized": ("xw", 1.0, 13),
+    "Borrowed": ("xw", 1.0, 16),  # two tiles
     "Recomputed": ("xw", 0.5, 20),  # two chunks
     "DeferredChunks": ("xw", 1.0, 5),
     "Blocks": ("xw", 0.5, 7),  # two blocks
