@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,9 +108,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
                 states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
         if is_view:
             return _make_view(lazy, result, cut)
-        return _make_copy(
-            lazy, result.as_copy() if result.ops == state.ops else result, cut if has_plain_arguments else None
-        )
+        return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result)
     if type(result) is tuple:
         pieces: Any = lambda x: func(x, *states, **keyword_states)  # noqa: E731
         if not torch.compiler.is_compiling():  # compute all pieces in one call
@@ -148,7 +145,7 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    is_bypassed = lazy._family.is_bypassed() or any(call.has_bypassing_gradient for call in lazy._state.calls)
+    is_bypassed = lazy._family.has_copies or any(call.has_bypassing_gradient for call in lazy._state.calls)
     if is_bypassed:
         message = (
             f"logits.{name_of(func)} after the loss, or after something else was computed from the logits without "
@@ -163,8 +160,6 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     lazy._make_views_real()
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
-    if not is_bypassed:
-        lazy._family.make_copies_real(lazy._root()._real)
     result = func(lazy._real, *args, **kwargs)
     lazy._update_nodes(always=True)
     return result
@@ -193,7 +188,7 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
     is_changed_in_part = len(members) > 1 and not all(are_alike)
     if is_without_gradient or result.shape != state.shape or family.has_views or is_changed_in_part:
         return NotImplemented
-    family.copies, family.origin = [], None  # the existing copies are of the values before
+    family.has_copies = False  # the existing copies are of the values before
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
@@ -263,13 +258,10 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
-    """Return a copy with the state ``result``. ``copy`` computes it from real logits (None: arguments may change)."""
-    copied = make_lazy(result)
-    if copied._node is not None and not torch.compiler.is_compiling():
-        steps = () if lazy._view is None else lazy._view.steps
-        copied._family.origin = None if copy is None else (*steps, (copy, (True, False)))
-        lazy._family.copies.append((weakref.ref(copied), copied._family))
+def _make_copy(lazy: LazyBase, state: LazyState) -> Any:
+    """Return a copy with this state."""
+    copied = make_lazy(state)
+    lazy._family.has_copies |= copied._node is not None
     return copied
 
 
@@ -277,18 +269,18 @@ def _make_view(
     lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
 ) -> Any:
     """Return a view, or a copy if the strides do not allow a view."""
-    (root, _, steps, is_full), before = lazy._view or View(lazy, lazy, (), True), lazy._meta_tensor
+    root, before = lazy._root(), lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
-        return make_lazy(state, View(root, lazy, (*steps, (cut, None)), False))
+        return make_lazy(state, View(root, lazy, cut, None, False))
     with private.disable_torch_function():
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
-        return _make_copy(lazy, state.as_copy(), cut)
+        return _make_copy(lazy, state.as_copy())
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
-    is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
+    is_full = lazy._is_full() and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return make_lazy(state, View(root, lazy, (*steps, (cut, mode)), is_full), meta_tensor)
+    return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 
 
 def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
