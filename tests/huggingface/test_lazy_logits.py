@@ -393,10 +393,10 @@ def test_fold_refuses() -> None:
     assert to_normal_form((("log_softmax", None), ("tanh", None))) is None
     assert to_normal_form((("softmax", None), ("log_softmax", None))) is None
     assert to_normal_form((("exp", None),)) is None
-    assert to_normal_form((("div_row", 0), ("tanh", None))) is None
-    assert to_normal_form((("sub_row", 0), ("div_row", 1))) is None
-    assert to_normal_form((("sub_row", 0), ("mul", 2.0))) is None
-    assert to_normal_form((("log_softmax", None), ("sub_row", 0))) is None
+    assert to_normal_form((("div_row", None), ("tanh", None))) is None
+    assert to_normal_form((("sub_row", None), ("div_row", None))) is None
+    assert to_normal_form((("sub_row", None), ("mul", 2.0))) is None
+    assert to_normal_form((("log_softmax", None), ("sub_row", None))) is None
 
 
 P, LOGP = ("softmax", None), ("log_softmax", None)
@@ -406,19 +406,19 @@ PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], NormalForm | None]] 
     "of the logits": ((P,), (), NormalForm(1.0, None, "weighted logits")),
     "capped": ((*CAPPED, P), CAPPED, NormalForm(1.0, 3.0, "weighted logits")),
     "shifted": (
-        (("sub_row", 0), P),
-        (("sub_row", 0), ("clamp", -1.0)),
-        NormalForm(1.0, None, "weighted logits", normalizer=0, is_clamped=True),
+        (("sub_row", None), P),
+        (("sub_row", None), ("clamp", -1.0)),
+        NormalForm(1.0, None, "weighted logits", has_normalizer=True, is_clamped=True),
     ),
     "divided": (
-        (("div_row", 0), P),
-        (("div_row", 0), LOGP, ("mul", -1.0)),
-        NormalForm(1.0, None, "weighted log-probabilities", True, 0),
+        (("div_row", None), P),
+        (("div_row", None), LOGP, ("mul", -1.0)),
+        NormalForm(1.0, None, "weighted log-probabilities", is_negative=True, has_divisor=True),
     ),
     "of a multiple": ((P,), (("mul", -2.0),), None),
     "of negatives": ((P, ("mul", -1.0)), (), None),
     "of other temperatures": ((("div", 2.0), P), (LOGP,), None),
-    "of one that is divided": ((("div_row", 0), P), (), None),
+    "of one that is divided": ((("div_row", None), P), (), None),
     "of another cap": ((*CAPPED, P), (), None),
     "of two probabilities": ((P,), (P,), None),
     "of none": ((), (LOGP,), None),

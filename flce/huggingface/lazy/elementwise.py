@@ -42,10 +42,10 @@ def multiply(state: LazyState, other: Any) -> Any:
         and state.requires_grad == other.requires_grad
         and state.device == other.device
     )
-    shorter, token_vectors = sorted((state.token_vectors, other.token_vectors), key=len)
-    require_lazy(all(a is b for a, b in zip(shorter, token_vectors, strict=False)))
+    vectors = {**state.token_vectors, **other.token_vectors}
+    require_lazy(all(vectors[name] is vector for name, vector in state.token_vectors.items()))
     dtype = torch.promote_types(state.dtype, other.dtype)
-    return replace(state, token_vectors=token_vectors, dtype=dtype).with_op("times", other.ops)
+    return replace(state, token_vectors=vectors, dtype=dtype).with_op("times", other.ops)
 
 
 def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
@@ -57,7 +57,8 @@ def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
     require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     copy = other.expand(sizes).clone()  # a copy, because the vector may be written to later
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
-    return replace(state, token_vectors=(*state.token_vectors, copy)).with_op(name, len(state.token_vectors))
+    require_lazy(name not in state.token_vectors)
+    return replace(state, token_vectors={**state.token_vectors, name: copy}).with_op(name)
 
 
 def _divide_by_token_vector(state: LazyState, other: Tensor) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -58,7 +57,7 @@ class LazyState:
         ops: elementwise operations on the sum in order, so that real logits are bit for bit the model's.
         normal_form: the normal form of `ops`.
         calls: the calls of the head and its adapters; empty under the compiler.
-        token_vectors: ``(..., 1)``, vectors with one number for each token. Operations contain indices of this tuple.
+        token_vectors: the vector ``(..., 1)``, with one number for each token, of the operation with this name.
         is_single_class: whether one class is selected, so that the logits have no dimension of classes.
     """
 
@@ -70,7 +69,7 @@ class LazyState:
     ops: tuple[Op, ...] = ()
     normal_form: NormalForm = IDENTITY
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
-    token_vectors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    token_vectors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     is_single_class: bool = False
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results from the same terms. States before and after elementwise operations share this dict."""
@@ -115,7 +114,7 @@ class LazyState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         tensors = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
-        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors)
+        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors.values())
 
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
@@ -135,8 +134,8 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """Return the state after one more elementwise operation. Raise NoLazyFormError if it has no normal form."""
-        step = NORMAL_FORM_UPDATES[name].fold
-        normal_form = self.normal_form if step is None else step(self.normal_form, value)
+        fold = NORMAL_FORM_UPDATES[name].fold
+        normal_form = self.normal_form if fold is None else fold(self.normal_form, value)
         if normal_form is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
@@ -149,22 +148,26 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
-        terms = tuple([term.with_hidden(function) for term in self.terms])
-        return replace(self, terms=terms, token_vectors=tuple(map(function, self.token_vectors)), cached_results={})
+        return self.with_terms([term.with_hidden(function) for term in self.terms], self.map_token_vectors(function))
 
-    def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
-        """Return the state with other terms."""
-        return replace(self, terms=tuple(terms), cached_results={}, **others)
+    def with_terms(
+        self, terms: Iterable[Term], token_vectors: dict[str, Tensor] | None = None, **others: Any
+    ) -> LazyState:
+        """Return the state with other terms, and with other fields replaced."""
+        token_vectors = self.token_vectors if token_vectors is None else token_vectors
+        return replace(self, terms=tuple(terms), token_vectors=token_vectors, cached_results={}, **others)
+
+    def map_token_vectors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: function(vector) for name, vector in self.token_vectors.items()}
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
         terms = [term.with_tensors(tensors) for term in self.terms]
-        return self.with_terms(terms, token_vectors=tuple(islice(tensors, len(self.token_vectors))))
+        return self.with_terms(terms, self.map_token_vectors(lambda _: next(tensors)))
 
     def detach(self) -> LazyState:
-        terms = tuple(term.detach() for term in self.terms)
-        token_vectors = tuple([row.detach() if row.requires_grad else row for row in self.token_vectors])
-        return replace(self, terms=terms, token_vectors=token_vectors)
+        token_vectors = self.map_token_vectors(lambda row: row.detach() if row.requires_grad else row)
+        return replace(self, terms=tuple([term.detach() for term in self.terms]), token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
         """Return the state with terms in float32, without autocast."""
@@ -238,12 +241,11 @@ class LazyState:
 
     def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Apply operations to logits or results of all tokens, with classes last."""
-        return replay(z, ops, [row.to(z.device) for row in self.token_vectors])
+        return replay(z, ops, self.map_token_vectors(lambda row: row.to(z.device)))
 
     def normalizer(self) -> Tensor | float:
         """Return the logsumexp that was subtracted from each token's logits, of the tokens' shape, or 0.0."""
-        index = self.normal_form.normalizer
-        return 0.0 if index is None else self.token_vectors[index].squeeze(-1)
+        return self.token_vectors["sub_row"].squeeze(-1) if self.normal_form.has_normalizer else 0.0
 
     def is_own_logsumexp(self, vector: Tensor) -> bool:
         """Return True if a vector is an unchanged result of ``logsumexp`` for these logits."""
@@ -270,7 +272,7 @@ class LazyState:
 
         Logits with a temperature for each token have no such call (NoLazyFormError).
         """
-        require_lazy(self.normal_form.divisor is None)
+        require_lazy(not self.normal_form.has_divisor)
         if spec.get("reduction") == "none":
             self.note_values()
         weight = None if weight is None else weight.to(self.product_device)
@@ -286,9 +288,8 @@ class LazyState:
         options = self.settings.options
         if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
             options = replace(options, logits_dtype=None)  # linear_logprobs does not round logits
-        index = self.normal_form.divisor
-        if index is not None:
-            spec["temperature"] = self.token_vectors[index].squeeze(-1) * spec.get("temperature", 1.0)
+        if self.normal_form.has_divisor:
+            spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.product_device)
         self.note_values()
         with self.gathered_weights():
@@ -307,10 +308,9 @@ class LazyState:
         if torch.compiler.is_compiling() or self.is_outside_checkpoint:
             results = self.token_results("lse", "entropy")
         else:
-            normal_form = self.normal_form
-            divisor = None if normal_form.divisor is None else self.token_vectors[normal_form.divisor]
+            divisor = self.token_vectors.get("div_row")
             modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            key = id(divisor), normal_form.logit_scale, normal_form.softcap, *modes
+            key = id(divisor), *self.normal_form[:2], *modes
             with self.gathered_weights():  # raises if the weights of cached results have changed
                 if key not in self.cached_results:
                     # The cache holds the divisor, so that its id is not used again.
@@ -346,13 +346,9 @@ class LazyState:
             call.usage.has_gradient_use |= call.has_bypassing_gradient
         normal_form = self.normal_form
         hidden, weights = products[0]
-        # A vector that was subtracted before a softmax cancels. It gets a gradient of zeros through `torch.where`.
-        cancelled = [
-            vector
-            for index, vector in enumerate(self.token_vectors)
-            if vector.requires_grad and index != normal_form.normalizer
-        ]
-        for vector in cancelled if requires_grad else ():
+        vector = self.token_vectors.get("sub_row")
+        if requires_grad and vector is not None and vector.requires_grad and not normal_form.has_normalizer:
+            # The vector cancels in the softmax. It gets a gradient of zeros through `torch.where`.
             always = torch.ones((), dtype=torch.bool, device=vector.device)
             hidden = torch.where(always, hidden, vector.to(hidden.dtype))
         return self._in_head_autocast(

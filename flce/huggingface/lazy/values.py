@@ -84,7 +84,7 @@ def equals_itself(state: LazyState, other: Any) -> Any:
 
     The result is an expanded ``True``. If a logit is NaN, the operation has no lazy form.
     """
-    require_lazy(other is state and state.normal_form.normalizer is not None and not torch.compiler.is_compiling())
+    require_lazy(other is state and state.normal_form.has_normalizer and not torch.compiler.is_compiling())
     require_lazy(state.normal_form.form == "logits" and not bool(logsumexp_of(state).isnan().any()))
     return torch.ones((), dtype=torch.bool, device=state.device).expand(state.shape)
 
@@ -121,7 +121,7 @@ def sum_over_vocabulary(
 
 def _sum_of_logprobs(state: LazyState) -> Tensor:
     """Return the cross entropy with a uniform distribution, times -V."""
-    require_lazy(state.normal_form.divisor is None and not state.normal_form.is_clamped)
+    require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
     # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
         return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
