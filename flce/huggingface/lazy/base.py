@@ -100,7 +100,7 @@ class LazyBase:
 
     def _set_state(self, state: LazyState) -> None:
         """Replace the state after an in-place operation."""
-        raise NotImplementedError
+        self._state = state
 
     def materialize(self) -> Tensor:
         """Compute the real logits without a warning, or return them if they exist already.
@@ -174,9 +174,6 @@ class LazyBase:
 
     def _take_over_node(self, is_written: bool) -> None:
         """Move to the place of the real logits in the autograd graph."""
-
-    def _update_before_operation(self, real: Tensor) -> None:
-        """Move to the present place of the real logits in the autograd graph, before an operation."""
 
     def _real_for_operation(self) -> Tensor | None:
         """Return the real logits if an operation has to use them, or None if it has to use the lazy logits.

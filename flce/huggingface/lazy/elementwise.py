@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
-from flce.huggingface.lazy.state import LazyState, normalized_dim
+from flce.huggingface.lazy.state import LazyState, is_class_dim
 from flce.huggingface.lazy.terms import Term
 from flce.huggingface.partitioned import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
@@ -57,7 +57,6 @@ def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
     require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     copy = other.expand(sizes).clone()  # a copy, because the vector may be written to later
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
-    require_lazy(name not in state.token_vectors)
     return replace(state, token_vectors={**state.token_vectors, name: copy}).with_op(name)
 
 
@@ -133,7 +132,7 @@ def make_softmax(name: str) -> Callable[..., Any]:
     def handler(
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
-        require_lazy(dim is not None and normalized_dim(state, dim) == state.ndim - 1)
+        require_lazy(is_class_dim(state, dim))
         state = _to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
         return state.with_op(name, state.dtype)
 

@@ -26,9 +26,6 @@ class TracedLazyLogits(LazyBase):
         lazy._init(state, view, meta_tensor)
         return lazy
 
-    def _set_state(self, state: LazyState) -> None:
-        self._state = state
-
     def _get_real(self) -> Tensor | None:
         if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
             self._check_caller()

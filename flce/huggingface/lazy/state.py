@@ -399,6 +399,10 @@ def head_state(
     return state if call is None else state.with_calls((call,))
 
 
+def is_class_dim(state: LazyState, dim: Any) -> bool:
+    return isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1
+
+
 def normalized_dim(state: LazyState, dim: int) -> int:
     if not -state.ndim <= dim < state.ndim:
         raise IndexError(

@@ -55,6 +55,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return self._real if self._view is None else LazyBase._get_real(self)
 
     def _update_before_operation(self, real: Tensor) -> None:
+        """Move to the present place of the real logits in the autograd graph."""
         self._update_nodes()
         if self._node is None and real.requires_grad:
             self._take_over_node(is_written=True)
@@ -76,7 +77,6 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             self._update_nodes()
 
     def _take_over_node(self, is_written: bool) -> None:
-        """Move to the place of the real logits in the autograd graph."""
         # If autograd no longer allows a view, the next use of the view raises the error.
         with contextlib.suppress(RuntimeError):
             real = LazyBase._get_real(self)

@@ -13,7 +13,7 @@ from flce.core import private
 from flce.core.problem import MAX_ENTRIES
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
-from flce.huggingface.lazy.state import LazyState, normalized_dim
+from flce.huggingface.lazy.state import LazyState, is_class_dim
 from flce.huggingface.staleness import versions_of
 from flce.ops.arguments import autocast_result_dtype
 
@@ -56,16 +56,13 @@ _OPS_AFTER_LOGPROBS = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
-    normal_form = state.normal_form
-    require_lazy(dim is not None and normalized_dim(state, dim) == state.ndim - 1 and not normal_form.is_negative)
-    require_lazy(not normal_form.form.startswith("weighted"))
+    require_lazy(is_class_dim(state, dim) and not state.normal_form.is_negative)
+    require_lazy(not state.normal_form.form.startswith("weighted"))
     return _with_kept_dim(state, state.argmax(), keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    require_lazy(
-        isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1 and state.normal_form.form == "logits"
-    )
+    require_lazy(is_class_dim(state, dim) and state.normal_form.form == "logits")
     lse = logsumexp_of(state)
     if lse.is_cpu and not torch.compiler.is_compiling():
         require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
@@ -91,7 +88,7 @@ def equals_itself(state: LazyState, other: Any) -> Any:
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """Gather the values of some classes of each token, without computing other classes' logits in memory."""
-    require_lazy(normalized_dim(state, dim) == state.ndim - 1 and isinstance(index, Tensor) and not sparse_grad)
+    require_lazy(is_class_dim(state, dim) and isinstance(index, Tensor) and not sparse_grad)
     require_lazy((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     count = index.shape[-1]
     require_lazy(index.shape[:-1] == state.shape[:-1])
@@ -110,9 +107,7 @@ def sum_over_vocabulary(
     """Sum log-probabilities, or values that are weighted by probabilities, over the vocabulary."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    require_lazy(
-        isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1 and state.normal_form.form in _SUM_BY_FORM
-    )
+    require_lazy(is_class_dim(state, dim) and state.normal_form.form in _SUM_BY_FORM)
     state = state if dtype is None else to_dtype(state, dtype)
     value = _SUM_BY_FORM[state.normal_form.form](state)
     value = -value if state.normal_form.is_negative else value
