@@ -64,7 +64,11 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         real = lazy._real_for_operation()
     if operation is None or lazy._state.is_single_class:
         return _run_unlisted(lazy, real, func, args, kwargs)
-    if real is not None or (operation.kind == "elementwise" and _is_permuted(lazy._meta_tensor)):
+    if real is not None:
+        return NotImplemented
+    meta_tensor = lazy._meta_tensor
+    is_contiguous = lazy._view is None if meta_tensor is None else meta_tensor.is_contiguous()
+    if operation.kind == "elementwise" and not is_contiguous and meta_tensor is not None and _is_permuted(meta_tensor):
         return NotImplemented
     state, states, keyword_states = lazy._state, args, kwargs
     items = [item for value in args for item in (value if type(value) is tuple else (value,))]
@@ -93,7 +97,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         return result
     if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):
         note_bypassing_gradient(result.calls, result)  # a hook on the other logits would never run
-    if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
+    if result is state and (func is not torch.Tensor.contiguous or is_contiguous):
         return lazy  # as in stock, the operation changes nothing
     if operation.kind == "in place":
         is_error = func is torch.Tensor.detach_ and lazy._view is not None  # PyTorch cannot detach views in place
@@ -154,14 +158,8 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     return result
 
 
-def _is_contiguous(lazy: Any) -> bool:
-    return lazy._view is None if lazy._meta_tensor is None else bool(lazy._meta_tensor.is_contiguous())
-
-
-def _is_permuted(meta_tensor: Tensor | None) -> bool:
+def _is_permuted(meta_tensor: Tensor) -> bool:
     """Return True if a copy of stock logits with these strides is not contiguous."""
-    if meta_tensor is None or meta_tensor.is_contiguous():
-        return False
     with private.disable_torch_function():
         return not torch.empty_like(meta_tensor).is_contiguous()
 
@@ -257,7 +255,8 @@ def _make_view(
     lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
 ) -> Any:
     """Return a view, or a copy if the strides do not allow a view."""
-    root, before = lazy._root(), lazy._meta_tensor
+    root, is_full = (lazy, True) if lazy._view is None else (lazy._view.root, lazy._view.is_full)
+    before = lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
         return make_lazy(state, View(root, lazy, cut, None, False))
@@ -266,7 +265,7 @@ def _make_view(
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
         return _make_copy(lazy, state.as_copy())
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
-    is_full = lazy._is_full() and not has_sibling_results and not state.is_single_class and has_all_entries
+    is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 

@@ -148,14 +148,13 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
-        return self.with_terms([term.with_hidden(function) for term in self.terms], self.map_token_vectors(function))
+        terms = tuple([term.with_hidden(function) for term in self.terms])
+        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
+        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
 
-    def with_terms(
-        self, terms: Iterable[Term], token_vectors: dict[str, Tensor] | None = None, **others: Any
-    ) -> LazyState:
-        """Return the state with other terms, and with other fields replaced."""
-        token_vectors = self.token_vectors if token_vectors is None else token_vectors
-        return replace(self, terms=tuple(terms), token_vectors=token_vectors, cached_results={}, **others)
+    def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
+        """Return the state with other terms."""
+        return replace(self, terms=tuple(terms), cached_results={}, **others)
 
     def map_token_vectors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {name: function(vector) for name, vector in self.token_vectors.items()}
@@ -163,7 +162,7 @@ class LazyState:
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
         terms = [term.with_tensors(tensors) for term in self.terms]
-        return self.with_terms(terms, self.map_token_vectors(lambda _: next(tensors)))
+        return self.with_terms(terms, token_vectors=self.map_token_vectors(lambda _: next(tensors)))
 
     def detach(self) -> LazyState:
         token_vectors = self.map_token_vectors(lambda row: row.detach() if row.requires_grad else row)
