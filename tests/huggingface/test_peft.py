@@ -230,23 +230,23 @@ SURROUNDED = {
         lazy(outputs.logits)"""
         for fullgraph in (True, False)
     },
-    **{
-        f"{what}, {config}": f"""
-        model = adapted(patch, build("{name}", num_hidden_layers=1), when, CONFIGS["{config}"]())
-        {code}"""
-        for what, name, code in (
-            (
-                "generate",
-                "Gemma2",
-                """
-        model.eval()
+}
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("name", SURROUNDED)
+@pytest.mark.usefixtures("fail_on_materialize")
+def test_around_one_model(name: str, when: str, compare: Compare) -> None:
+    compare(SURROUNDED[name], when=when)
+
+
+OF_EACH_CONFIG = {
+    "generate": """
+        model = adapted(patch, build("Gemma2", num_hidden_layers=1), when, CONFIGS[config]()).eval()
         note(model.generate(input_ids=IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False))
         fused(0)""",
-            ),
-            (
-                "unpatch",
-                "Llama",
-                """
+    "unpatch": """
+        model = adapted(patch, build("Llama", num_hidden_layers=1), when, CONFIGS[config]())
         step()
         fused(1)
         assert unpatch(model) is model
@@ -257,38 +257,27 @@ SURROUNDED = {
         patch(model)
         step()
         fused(1)""",
-            ),
-            (
-                "a copy",
-                "Llama",
-                """
-        model = copy.deepcopy(model)
+    "a copy": """
+        model = copy.deepcopy(adapted(patch, build("Llama", num_hidden_layers=1), when, CONFIGS[config]()))
         step()
         fused(1)""",
-            ),
-            (
-                "compiled",
-                "Gemma2",
-                """
+    "compiled": """
+        model = adapted(patch, build("Gemma2", num_hidden_layers=1), when, CONFIGS[config]())
         torch.compiler.reset()
         outputs = torch.compile(model, backend="eager")(**batch())
         assert when == "before" or isinstance(outputs.logits, LazyLogits) == patched
         backward(outputs.loss)
         if when == "after":
             lazy(outputs.logits)""",
-            ),
-        )
-        for config in ("backbone", "head too", "modules_to_save")
-        if config != "backbone" or what in ("generate", "unpatch")
-    },
 }
 
 
 @pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("name", SURROUNDED)
+@pytest.mark.parametrize("config", ["backbone", "head too", "modules_to_save"])
+@pytest.mark.parametrize("name", OF_EACH_CONFIG)
 @pytest.mark.usefixtures("fail_on_materialize")
-def test_around_one_model(name: str, when: str, compare: Compare) -> None:
-    compare(SURROUNDED[name], when=when)
+def test_with_each_config(name: str, config: str, when: str, compare: Compare) -> None:
+    compare(OF_EACH_CONFIG[name], config=config, when=when)
 
 
 @parametrize_pairs(name=["Llama", "Qwen3"], config=["backbone", "head too", "modules_to_save"], when=WHEN)

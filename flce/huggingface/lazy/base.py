@@ -172,6 +172,11 @@ class LazyBase:
             for lazy in (root, *live_objects(family.views)):
                 lazy._take_over_node(is_written)
 
+    def _update_before_operation(self, real: Tensor) -> None:
+        self._update_nodes()
+        if self._node is None and real.requires_grad:
+            self._take_over_node(is_written=True)
+
     def _take_over_node(self, is_written: bool) -> None:
         """Move to the place of the real logits in the autograd graph."""
 
@@ -182,18 +187,17 @@ class LazyBase:
         at first stay lazy for all operations in it. A checkpoint within another checkpoint uses real logits.
         """
         real, family = self._get_real(), self._family
-        if self._state.is_outside_checkpoint and (checkpoint := current_checkpoint()) is not None:
-            lazy_families = _lazy_families_of_checkpoint.setdefault(checkpoint, set())
-            if real is None and family not in lazy_families:
-                if any(
-                    family in families and not outer.forward_completed
-                    for outer, families in _lazy_families_of_checkpoint.items()
-                ):
-                    return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
-                lazy_families.add(family)
-            if family in lazy_families and not (family.is_written or family.hooks):
-                return None
-        return real
+        checkpoint = current_checkpoint() if self._state.is_outside_checkpoint else None
+        if checkpoint is None:
+            return real
+        lazy_families = _lazy_families_of_checkpoint.setdefault(checkpoint, set())
+        if real is None and family not in lazy_families:
+            others = [other for other, families in _lazy_families_of_checkpoint.items() if family in families]
+            if not all(other.forward_completed for other in others):
+                return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
+            lazy_families.add(family)
+        is_used = family not in lazy_families or family.is_written or family.hooks
+        return real if is_used else None
 
     def _compute(self) -> Tensor:
         state = self._state

@@ -58,7 +58,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a function on the state of lazy logits. Return NotImplemented if it needs the real logits."""
     real = lazy._get_real()
-    if real is not None and isinstance(lazy, Tensor):
+    if real is not None:
         lazy._update_before_operation(real)
     if lazy._state.calls and private.saved_tensors_hooks(True):  # these may be a checkpoint's
         real = lazy._real_for_operation()
@@ -104,11 +104,11 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         return NotImplemented if is_error or state.is_outside_checkpoint else _change_in_place(lazy, result)
     is_view = operation.kind == "view"
     if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
-        items = args[0] if isinstance(args[0], tuple) else (args[0],)
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
         # An index with lists or tensors copies.
-        is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
+        is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in index)
         if is_view and not torch.compiler.is_compiling():  # a tensor in the index may be written to later
-            states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
+            states = (tuple([int(item) if isinstance(item, Tensor) else item for item in index]),)
     if is_view:
         return _make_view(lazy, result, lambda x: func(x, *states, **keyword_states))
     return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result)

@@ -54,12 +54,6 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             self._handle_function_output(node)
         return self._real if self._view is None else LazyBase._get_real(self)
 
-    def _update_before_operation(self, real: Tensor) -> None:
-        """Move to the present place of the real logits in the autograd graph."""
-        self._update_nodes()
-        if self._node is None and real.requires_grad:
-            self._take_over_node(is_written=True)
-
     def _handle_function_output(self, node: Any) -> None:
         """Compute real logits, because an autograd.Function has returned this tensor without ``__torch_function__``."""
         real, self._node, self._family.is_written = self._real, node, True
