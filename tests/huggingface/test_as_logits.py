@@ -236,6 +236,16 @@ PROGRAMS = {
         with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
         t1[:] = lg[..., :1]
         loss1 = t1 * 1.0""",
+    "picked values that are changed in place": """
+        note(lg.tanh_() is lg)
+        t1 = lg[:, -1, [0, -1]]
+        t1[..., [0, -1]] = float('-inf')
+        loss1 = t1 * 1.0""",
+    "picked probabilities that are changed in place": """
+        loss1 = lg.softmax(-1).gather(-1, few(lg))
+        loss1[..., 0] = 0.5
+        loss2 = lg.log_softmax(-1).exp()[..., [7, 2]]
+        loss2[..., 0] = 0.5""",
     # log_softmax subtracts the logsumexp, which these results depend on.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)
