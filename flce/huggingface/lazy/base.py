@@ -273,14 +273,9 @@ def register_results(state: LazyState, values: Iterable[Any]) -> None:
 
 
 def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """Compute the logits. Count this, then warn or raise, depending on ``on_materialize``.
+    """Call ``compute`` for the logits that ``func`` needs. Count this, then warn or raise, as ``on_materialize`` says.
 
     If the logits can no longer be computed, no warning is given.
-
-    Args:
-        state: the state of the logits.
-        func: the operation that needs the logits.
-        compute: a function that computes the logits.
     """
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()

@@ -271,13 +271,9 @@ def _make_view(
 
 
 def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
-    """Replace lazy logits by real logits in nested arguments. Report computed logits.
+    """Replace lazy logits by real logits in nested arguments of ``func``. Report computed logits.
 
-    Args:
-        value: arguments of ``func``.
-        func: the function that needs the logits.
-        detach: whether to detach the real logits.
-        allow_small_views: whether to compute only the values of small views, in separate memory.
+    ``allow_small_views``: whether to compute only the values of small views, in separate memory.
     """
 
     def real(lazy: Any) -> Tensor:

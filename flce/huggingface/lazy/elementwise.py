@@ -60,21 +60,18 @@ def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
     return replace(state, token_vectors={**state.token_vectors, name: copy}).with_op(name)
 
 
-def _divide_by_token_vector(state: LazyState, other: Tensor) -> Any:
-    """Divide by a temperature for each token, which gets no gradient."""
-    require_lazy(not (other.requires_grad and torch.is_grad_enabled()))
-    if other.device.type == "cpu" and not torch.compiler.is_compiling():
-        require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
-    return _apply_token_vector(state, "div_row", other.detach())
-
-
 def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
-    """Scale the inputs of the products by a 0-d tensor. Reading its value would make the host wait."""
+    """Divide by a temperature for each token, or scale the inputs of the products by a 0-d tensor.
+
+    A read of the 0-d tensor's value would make the host wait.
+    """
     require_lazy(other.is_floating_point() and not (other.requires_grad and torch.is_grad_enabled()))
-    if name == "div" and other.dim() > 0:
-        return _divide_by_token_vector(state, other)
-    require_lazy(other.dim() == 0 and state.normal_form.is_linear)
     scale, other = torch.mul if name == "mul" else torch.div, other.detach()
+    if name == "div" and other.dim() > 0:
+        if other.device.type == "cpu" and not torch.compiler.is_compiling():
+            require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
+        return _apply_token_vector(state, "div_row", other)
+    require_lazy(other.dim() == 0 and state.normal_form.is_linear)
     with state.gathered_weights():
         terms = [term.with_hidden(lambda hidden: scale(hidden, other)) for term in state.terms]
         terms = [term.map_tensors(lambda bias: scale(resolve_stand_in(bias), other), "bias") for term in terms]

@@ -75,13 +75,10 @@ IDENTITY = NormalForm(1.0, None)
 
 
 def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
-    """Return the normal form of recorded operations.
+    """Return the normal form of recorded operations, or None if they have none (two tanh, a factor of infinity).
 
     Casts and copies are skipped, because flce computes in float32 (or float64) in any case. A log-softmax of
     log-probabilities is skipped, because they are normalised already.
-
-    Returns:
-        The normal form, or None if the operations have none (two tanh, a factor that is not finite).
     """
     normal_form: NormalForm | None = IDENTITY
     for name, value in ops:
@@ -183,13 +180,7 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
 
 
 def replay(z: Tensor, ops: tuple[Op, ...], token_vectors: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Apply recorded operations to real logits.
-
-    Args:
-        z: the logits, with classes last.
-        ops: the recorded operations.
-        token_vectors: the vector ``(..., 1)`` of each operation that has one.
-    """
+    """Apply recorded operations to real logits. ``token_vectors``: the vector of each operation that has one."""
     token_vectors, start = token_vectors or {}, z
     for name, value in ops:
         other = replay(start, value, token_vectors) if name == "times" else token_vectors.get(name, value)

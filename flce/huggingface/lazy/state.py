@@ -1,8 +1,7 @@
 """`LazyState`: the record from which lazy logits are computed, a sum of :mod:`.terms` and operations on this sum.
 
-A state is immutable; each operation returns a new one. It computes the real logits, bit for bit as the model would,
-and results without logits: the fused loss, and the values that models and trainers read from logits. The classes of
-lazy logits wrap a state; this module does not depend on them.
+A state is immutable; each operation returns a new one. It computes the real logits, bit for bit as the model would, the
+fused loss, and other results without logits.
 """
 
 from __future__ import annotations
@@ -184,11 +183,8 @@ class LazyState:
     def gathered_weights(self, can_synchronize: bool = False) -> AbstractContextManager[None]:
         """Return a context for reads of the weights, which gathers weights that FSDP or ZeRO-3 has freed.
 
-        Args:
-            can_synchronize: compare values on a GPU even if nothing indicates a change. The host waits for the GPU.
-
-        Raises:
-            RuntimeError: a tensor that the logits are computed from has changed since the model ran.
+        Raise `StaleLogitsError` if a tensor has changed since the model ran. ``can_synchronize``: compare values on a
+        GPU even if nothing indicates a change. The host waits for the GPU.
         """
         for term in self.terms:
             if term.snapshot is not None:
@@ -267,10 +263,7 @@ class LazyState:
         return largest
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`.
-
-        Logits with a temperature for each token have no such call (NoLazyFormError).
-        """
+        """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
         require_lazy(not self.normal_form.has_divisor)
         if spec.get("reduction") == "none":
             self.note_values()
@@ -380,21 +373,11 @@ def head_state(
     settings: Settings | None = None,
     call: HeadCall | None = None,
 ) -> LazyState:
-    """Return the state of ``F.linear(hidden, weight, bias)``, with the current autocast state.
-
-    Args:
-        hidden: ``(..., H)``, floating.
-        weight: ``(V, H)``.
-        bias: ``(V,)`` or None.
-        settings: the arguments of ``patch_model``.
-        call: the record of the head's call; None under the compiler.
-    """
+    """Return the state of ``F.linear(hidden, weight, bias)``. ``call``: its record; None under the compiler."""
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else autocast_operand_dtype(hidden.dtype, device.type)
-    term = Term(hidden, weight, bias)
-    settings = Settings() if settings is None else settings
-    state = LazyState((term,), dtype, autocast, device, settings)
+    state = LazyState((Term(hidden, weight, bias),), dtype, autocast, device, settings or Settings())
     return state if call is None else state.with_calls((call,))
 
 

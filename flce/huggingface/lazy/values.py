@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +20,7 @@ from flce.ops.arguments import autocast_result_dtype
 def class_values(state: LazyState, index: Tensor) -> Tensor:
     """Return the logits ``(..., K)`` of some classes, or their log-probabilities or probabilities, as the state has.
 
-    Args:
-        state: the state of the logits.
-        index: classes in [0, V): ``(..., K)`` with the tokens' shape, or ``(K,)`` for all tokens.
+    ``index``: classes in [0, V), ``(..., K)`` for each token, or ``(K,)`` for all tokens.
     """
     if state.normal_form.form == "logits":
         return state.as_copy().of_classes(index)
@@ -107,9 +104,15 @@ def sum_over_vocabulary(
     """Sum log-probabilities, or values that are weighted by probabilities, over the vocabulary."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    require_lazy(is_class_dim(state, dim) and state.normal_form.form in _SUM_BY_FORM)
+    form = state.normal_form.form
+    require_lazy(is_class_dim(state, dim) and form not in ("logits", "probabilities"))
     state = state if dtype is None else to_dtype(state, dtype)
-    value = _SUM_BY_FORM[state.normal_form.form](state)
+    if form == "log-probabilities":
+        value = _sum_of_logprobs(state)
+    else:
+        _require_finite_bias(state)
+        lse, entropy = state.lse_and_entropy()
+        value = -entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
     value = -value if state.normal_form.is_negative else value
     return _with_kept_dim(state, value.to(state.device, state.dtype), keepdim)
 
@@ -122,31 +125,12 @@ def _sum_of_logprobs(state: LazyState) -> Tensor:
         return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
 
 
-def _expected_logprob(state: LazyState) -> Tensor:
-    _require_finite_bias(state)
-    _, entropy = state.lse_and_entropy()
-    return -entropy
-
-
-def _expected_logit(state: LazyState) -> Tensor:
-    _require_finite_bias(state)
-    lse, entropy = state.lse_and_entropy()
-    return lse - entropy - state.normalizer()
-
-
 def _require_finite_bias(state: LazyState) -> None:
     """Raise NoLazyFormError for an infinite bias on a CPU: stock computes 0 * -inf. On a GPU the host would wait."""
     if state.normal_form.is_clamped or torch.compiler.is_compiling() or state.product_device.type != "cpu":
         return
     with state.gathered_weights():
         require_lazy(all([term.bias is None or bool(term.bias.isfinite().all()) for term in state.resolved_terms]))  # noqa: C419
-
-
-_SUM_BY_FORM: dict[str, Callable[[LazyState], Tensor]] = {
-    "log-probabilities": _sum_of_logprobs,
-    "weighted log-probabilities": _expected_logprob,
-    "weighted logits": _expected_logit,
-}
 
 
 def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
