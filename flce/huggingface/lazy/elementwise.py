@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
-from flce.huggingface.lazy.state import LazyState, is_class_dim
-from flce.huggingface.lazy.terms import Term
+from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.partitioned import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
 

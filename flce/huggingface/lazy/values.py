@@ -28,18 +28,16 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
     count, normal_form = index.shape[-1], to_normal_form(state.ops[:first])
     assert normal_form is not None
+    require_lazy(0 < count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
-    with logits.gathered_weights():
-        if count == 1 and index.dim() == state.ndim:
-            logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
-            assert logprob is not None
-            values = logprob.unsqueeze(-1)
-        elif 0 < count <= MAX_ENTRIES:
-            candidate_logprob = logits.token_results(candidates=index).candidate_logprob
-            assert candidate_logprob is not None
-            values = candidate_logprob
-        else:
-            values = logits.of_classes(index) - logsumexp_of(logits).unsqueeze(-1)
+    if count == 1 and index.dim() == state.ndim:
+        logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
+        assert logprob is not None
+        values = logprob.unsqueeze(-1)
+    else:
+        candidate_logprob = logits.token_results(candidates=index).candidate_logprob
+        assert candidate_logprob is not None
+        values = candidate_logprob
     # The values are normalised over all classes already. `+ 0.0` turns a log-probability of -0.0 into 0.0, as in stock.
     values = (values + 0.0).to(state.device, logits.dtype)
     remaining = [op for recorded in state.ops[first:] for op in _OPS_AFTER_LOGPROBS.get(recorded[0], (recorded,))]
@@ -89,9 +87,9 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     require_lazy((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     count = index.shape[-1]
     require_lazy(index.shape[:-1] == state.shape[:-1])
-    # The rows of the head are copied for each token. With many classes the copies are larger than all logits.
-    few = count <= (1 if state.normal_form.form == "logits" else MAX_ENTRIES)
-    require_lazy(few or count * state.weight.shape[1] < state.vocab_size)
+    # Logits: the rows of the head are copied for each token. With many classes the copies are larger than all logits.
+    is_small = count <= 1 or count * state.weight.shape[1] < state.vocab_size
+    require_lazy(is_small or state.normal_form.form != "logits")
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # PyTorch raises an error for such an index, whereas flce ignores tokens with -100.
         require_lazy(not bool(((index < 0) | (index >= state.vocab_size)).any()))
