@@ -141,6 +141,23 @@ PROGRAMS = {
         hook(lg, lambda gradient: gradient * 5)
         loss1 = loss_of(t1)
         loss2 = loss_of(lg)""",
+    "hooks after copies, of which some have views and copies": """
+        t1 = lg[:, 1:].float()
+        t2 = (t1 * 2).tanh()
+        t3 = lg.log_softmax(-1)
+        t4 = t3.view(-1, 13)
+        hook(lg, lambda gradient: gradient * 5)
+        hook(t1, keep('t1'))
+        retain(lg)
+        loss1 = loss_of(t1) + t2.square().sum()
+        loss2 = t3.gather(-1, chosen(lg)) + Doubled.apply(t4).sum()
+        loss3 = loss_of(lg)""",
+    "a hook on a slice of which a copy was made": """
+        t1 = lg[:, :-1]
+        t2 = t1.double()
+        hook(t1, keep('t1'))
+        loss1 = loss_of(t2)
+        loss2 = loss_of(lg)""",
     "a normalizer that is looked at": """
         t1 = lg.logsumexp(-1, keepdim=True)
         t1.register_hook(keep('t1'))
@@ -204,7 +221,7 @@ PROGRAMS = {
     # Hooks.
     "a hook on a view that another view was cut from": """
         t1 = lg[:, 1:]
-        t2 = t1[0]
+        t2 = t1.reshape(-1, 13)
         hook(t1, lambda gradient: gradient * 2)
         loss1 = t2.square().sum()""",
     "a hook on logits": """
@@ -440,7 +457,7 @@ def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
     with pytest.raises(RuntimeError, match="after the loss"):
         after_the_loss().step(code)
     run = fuzz.Run(fuzz.Setup(), True)
-    for step in ("lg = a(ids)", "t1 = lg[:, :-1].float()"):
+    for step in ("lg = a(ids)", "t1 = lg[:, :-1].float()", "t2 = t1 * 2", "t2.square()"):
         run.step(step)
     with pytest.raises(RuntimeError, match="after something else was computed"):
         run.step(code)

@@ -37,6 +37,13 @@ class View(NamedTuple):
     is_full: bool
 
 
+class Origin(NamedTuple):
+    """The relation of an unread copy to the lazy logits that it was copied from, and the function that copies them."""
+
+    parent: LazyBase
+    copy: Callable[[Tensor], Tensor] | None
+
+
 @dataclass(eq=False)
 class Family:
     """Lazy logits and their views, which share one memory.
@@ -44,7 +51,8 @@ class Family:
     Attributes:
         views: the members except the root.
         hooks: names of the users' hooks on the gradient. Nodes of the autograd graph refer to this set.
-        has_copies: whether there are copies that need a gradient, which does not pass through these logits.
+        copies: unread copies that need a gradient.
+        is_bypassed: whether a copy was read or changed: its gradient does not pass through these logits.
         has_views: whether views exist within a graph of ``torch.compile``, where `views` is not used.
         seen: the version of the real logits after the last operation.
         is_written: whether the real logits were written to, or an autograd.Function has returned a member.
@@ -52,10 +60,17 @@ class Family:
 
     views: list[weakref.ref[Any]] = field(default_factory=list)
     hooks: set[str] = field(default_factory=set)
-    has_copies: bool = False
+    copies: list[weakref.ref[Any]] = field(default_factory=list)
+    is_bypassed: bool = False
     has_views: bool = False
     seen: Any = None
     is_written: bool = False
+
+    def forget_copies(self) -> None:
+        """Separate the existing copies before the values change."""
+        for copy in live_objects(self.copies):
+            copy._origin = None
+        self.copies, self.is_bypassed = [], False
 
 
 def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
@@ -82,6 +97,7 @@ class LazyBase:
     _real: Tensor | None
     _view: View | None
     _family: Family
+    _origin: Origin | None = None
     # The node in the autograd graph; None if the logits need no gradient; True for a leaf and under `torch.compile`.
     _node: Any = True
     # A meta tensor with the shape and strides of stock's logits, which distinguishes views from copies.
@@ -151,6 +167,26 @@ class LazyBase:
         self._real = real
         if self._view is None:
             self._family.seen = versions_of(real)
+            self._leave_origin()
+
+    def _leave_origin(self) -> None:
+        """Note that the gradient of this copy, which is read or changed, does not pass through its origins."""
+        origin, self._origin = self._origin, None
+        while origin is not None:
+            origin.parent._family.is_bypassed = True
+            origin = origin.parent._root()._origin
+
+    def _make_copies_real(self) -> None:
+        """Compute the copies from these real logits, whose hooks their gradients then pass through."""
+        copies, self._family.copies = self._family.copies, []
+        for copied in live_objects(copies):
+            origin, copied._origin = copied._origin, None
+            with outside_checkpoint(copied._state), grad_mode(True, False):
+                copied._set_real(origin.copy(origin.parent._materialize()))
+            copied._family.hooks.update(self._family.hooks)
+            copied._make_views_real()
+            copied._update_nodes(always=True)
+            copied._make_copies_real()
 
     def _make_views_real(self) -> None:
         """Compute the real tensors of all views before a possible write, if the real logits exist."""
@@ -165,8 +201,8 @@ class LazyBase:
         version = None if root._real is None else versions_of(root._real)
         is_written, family.seen = version != family.seen, version
         if is_written:
-            # The existing copies are copies of the values before the write.
-            family.has_copies, family.is_written = False, True
+            family.forget_copies()
+            family.is_written = True
         if is_written or always:
             family.views = [ref for ref in family.views if ref() is not None]
             for lazy in (root, *live_objects(family.views)):

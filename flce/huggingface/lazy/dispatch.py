@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from flce.huggingface.head_call import add_wrapper_hook
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import (
     LazyBase,
+    Origin,
     View,
     is_lazy,
     live_objects,
@@ -111,7 +113,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
             states = (tuple([int(item) if isinstance(item, Tensor) else item for item in index]),)
     if is_view:
         return _make_view(lazy, result, lambda x: func(x, *states, **keyword_states))
-    return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result)
+    copy = (lambda x: func(x, *states, **keyword_states)) if has_plain_arguments else None
+    return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result, copy)
 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -138,7 +141,7 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    is_bypassed = lazy._family.has_copies or any(call.has_bypassing_gradient for call in lazy._state.calls)
+    is_bypassed = lazy._family.is_bypassed or any(call.has_bypassing_gradient for call in lazy._state.calls)
     if is_bypassed:
         message = (
             f"logits.{name_of(func)} after the loss, or after something else was computed from the logits without "
@@ -153,6 +156,8 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     lazy._make_views_real()
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
+    if not is_bypassed:
+        lazy._root()._make_copies_real()
     result = func(lazy._real, *args, **kwargs)
     lazy._update_nodes(always=True)
     return result
@@ -177,7 +182,8 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
     has_other_members = family.has_views or (len(members) > 1 and not are_alike)
     if is_without_gradient or result.shape != state.shape or has_other_members:
         return NotImplemented
-    family.has_copies = False  # the existing copies are of the values before
+    family.forget_copies()
+    lazy._root()._leave_origin()
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
@@ -244,10 +250,15 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _make_copy(lazy: LazyBase, state: LazyState) -> Any:
-    """Return a copy with this state."""
+def _make_copy(lazy: LazyBase, state: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
+    """Return a copy with this state. `copy` computes it from real logits; None: its arguments may change."""
     copied = make_lazy(state)
-    lazy._family.has_copies |= copied._node is not None
+    if copied._node is not None and not torch.compiler.is_compiling():
+        copied._origin = Origin(lazy, copy)
+        if copy is None:
+            copied._leave_origin()
+        else:
+            lazy._family.copies.append(weakref.ref(copied))
     return copied
 
 
@@ -263,7 +274,7 @@ def _make_view(
     with private.disable_torch_function():
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
-        return _make_copy(lazy, state.as_copy())
+        return _make_copy(lazy, state.as_copy(), cut)
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -100,6 +100,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
         calls = tuple([call.for_wrapper_copy(hook) for call in self._state.calls])
         self._state, self._node, self._view = replace(state, calls=calls), node, None
+        self._leave_origin()
         return True
 
     def register_hook(self, hook: Any) -> Any:
