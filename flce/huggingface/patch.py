@@ -41,8 +41,7 @@ from flce.huggingface.find_heads import (
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
-from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
-from flce.huggingface.lazy.terms import Term
+from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy

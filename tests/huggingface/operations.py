@@ -469,7 +469,7 @@ loss  {loss} = F.cross_entropy({g}[labels({g}) > 3], labels({g})[labels({g}) > 3
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten() * 0 - 100, reduction='sum')
 loss  {loss} = sum(F.cross_entropy(row, labels(row), reduction='sum') for row in {g}.flatten(0, -2).split(3))
 loss  {loss} = F.cross_entropy(({g} * scalar(1.7)).flatten(0, -2), labels({g}).flatten())
-loss  {loss} = F.cross_entropy(({g} * 0.3 + noise({g}.shape[-1:])).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy(({g} * 0.3 + learned(noise({g}.shape[-1:]))).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = F.cross_entropy({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten(), label_smoothing=0.1)
 real  {loss} = F.cross_entropy({g}.flatten(0, -2), noise({g}.shape).softmax(-1).flatten(0, -2))
 loss  {loss} = F.nll_loss({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten())
@@ -484,7 +484,7 @@ loss  {loss} = flce.cross_entropy({g} * 2, chosen({g})[..., 0], label_smoothing=
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), inplace=True, shift=1)
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-1:]).abs(), reduction='none') * 1.0
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
-loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=noise({g}.shape[:-1]).abs())
+loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=learned(noise({g}.shape[:-1]).abs()))
 loss  {loss} = loss_of({g})
 loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
 loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()

@@ -13,15 +13,15 @@ from torch import Tensor
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model, staleness
+from tests.huggingface.scripts import IDS, Compare, loss_of
 
-IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
 STALE = "no longer be computed: the output embedding was changed .* since the model ran.*in a forward hook of the model"
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda logits: logits.argmax(-1),
     "sigmoid": lambda logits: logits.sigmoid(),
     "view": lambda logits: logits[:, -1].topk(3).indices,
-    "loss": lambda logits: F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
+    "loss": loss_of,
     "logsumexp": lambda logits: logits.logsumexp(-1),
     "filled": lambda logits: logits.masked_fill(torch.arange(97) > 90, -1e4).argmax(-1),
 }
@@ -88,10 +88,10 @@ def copy_over(model: Any) -> None:
         parameter.data.copy_(parameter.data * 1.5)
 
 
+@torch.no_grad()
 def without_gradients(model: Any) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
 
 
 def halve(model: Any) -> None:
@@ -143,24 +143,17 @@ def test_values_that_are_no_numbers_are_no_change(build: Callable[..., Any], dty
     assert logits.argmax(-1).eq(0).all()
 
 
-def test_other_optimizers_change_nothing(build: Callable[..., Any]) -> None:
-    """Optimizers of another model, and of other parameters of this model, do not change the head."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_other_optimizers_change_nothing(frozen: bool, build: Callable[..., Any]) -> None:
+    """Optimizers of another model, of other parameters, and of a frozen head do not change the head."""
     stock = build("Llama")
     model = patch_model(copy.deepcopy(stock))
+    model.lm_head.requires_grad_(not frozen)
     other = torch.nn.Linear(3, 3)
     other(torch.ones(3)).sum().backward()
     logits = trained(model)
     torch.optim.AdamW(other.parameters(), fused=True).step()
-    torch.optim.AdamW(model.model.parameters(), fused=True).step()
-    assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
-
-
-def test_a_frozen_head_does_not_change(build: Callable[..., Any]) -> None:
-    stock = build("Llama")
-    model = patch_model(copy.deepcopy(stock))
-    model.lm_head.requires_grad_(False)
-    logits = trained(model)
-    torch.optim.AdamW(model.parameters(), fused=True).step()
+    torch.optim.AdamW((model if frozen else model.model).parameters(), fused=True).step()
     assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
 
 
@@ -207,13 +200,6 @@ def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path:
     assert all(map(torch.equal, got, want))
     with pytest.raises(RuntimeError, match=STALE):
         train(build("Llama"), FlceCallback())
-
-
-def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
-    stock = build("Llama")
-    logits = trained(patch_model(copy.deepcopy(stock)))
-    with pytest.warns(MaterializedLogitsWarning):
-        torch.testing.assert_close(logits.sigmoid(), forward(stock).sigmoid())
 
 
 # ------------------------------------------------------------------------------- hidden states, changed after the call
@@ -271,7 +257,7 @@ def test_other_memory_in_hidden_states_changes_nothing(build: Callable[..., Any]
 # ----------------------------------------------------------------------------- requires_grad, changed after the call
 
 
-def adapted(model: Any, **settings: Any) -> Any:
+def with_adapters(model: Any, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(7)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **settings))
@@ -279,49 +265,49 @@ def adapted(model: Any, **settings: Any) -> Any:
     return model.train()
 
 
-def with_adapter_on_the_head(model: Any) -> Any:
-    return adapted(model, target_modules=["q_proj", "lm_head"])
+MODELS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda model: model,
+    "adapters on the head": lambda model: with_adapters(model, target_modules=["q_proj", "lm_head"]),
+    "copies of the head": lambda model: with_adapters(model, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+# Code between the call and the loss.
+ADAPTER_CHANGES = {
+    "distilled from the base": """
+        with model.disable_adapter():
+            with torch.no_grad():
+                base = model(input_ids=IDS).logits
+            loss = F.kl_div(logits.log_softmax(-1), base.sigmoid(), reduction="batchmean")""",
+    "a loss with adapters disabled": """
+        with model.disable_adapter():
+            loss = loss_of(logits)""",
+    "a read with adapters disabled": """
+        with model.disable_adapter():
+            logits.std().item()
+        loss = loss_of(logits)""",
+    "a loss with another adapter": """
+        model.set_adapter("other")
+        loss = loss_of(logits)
+        model.set_adapter("default")""",
+}
+PARAMETER_CHANGES = {
+    "frozen for the loss": """
+        loss = frozen_loss(model, logits)""",
+    "frozen for the loss, in a checkpoint": """
+        loss = checkpoint(lambda: frozen_loss(model, model(input_ids=IDS).logits), use_reentrant=False)""",
+    "frozen for the call": """
+        head = model.get_output_embeddings().requires_grad_(False)
+        logits = model(input_ids=IDS).logits
+        head.requires_grad_(True)
+        loss = loss_of(logits) + logits[..., [1, 2]].square().mean()""",
+    # Stock's graph tests `requires_grad` again when the gradient arrives.
+    "frozen for backward": """
+        loss = loss_of(logits)
+        model.get_output_embeddings().requires_grad_(False)""",
+}
 
 
-def with_copy_of_the_head(model: Any) -> Any:
-    return adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-
-
-def distilled_from_the_base(model: Any) -> Tensor:
-    logits = forward(model)
-    with model.disable_adapter():
-        with torch.no_grad():
-            base = forward(model)
-        return F.kl_div(logits.log_softmax(-1), base.sigmoid(), reduction="batchmean")
-
-
-def call_with_adapters_disabled(model: Any) -> Tensor:
-    logits = forward(model)
-    with model.disable_adapter():
-        return loss_of(logits)
-
-
-def looked_at_with_adapters_disabled(model: Any) -> Tensor:
-    logits = forward(model)
-    with model.disable_adapter():
-        logits.std().item()
-    return loss_of(logits)
-
-
-def call_with_another_adapter(model: Any) -> Tensor:
-    logits = forward(model)
-    model.set_adapter("other")
-    loss = loss_of(logits)
-    model.set_adapter("default")
-    return loss
-
-
-def frozen_meanwhile(model: Any) -> Tensor:
-    logits = forward(model)
+def frozen_loss(model: Any, logits: Tensor) -> Tensor:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -331,57 +317,23 @@ def frozen_meanwhile(model: Any) -> Tensor:
     return loss
 
 
-def frozen_in_forward(model: Any) -> Tensor:
-    head = model.get_output_embeddings().requires_grad_(False)
-    logits = forward(model)
-    head.requires_grad_(True)
-    return loss_of(logits) + logits[..., [1, 2]].square().mean()
-
-
-def recomputed(model: Any) -> Tensor:
-    def loss(ids: Tensor) -> Tensor:
-        return frozen_meanwhile(model)
-
-    return torch.utils.checkpoint.checkpoint(loss, IDS, use_reentrant=False)
-
-
-def frozen_until_backward(model: Any) -> Tensor:
-    """Freeze a parameter after the loss. Stock's graph tests `requires_grad` again when the gradient arrives."""
-    loss = loss_of(forward(model))
-    model.get_output_embeddings().requires_grad_(False)
-    return loss
-
-
-ADAPTED = [
-    distilled_from_the_base,
-    call_with_adapters_disabled,
-    looked_at_with_adapters_disabled,
-    call_with_another_adapter,
-]
-PLAIN = [frozen_meanwhile, frozen_in_forward, recomputed, frozen_until_backward]
-
-
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 @pytest.mark.parametrize(
-    "prepare, step, tied",
-    [(with_adapter_on_the_head, step, tied) for step in (*ADAPTED, *PLAIN) for tied in (False, True)]
-    + [(with_copy_of_the_head, step, False) for step in (*ADAPTED, *PLAIN)]
-    + [(lambda model: model, step, tied) for step in PLAIN for tied in (False, True)],
+    "kind, change, tied",
+    [
+        (kind, change, tied)
+        for kind in MODELS
+        for change in (PARAMETER_CHANGES if kind == "plain" else ADAPTER_CHANGES | PARAMETER_CHANGES)
+        for tied in ((False,) if kind == "copies of the head" else (False, True))
+    ],
 )
-def test_parameters_trained_at_the_call_get_gradients(
-    build: Callable[..., Any], prepare: Callable[[Any], Any], step: Callable[[Any], Tensor], tied: bool
-) -> None:
+def test_parameters_trained_at_the_call_get_gradients(kind: str, change: str, tied: bool, compare: Compare) -> None:
     """Other parameters get no gradient, whatever their ``requires_grad`` is when the loss is computed."""
-    stock = prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied))
-    patched = patch_model(prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied)))
-    losses = [step(model) for model in (stock, patched)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
-    for loss in losses:
-        loss.backward()
-    for (name, want), got in zip(stock.named_parameters(), patched.parameters(), strict=True):
-        assert (got.grad is None) == (want.grad is None), name
-        if want.grad is not None:
-            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
+    script = """
+        model = patch(MODELS[kind](build("Llama", num_hidden_layers=1, tie_word_embeddings=tied)))
+        logits = model(input_ids=IDS).logits"""
+    script += (ADAPTER_CHANGES | PARAMETER_CHANGES)[change] + "\n        backward(loss)"
+    compare(script, kind=kind, tied=tied)
 
 
 @pytest.mark.gpu
@@ -405,7 +357,7 @@ def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [exchange, copy_over, without_gradients, halve])
+@pytest.mark.parametrize("change", CHANGES)
 def test_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Any], None]) -> None:
     monkeypatch.delenv("FLCE_BACKEND")
     model = patch_model(build("Llama").cuda())

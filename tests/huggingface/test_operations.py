@@ -45,7 +45,7 @@ REAL_WITH_ADAPTER = {
     "{y} = {x}.float() + noise({x}.shape[-1:])",
     "{y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))",
     "{y} = {x} + {o} * 0.7",
-    "{loss} = F.cross_entropy(({g} * 0.3 + noise({g}.shape[-1:])).flatten(0, -2), labels({g}).flatten())",
+    "{loss} = F.cross_entropy(({g} * 0.3 + learned(noise({g}.shape[-1:]))).flatten(0, -2), labels({g}).flatten())",
 }
 
 

@@ -98,14 +98,3 @@ def test_jit_trace(earlier: bool, training: bool, returned: Any, build: Build, c
         step()
         fused(1)"""
     compare(script, earlier=earlier, training=training, returned=returned)
-
-
-def test_jit_trace_checks_itself(build: Build) -> None:
-    """The check of `torch.jit.trace` calls the model without tracing. The logits of this call are lazy."""
-    model = build("Llama", num_hidden_layers=1)
-    skip_where_old_transformers_fails(lambda: torch.jit.trace(Around(model, logits_and_loss), (IDS,)))
-    patch_model(model, on_materialize="ignore")
-    logits, loss = torch.jit.trace(Around(model, logits_and_loss), (IDS,))(IDS)
-    torch.testing.assert_close(logits, build("Llama", num_hidden_layers=1)(input_ids=IDS).logits)
-    loss.backward()
-    assert model.lm_head.weight.grad is not None

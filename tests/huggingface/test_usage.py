@@ -215,12 +215,6 @@ def test_a_copy_that_meets_the_head_before_the_model(build: Build) -> None:
     assert head._flce is other._flce is not model._flce
 
 
-def test_unpatching_leaves_no_hook(build: Build) -> None:
-    model = patch_model(build("Llama"))
-    flce.unpatch_model(model)
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool) -> None:
     """The logits would be gathered on one GPU. The test creates a replica as `nn.DataParallel` does, without a GPU."""

@@ -19,8 +19,8 @@ Each module imports only modules above it:
 
 | module | contents |
 |---|---|
-| `normal_form`, `terms` | recorded operations and their normal form; the products and biases whose sum are the logits |
-| `state` | the record of lazy logits; real logits, the fused loss and values that are computed from it |
+| `normal_form` | recorded operations and their normal form |
+| `state` | the record of lazy logits, a sum of terms; real logits, the fused loss and values computed from it |
 | `elementwise`, `values`, `indexing` | one function for each operation on a state |
 | `tables` | the functions of PyTorch, each with its operation |
 | `base` | the base of both classes: views, copies, and the real logits |

@@ -18,10 +18,6 @@ from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import EXPLICIT_MATERIALIZE, forbid_materialized, report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
-# Functions that compute a view or a copy from real logits, in order, each with its grad mode and its inference mode, or
-# with None within a graph.
-Steps = tuple[tuple[Callable[[Tensor], Tensor], tuple[bool, bool] | None], ...]
-
 
 class View(NamedTuple):
     """The relation of a view to the lazy logits whose memory it shares.
@@ -29,21 +25,23 @@ class View(NamedTuple):
     Attributes:
         root: the lazy logits that own the memory.
         parent: the root, or the view from which this view was computed.
-        steps: the steps from the root's real logits to the view. The last step starts from the parent.
+        cut: the function that computes the view from the real logits of the parent.
+        mode: the grad mode and the inference mode of this function, or None within a graph.
         is_full: whether the view has all entries of the root, in order, and autograd allows writes to it.
     """
 
     root: LazyBase
     parent: LazyBase
-    steps: Steps
+    cut: Callable[[Tensor], Tensor]
+    mode: tuple[bool, bool] | None
     is_full: bool
 
 
-def apply_steps(steps: Steps, real: Tensor) -> Tensor:
-    for step, mode in steps:
-        with contextlib.nullcontext() if mode is None else grad_mode(*mode):
-            real = step(real)
-    return real
+class Origin(NamedTuple):
+    """The relation of an unread copy to the lazy logits that it was copied from, and the function that copies them."""
+
+    parent: LazyBase
+    copy: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(eq=False)
@@ -53,9 +51,8 @@ class Family:
     Attributes:
         views: the members except the root.
         hooks: names of the users' hooks on the gradient. Nodes of the autograd graph refer to this set.
-        copies: each copy that needs a gradient, and its family. The gradient does not pass through these logits.
-        origin: if the root is a copy, the steps from the real logits of the original to the root. None if the root is
-            not a copy, is real, was changed since, or was copied with arguments that may have changed.
+        copies: unread copies that need a gradient.
+        is_bypassed: whether a copy was read or changed: its gradient does not pass through these logits.
         has_views: whether views exist within a graph of ``torch.compile``, where `views` is not used.
         seen: the version of the real logits after the last operation.
         is_written: whether the real logits were written to, or an autograd.Function has returned a member.
@@ -63,42 +60,17 @@ class Family:
 
     views: list[weakref.ref[Any]] = field(default_factory=list)
     hooks: set[str] = field(default_factory=set)
-    copies: list[tuple[weakref.ref[Any], Family]] = field(default_factory=list)
-    origin: Steps | None = None
+    copies: list[weakref.ref[Any]] = field(default_factory=list)
+    is_bypassed: bool = False
     has_views: bool = False
     seen: Any = None
     is_written: bool = False
 
-    def is_bypassed(self) -> bool:
-        """Return True if the gradient of a copy cannot pass through these logits."""
-        families = [self]
-        for family in families:  # also visits the families that the loop appends
-            families += [family_of_copy for _, family_of_copy in family.copies]
-        # If the logits are real, a write without a new version is possible.
-        return any(family.origin is None or self.seen is not None for family in families[1:])
-
-    def make_copies_real(self, real: Tensor) -> None:
-        """Compute the copies from the real logits of the root, so that their gradients pass through these logits."""
-        sources = [(self, real)]
-        while sources:
-            source, real = sources.pop()
-            copies, source.copies = source.copies, []
-            for ref, family in copies:
-                copy = source._copy_from_nearest_view(family.origin or (), real)
-                sources.append((family, copy))
-                family.hooks.update(source.hooks)
-                for lazy in live_objects([ref]):
-                    lazy._set_real(copy)
-                    lazy._update_nodes(always=True)
-
-    def _copy_from_nearest_view(self, steps: Steps, real: Tensor) -> Tensor:
-        """Apply steps to real logits. Start from the last live view on the way, whose hooks receive the gradient."""
-        count = 0
-        for lazy in live_objects(self.views):
-            view_steps = lazy._view.steps
-            if len(view_steps) > count and view_steps == steps[: len(view_steps)] and lazy._get_real() is not None:
-                count, real = len(view_steps), lazy._real
-        return apply_steps(steps[count:], real)
+    def forget_copies(self) -> None:
+        """Separate the existing copies before the values change."""
+        for copy in live_objects(self.copies):
+            copy._origin = None
+        self.copies, self.is_bypassed = [], False
 
 
 def live_objects(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
@@ -125,6 +97,7 @@ class LazyBase:
     _real: Tensor | None
     _view: View | None
     _family: Family
+    _origin: Origin | None = None
     # The node in the autograd graph; None if the logits need no gradient; True for a leaf and under `torch.compile`.
     _node: Any = True
     # A meta tensor with the shape and strides of stock's logits, which distinguishes views from copies.
@@ -143,7 +116,7 @@ class LazyBase:
 
     def _set_state(self, state: LazyState) -> None:
         """Replace the state after an in-place operation."""
-        raise NotImplementedError
+        self._state = state
 
     def materialize(self) -> Tensor:
         """Compute the real logits without a warning, or return them if they exist already.
@@ -171,15 +144,15 @@ class LazyBase:
     def _get_real(self) -> Tensor | None:
         """Return the real logits, or None if they do not exist."""
         if self._real is None and self._view is not None and self._view.root._get_real() is not None:
-            views: list[LazyBase] = [self]
-            while (view := views[-1]._view) is not None and view.parent._real is None:
-                views.append(view.parent)
+            missing: list[Any] = [self]
+            while missing[-1]._view.parent._real is None:
+                missing.append(missing[-1]._view.parent)
             # A view is computed from its parent, so that hooks on the parent receive the gradient of the view.
             with outside_checkpoint(self._view.root._state):
-                for lazy in reversed(views):
-                    assert lazy._view is not None
-                    assert lazy._view.parent._real is not None
-                    lazy._real = apply_steps(lazy._view.steps[-1:], lazy._view.parent._real)
+                for lazy in reversed(missing):
+                    view = lazy._view
+                    with contextlib.nullcontext() if view.mode is None else grad_mode(*view.mode):
+                        lazy._real = view.cut(view.parent._real)
         return self._real
 
     def _materialize(self) -> Tensor:
@@ -193,7 +166,27 @@ class LazyBase:
     def _set_real(self, real: Tensor) -> None:
         self._real = real
         if self._view is None:
-            self._family.seen, self._family.origin = versions_of(real), None
+            self._family.seen = versions_of(real)
+            self._leave_origin()
+
+    def _leave_origin(self) -> None:
+        """Note that the gradient of this copy, which is read or changed, does not pass through its origins."""
+        origin, self._origin = self._origin, None
+        while origin is not None:
+            origin.parent._family.is_bypassed = True
+            origin = origin.parent._root()._origin
+
+    def _make_copies_real(self) -> None:
+        """Compute the copies from these real logits, whose hooks their gradients then pass through."""
+        copies, self._family.copies = self._family.copies, []
+        for copied in live_objects(copies):
+            origin, copied._origin = copied._origin, None
+            with outside_checkpoint(copied._state), grad_mode(True, False):
+                copied._set_real(origin.copy(origin.parent._materialize()))
+            copied._family.hooks.update(self._family.hooks)
+            copied._make_views_real()
+            copied._update_nodes(always=True)
+            copied._make_copies_real()
 
     def _make_views_real(self) -> None:
         """Compute the real tensors of all views before a possible write, if the real logits exist."""
@@ -208,18 +201,20 @@ class LazyBase:
         version = None if root._real is None else versions_of(root._real)
         is_written, family.seen = version != family.seen, version
         if is_written:
-            # The existing copies are copies of the values before the write.
-            family.copies, family.is_written = [], True
+            family.forget_copies()
+            family.is_written = True
         if is_written or always:
             family.views = [ref for ref in family.views if ref() is not None]
             for lazy in (root, *live_objects(family.views)):
                 lazy._take_over_node(is_written)
 
+    def _update_before_operation(self, real: Tensor) -> None:
+        self._update_nodes()
+        if self._node is None and real.requires_grad:
+            self._take_over_node(is_written=True)
+
     def _take_over_node(self, is_written: bool) -> None:
         """Move to the place of the real logits in the autograd graph."""
-
-    def _update_before_operation(self, real: Tensor) -> None:
-        """Move to the present place of the real logits in the autograd graph, before an operation."""
 
     def _real_for_operation(self) -> Tensor | None:
         """Return the real logits if an operation has to use them, or None if it has to use the lazy logits.
@@ -228,18 +223,17 @@ class LazyBase:
         at first stay lazy for all operations in it. A checkpoint within another checkpoint uses real logits.
         """
         real, family = self._get_real(), self._family
-        if self._state.is_outside_checkpoint and (checkpoint := current_checkpoint()) is not None:
-            lazy_families = _lazy_families_of_checkpoint.setdefault(checkpoint, set())
-            if real is None and family not in lazy_families:
-                if any(
-                    family in families and not outer.forward_completed
-                    for outer, families in _lazy_families_of_checkpoint.items()
-                ):
-                    return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
-                lazy_families.add(family)
-            if family in lazy_families and not (family.is_written or family.hooks):
-                return None
-        return real
+        checkpoint = current_checkpoint() if self._state.is_outside_checkpoint else None
+        if checkpoint is None:
+            return real
+        lazy_families = _lazy_families_of_checkpoint.setdefault(checkpoint, set())
+        if real is None and family not in lazy_families:
+            others = [other for other, families in _lazy_families_of_checkpoint.items() if family in families]
+            if not all(other.forward_completed for other in others):
+                return materialize_and_report(self._state, "a checkpoint within another", self._materialize)
+            lazy_families.add(family)
+        is_used = family not in lazy_families or family.is_written or family.hooks
+        return real if is_used else None
 
     def _compute(self) -> Tensor:
         state = self._state
@@ -315,14 +309,9 @@ def register_results(state: LazyState, values: Iterable[Any]) -> None:
 
 
 def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """Compute the logits. Count this, then warn or raise, depending on ``on_materialize``.
+    """Call ``compute`` for the logits that ``func`` needs. Count this, then warn or raise, as ``on_materialize`` says.
 
     If the logits can no longer be computed, no warning is given.
-
-    Args:
-        state: the state of the logits.
-        func: the operation that needs the logits.
-        compute: a function that computes the logits.
     """
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()

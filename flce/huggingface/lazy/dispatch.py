@@ -16,6 +16,7 @@ from flce.huggingface.head_call import add_wrapper_hook
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import (
     LazyBase,
+    Origin,
     View,
     is_lazy,
     live_objects,
@@ -68,21 +69,14 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     if real is not None:
         return NotImplemented
     meta_tensor = lazy._meta_tensor
-    if (
-        operation.kind == "elementwise"
-        and meta_tensor is not None
-        and not meta_tensor.is_contiguous()
-        and _is_permuted(meta_tensor)
-    ):
+    is_contiguous = lazy._view is None if meta_tensor is None else meta_tensor.is_contiguous()
+    if operation.kind == "elementwise" and not is_contiguous and meta_tensor is not None and _is_permuted(meta_tensor):
         return NotImplemented
-    state, states, keyword_states, has_one_state, has_plain_arguments = lazy._state, args, kwargs, True, not kwargs
-    for value in args:  # most arguments contain no lazy logits
-        items = value if type(value) is tuple else (value,)
-        has_plain_arguments = has_plain_arguments and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
+    state, states, keyword_states = lazy._state, args, kwargs
+    items = [item for value in args for item in (value if type(value) is tuple else (value,))]
+    has_plain_arguments = not kwargs and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
     if not has_plain_arguments:
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
-        values = (*states, *keyword_states.values())
-        has_one_state = not any([isinstance(value, LazyState) for value in values])  # noqa: C419 - faster
     try:
         result = operation.run(state, *states, **keyword_states)
     except NoLazyFormError:
@@ -92,26 +86,6 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         if torch.compiler.is_compiling() or error.__traceback__ is None or error.__traceback__.tb_next is None:
             return NotImplemented
         raise
-    if not has_one_state and isinstance(result, LazyState):  # a hook on the other logits would never run
-        note_bypassing_gradient(result.calls, result)
-    if type(result) is LazyState:
-        if result is state and (func is not torch.Tensor.contiguous or _is_contiguous(lazy)):
-            return lazy  # as in stock, the operation changes nothing
-        if operation.kind == "in place":
-            is_error = func is torch.Tensor.detach_ and lazy._view is not None  # PyTorch cannot detach views in place
-            return NotImplemented if is_error or state.is_outside_checkpoint else _change_in_place(lazy, result)
-        is_view, cut = operation.kind == "view", lambda x: func(x, *states, **keyword_states)
-        if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
-            items = args[0] if isinstance(args[0], tuple) else (args[0],)
-            # An index with lists or tensors copies.
-            is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
-            if is_view and not torch.compiler.is_compiling():  # a tensor in the index may be written to later
-                states = (tuple([int(item) if isinstance(item, Tensor) else item for item in items]),)
-        if is_view:
-            return _make_view(lazy, result, cut)
-        return _make_copy(
-            lazy, result.as_copy() if result.ops == state.ops else result, cut if has_plain_arguments else None
-        )
     if type(result) is tuple:
         pieces: Any = lambda x: func(x, *states, **keyword_states)  # noqa: E731
         if not torch.compiler.is_compiling():  # compute all pieces in one call
@@ -120,8 +94,27 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         return tuple(
             [_make_view(lazy, part, cut, has_sibling_results=True) for part, cut in zip(result, cuts, strict=True)]
         )
-    register_results(state, (result,))
-    return result
+    if type(result) is not LazyState:
+        register_results(state, (result,))
+        return result
+    if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):
+        note_bypassing_gradient(result.calls, result)  # a hook on the other logits would never run
+    if result is state and (func is not torch.Tensor.contiguous or is_contiguous):
+        return lazy  # as in stock, the operation changes nothing
+    if operation.kind == "in place":
+        is_error = func is torch.Tensor.detach_ and lazy._view is not None  # PyTorch cannot detach views in place
+        return NotImplemented if is_error or state.is_outside_checkpoint else _change_in_place(lazy, result)
+    is_view = operation.kind == "view"
+    if is_view and func is torch.Tensor.__getitem__ and not has_plain_arguments:
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        # An index with lists or tensors copies.
+        is_view = not any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in index)
+        if is_view and not torch.compiler.is_compiling():  # a tensor in the index may be written to later
+            states = (tuple([int(item) if isinstance(item, Tensor) else item for item in index]),)
+    if is_view:
+        return _make_view(lazy, result, lambda x: func(x, *states, **keyword_states))
+    copy = (lambda x: func(x, *states, **keyword_states)) if has_plain_arguments else None
+    return _make_copy(lazy, result.as_copy() if result.ops == state.ops else result, copy)
 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -148,7 +141,7 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
-    is_bypassed = lazy._family.is_bypassed() or any(call.has_bypassing_gradient for call in lazy._state.calls)
+    is_bypassed = lazy._family.is_bypassed or any(call.has_bypassing_gradient for call in lazy._state.calls)
     if is_bypassed:
         message = (
             f"logits.{name_of(func)} after the loss, or after something else was computed from the logits without "
@@ -164,14 +157,10 @@ def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -
     if name_of(func) != "grad_fn":
         lazy._family.hooks.add(name_of(func))
     if not is_bypassed:
-        lazy._family.make_copies_real(lazy._root()._real)
+        lazy._root()._make_copies_real()
     result = func(lazy._real, *args, **kwargs)
     lazy._update_nodes(always=True)
     return result
-
-
-def _is_contiguous(lazy: Any) -> bool:
-    return lazy._view is None if lazy._meta_tensor is None else bool(lazy._meta_tensor.is_contiguous())
 
 
 def _is_permuted(meta_tensor: Tensor) -> bool:
@@ -188,12 +177,13 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
     except NoLazyFormError:
         return NotImplemented
     members = [lazy._root(), *live_objects(family.views)]
-    are_alike = [m._is_full() and m._state.requires_grad == result.requires_grad for m in members]
+    are_alike = all([m._is_full() and m._state.requires_grad == result.requires_grad for m in members])  # noqa: C419
     is_without_gradient = state.requires_grad and not torch.is_grad_enabled()
-    is_changed_in_part = len(members) > 1 and not all(are_alike)
-    if is_without_gradient or result.shape != state.shape or family.has_views or is_changed_in_part:
+    has_other_members = family.has_views or (len(members) > 1 and not are_alike)
+    if is_without_gradient or result.shape != state.shape or has_other_members:
         return NotImplemented
-    family.copies, family.origin = [], None  # the existing copies are of the values before
+    family.forget_copies()
+    lazy._root()._leave_origin()
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
@@ -213,12 +203,11 @@ def _broadcast(*tensors: Any) -> Any:
 
 def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function with the real logits instead of the lazy logits in its arguments."""
-    if func in tables.LIKE:
-        return func(*_metadata_tensors(args), **{"memory_format": torch.contiguous_format, **kwargs})
-    if func in tables.NEW:
-        return func(*_metadata_tensors(args[:1]), *args[1:], **kwargs)
-    if func in tables.READS_METADATA_OF_SECOND and not is_lazy(args[0]):
-        return func(args[0], *_metadata_tensors(args[1:]), **_metadata_tensors(kwargs))
+    position = tables.READS_METADATA.get(func)
+    if position is not None and [index for index, value in enumerate(args) if is_lazy(value)] == [position]:
+        like = _states_or_real(args[position])
+        expanded = torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+        return func(*args[:position], expanded, *args[position + 1 :], **kwargs)
     only_reads = func in tables.READ_ONLY and "out" not in kwargs
     real = materialize_arguments(args, func, allow_small_views=only_reads)
     keyword_values = materialize_arguments(kwargs, func, allow_small_views=only_reads)
@@ -243,8 +232,6 @@ def _states_or_real(value: Any) -> Any:
     return _map_lazy_logits(value, state_of)
 
 
-# These types are tested before Mapping, whose instance check is Python code and slow.
-_LEAF_TYPES = (Tensor, str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
 # Types of arguments that cannot contain lazy logits.
 _PLAIN_TYPES = (str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
 
@@ -253,7 +240,7 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     """Replace the lazy logits in nested arguments."""
     if isinstance(value, LazyBase):
         return replacement(value)
-    if isinstance(value, _LEAF_TYPES):
+    if isinstance(value, (Tensor, *_PLAIN_TYPES)):  # before Mapping, whose instance check is Python code and slow
         return value
     if isinstance(value, (tuple, list)):
         items = [_map_lazy_logits(item, replacement) for item in value]
@@ -263,13 +250,15 @@ def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _make_copy(lazy: LazyBase, result: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
-    """Return a copy with the state ``result``. ``copy`` computes it from real logits (None: arguments may change)."""
-    copied = make_lazy(result)
+def _make_copy(lazy: LazyBase, state: LazyState, copy: Callable[[Tensor], Tensor] | None) -> Any:
+    """Return a copy with this state. `copy` computes it from real logits; None: its arguments may change."""
+    copied = make_lazy(state)
     if copied._node is not None and not torch.compiler.is_compiling():
-        steps = () if lazy._view is None else lazy._view.steps
-        copied._family.origin = None if copy is None else (*steps, (copy, (True, False)))
-        lazy._family.copies.append((weakref.ref(copied), copied._family))
+        copied._origin = Origin(lazy, copy)
+        if copy is None:
+            copied._leave_origin()
+        else:
+            lazy._family.copies.append(weakref.ref(copied))
     return copied
 
 
@@ -277,10 +266,11 @@ def _make_view(
     lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
 ) -> Any:
     """Return a view, or a copy if the strides do not allow a view."""
-    (root, _, steps, is_full), before = lazy._view or View(lazy, lazy, (), True), lazy._meta_tensor
+    root, is_full = (lazy, True) if lazy._view is None else (lazy._view.root, lazy._view.is_full)
+    before = lazy._meta_tensor
     if before is None:
         lazy._family.has_views = True
-        return make_lazy(state, View(root, lazy, (*steps, (cut, None)), False))
+        return make_lazy(state, View(root, lazy, cut, None, False))
     with private.disable_torch_function():
         meta_tensor = cut(before)
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
@@ -288,17 +278,13 @@ def _make_view(
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return make_lazy(state, View(root, lazy, (*steps, (cut, mode)), is_full), meta_tensor)
+    return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 
 
 def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_small_views: bool = False) -> Any:
-    """Replace lazy logits by real logits in nested arguments. Report computed logits.
+    """Replace lazy logits by real logits in nested arguments of ``func``. Report computed logits.
 
-    Args:
-        value: arguments of ``func``.
-        func: the function that needs the logits.
-        detach: whether to detach the real logits.
-        allow_small_views: whether to compute only the values of small views, in separate memory.
+    ``allow_small_views``: whether to compute only the values of small views, in separate memory.
     """
 
     def real(lazy: Any) -> Tensor:
@@ -311,13 +297,3 @@ def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_sma
         return logits.detach() if detach and not reads_view_alone else logits
 
     return _map_lazy_logits(value, real)
-
-
-def _metadata_tensors(value: Any) -> Any:
-    """Replace lazy logits by an expanded tensor of one element, for functions that only read metadata."""
-
-    def expanded(lazy: Any) -> Tensor:
-        like = _states_or_real(lazy)
-        return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
-
-    return _map_lazy_logits(value, expanded)

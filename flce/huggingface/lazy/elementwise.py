@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
-from flce.huggingface.lazy.state import LazyState, normalized_dim
-from flce.huggingface.lazy.terms import Term
+from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.wrappers import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
 
@@ -42,10 +41,10 @@ def multiply(state: LazyState, other: Any) -> Any:
         and state.requires_grad == other.requires_grad
         and state.device == other.device
     )
-    shorter, token_vectors = sorted((state.token_vectors, other.token_vectors), key=len)
-    require_lazy(all(a is b for a, b in zip(shorter, token_vectors, strict=False)))
+    vectors = {**state.token_vectors, **other.token_vectors}
+    require_lazy(all(vectors[name] is vector for name, vector in state.token_vectors.items()))
     dtype = torch.promote_types(state.dtype, other.dtype)
-    return replace(state, token_vectors=token_vectors, dtype=dtype).with_op("times", other.ops)
+    return replace(state, token_vectors=vectors, dtype=dtype).with_op("times", other.ops)
 
 
 def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
@@ -57,24 +56,21 @@ def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
     require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     copy = other.expand(sizes).clone()  # a copy, because the vector may be written to later
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
-    return replace(state, token_vectors=(*state.token_vectors, copy)).with_op(name, len(state.token_vectors))
-
-
-def _divide_by_token_vector(state: LazyState, other: Tensor) -> Any:
-    """Divide by a temperature for each token, which gets no gradient."""
-    require_lazy(not (other.requires_grad and torch.is_grad_enabled()))
-    if other.device.type == "cpu" and not torch.compiler.is_compiling():
-        require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
-    return _apply_token_vector(state, "div_row", other.detach())
+    return replace(state, token_vectors={**state.token_vectors, name: copy}).with_op(name)
 
 
 def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
-    """Scale the inputs of the products by a 0-d tensor. Reading its value would make the host wait."""
+    """Divide by a temperature for each token, or scale the inputs of the products by a 0-d tensor.
+
+    A read of the 0-d tensor's value would make the host wait.
+    """
     require_lazy(other.is_floating_point() and not (other.requires_grad and torch.is_grad_enabled()))
-    if name == "div" and other.dim() > 0:
-        return _divide_by_token_vector(state, other)
-    require_lazy(other.dim() == 0 and state.normal_form.is_linear)
     scale, other = torch.mul if name == "mul" else torch.div, other.detach()
+    if name == "div" and other.dim() > 0:
+        if other.device.type == "cpu" and not torch.compiler.is_compiling():
+            require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
+        return _apply_token_vector(state, "div_row", other)
+    require_lazy(other.dim() == 0 and state.normal_form.is_linear)
     with state.gathered_weights():
         terms = [term.with_hidden(lambda hidden: scale(hidden, other)) for term in state.terms]
         terms = [term.map_tensors(lambda bias: scale(resolve_stand_in(bias), other), "bias") for term in terms]
@@ -132,7 +128,7 @@ def make_softmax(name: str) -> Callable[..., Any]:
     def handler(
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
-        require_lazy(dim is not None and normalized_dim(state, dim) == state.ndim - 1)
+        require_lazy(is_class_dim(state, dim))
         state = _to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
         return state.with_op(name, state.dtype)
 

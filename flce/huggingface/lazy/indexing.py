@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
-from flce.huggingface.lazy.state import LazyState, normalized_dim
+from flce.huggingface.lazy.state import LazyState, is_class_dim, normalized_dim
 from flce.huggingface.lazy.values import class_values
 
 
@@ -56,8 +56,8 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 
 def _split_tokens(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Split the tokens along ``dim``."""
-    require_lazy(normalized_dim(state, dim) != state.ndim - 1)
-    token_tensors = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors]
+    require_lazy(not is_class_dim(state, dim))
+    token_tensors = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors.values()]
     pieces = [iter(tensors_of_piece) for tensors_of_piece in zip(*map(cut, token_tensors), strict=True)]
     return tuple(state.with_hidden(lambda _, piece=piece: next(piece)) for piece in pieces)  # type: ignore[misc]
 
@@ -86,7 +86,7 @@ def getitem(state: LazyState, index: Any) -> Any:
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:
     require_lazy(state.normal_form.form == "logits")  # other forms depend on all classes
-    require_lazy(state.normal_form.normalizer is None)
+    require_lazy(not state.normal_form.has_normalizer)
     with state.gathered_weights():
         sliced = state.with_terms(
             [term.map_tensors(lambda tensor: tensor[classes], "weight", "bias") for term in state.resolved_terms]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 # One recorded operation, without tensors:
 #   ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), ("clamp", the least number)
 #   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
-#   ("div_row" | "sub_row", i), by the vector `token_vectors[i]` of the state, which has one number for each token
+#   ("div_row" | "sub_row", None), by a vector of the state's `token_vectors`, which has one number for each token
 #   ("times", operations): the product with the result of these operations on the same sum
 Op = tuple[str, Any]
 
@@ -42,8 +42,8 @@ class NormalForm(NamedTuple):
         softcap: the softcap; None: no tanh.
         form: the function of z.
         is_negative: whether the values have the opposite sign. The sign of the logits themselves is in `logit_scale`.
-        divisor: the index of the temperatures in the state's `token_vectors`, or None.
-        normalizer: the index of the logsumexps that were subtracted from the logits, or None.
+        has_divisor: whether the logits were divided by a temperature for each token.
+        has_normalizer: whether the logsumexp of each token was subtracted from the logits.
         is_clamped: whether -inf was replaced by the least number of the dtype.
     """
 
@@ -51,14 +51,13 @@ class NormalForm(NamedTuple):
     softcap: float | None
     form: Form = "logits"
     is_negative: bool = False
-    divisor: int | None = None
-    normalizer: int | None = None
+    has_divisor: bool = False
+    has_normalizer: bool = False
     is_clamped: bool = False
 
     @property
     def is_linear(self) -> bool:
-        plain = self.softcap is None and self.divisor is None and self.normalizer is None
-        return plain and self.form == "logits" and not self.is_clamped
+        return self == NormalForm(self.logit_scale, None)
 
     @property
     def is_logprob(self) -> bool:
@@ -68,27 +67,24 @@ class NormalForm(NamedTuple):
     @property
     def has_loss(self) -> bool:
         """True if the cross-entropy of the values is the cross-entropy of z, and z has no divisor."""
-        plain = self.divisor is None and self.normalizer is None and not self.is_clamped and not self.is_negative
-        return plain and self.form in ("logits", "log-probabilities")
+        plain_forms = [NormalForm(*self[:2]), NormalForm(*self[:2], "log-probabilities")]
+        return self in plain_forms
 
 
 IDENTITY = NormalForm(1.0, None)
 
 
 def to_normal_form(ops: tuple[Op, ...]) -> NormalForm | None:
-    """Return the normal form of recorded operations.
+    """Return the normal form of recorded operations, or None if they have none (two tanh, a factor of infinity).
 
     Casts and copies are skipped, because flce computes in float32 (or float64) in any case. A log-softmax of
     log-probabilities is skipped, because they are normalised already.
-
-    Returns:
-        The normal form, or None if the operations have none (two tanh, a factor that is not finite).
     """
     normal_form: NormalForm | None = IDENTITY
     for name, value in ops:
-        step = NORMAL_FORM_UPDATES[name].fold
-        if normal_form is not None and step is not None:
-            normal_form = step(normal_form, value)
+        fold = NORMAL_FORM_UPDATES[name].fold
+        if normal_form is not None and fold is not None:
+            normal_form = fold(normal_form, value)
     return normal_form
 
 
@@ -97,7 +93,7 @@ def _multiplied(normal_form: NormalForm, number: Any) -> NormalForm | None:
     if normal_form.form != "logits":
         is_negative = not normal_form.is_negative
         return normal_form._replace(is_negative=is_negative, is_clamped=False) if factor == -1.0 else None
-    if not math.isfinite(factor) or normal_form.normalizer is not None:
+    if not math.isfinite(factor) or normal_form.has_normalizer:
         return None
     # tanh is odd, so `scale` has the sign.
     cap = None if normal_form.softcap is None else normal_form.softcap * abs(factor)
@@ -118,7 +114,7 @@ def _tanh(normal_form: NormalForm, _: Any) -> NormalForm | None:
 
 def _log_softmax(normal_form: NormalForm, _: Any) -> NormalForm | None:
     if normal_form.form == "logits" or normal_form.is_logprob:
-        return normal_form._replace(form="log-probabilities", normalizer=None, is_clamped=False)
+        return normal_form._replace(form="log-probabilities", has_normalizer=False, is_clamped=False)
     return None
 
 
@@ -135,14 +131,14 @@ def _clamp(normal_form: NormalForm, _: Any) -> NormalForm | None:
     return normal_form._replace(is_clamped=True) if normal_form.form in ("logits", "log-probabilities") else None
 
 
-def _divided_by_row(normal_form: NormalForm, index: int) -> NormalForm | None:
-    fits = normal_form.form == "logits" and normal_form.divisor is None and normal_form.normalizer is None
-    return normal_form._replace(divisor=index, is_clamped=False) if fits else None
+def _divided_by_row(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    fits = normal_form.form == "logits" and not normal_form.has_divisor and not normal_form.has_normalizer
+    return normal_form._replace(has_divisor=True, is_clamped=False) if fits else None
 
 
-def _normalised_by_row(normal_form: NormalForm, index: int) -> NormalForm | None:
-    fits = normal_form.form == "logits" and normal_form.normalizer is None
-    return normal_form._replace(normalizer=index, is_clamped=False) if fits else None
+def _normalised_by_row(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    fits = normal_form.form == "logits" and not normal_form.has_normalizer
+    return normal_form._replace(has_normalizer=True, is_clamped=False) if fits else None
 
 
 def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
@@ -151,56 +147,42 @@ def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
     if other is None:
         return None
     weights, values = (normal_form, other) if normal_form.form == "probabilities" else (other, normal_form)
-    if weights.form != "probabilities" or weights.is_negative:
+    is_same_z = weights[:2] == values[:2] and weights.has_divisor == values.has_divisor
+    if weights.form != "probabilities" or weights.is_negative or not is_same_z or values.form not in _WEIGHTED:
         return None
-    if weights[:2] != values[:2] or weights.divisor != values.divisor:
-        return None
-    form = _WEIGHTED.get(values.form)
-    return None if form is None else values._replace(form=form)
+    return values._replace(form=_WEIGHTED[values.form])
 
 
 _WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
 
 
-class Step(NamedTuple):
+class Update(NamedTuple):
     """An operation on the normal form (None: it only rounds or copies), and the same operation on real logits."""
 
     fold: Callable[[NormalForm, Any], NormalForm | None] | None
     replay: Callable[[Tensor, Any], Tensor]
 
 
-NORMAL_FORM_UPDATES: dict[str, Step] = {
-    "mul": Step(_multiplied, torch.mul),
-    "div": Step(_divided, torch.div),
-    "tanh": Step(_tanh, lambda z, _: torch.tanh(z)),
-    "log_softmax": Step(_log_softmax, lambda z, _: torch.log_softmax(z, -1)),
-    "softmax": Step(_softmax, lambda z, _: torch.softmax(z, -1)),
-    "exp": Step(_exp, lambda z, _: torch.exp(z)),
-    "clamp": Step(_clamp, lambda z, least: torch.clamp(z, min=least)),
-    "div_row": Step(_divided_by_row, torch.div),
-    "sub_row": Step(_normalised_by_row, torch.sub),
-    "times": Step(_times, torch.mul),
-    "clone": Step(None, lambda z, _: z.clone()),
-    "to": Step(None, Tensor.to),
+NORMAL_FORM_UPDATES: dict[str, Update] = {
+    "mul": Update(_multiplied, torch.mul),
+    "div": Update(_divided, torch.div),
+    "tanh": Update(_tanh, lambda z, _: torch.tanh(z)),
+    "log_softmax": Update(_log_softmax, lambda z, _: torch.log_softmax(z, -1)),
+    "softmax": Update(_softmax, lambda z, _: torch.softmax(z, -1)),
+    "exp": Update(_exp, lambda z, _: torch.exp(z)),
+    "clamp": Update(_clamp, lambda z, least: torch.clamp(z, min=least)),
+    "div_row": Update(_divided_by_row, torch.div),
+    "sub_row": Update(_normalised_by_row, torch.sub),
+    "times": Update(_times, torch.mul),
+    "clone": Update(None, lambda z, _: z.clone()),
+    "to": Update(None, Tensor.to),
 }
 
 
-def replay(z: Tensor, ops: tuple[Op, ...], token_vectors: Sequence[Tensor] = ()) -> Tensor:
-    """Apply recorded operations to real logits.
-
-    Args:
-        z: the logits, with classes last.
-        ops: the recorded operations.
-        token_vectors: ``(..., 1)``, vectors with one number for each token.
-    """
-    start = z
+def replay(z: Tensor, ops: tuple[Op, ...], token_vectors: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Apply recorded operations to real logits. ``token_vectors``: the vector of each operation that has one."""
+    token_vectors, start = token_vectors or {}, z
     for name, value in ops:
-        other = (
-            replay(start, value, token_vectors)
-            if name == "times"
-            else token_vectors[value]
-            if name.endswith("_row")
-            else value
-        )
+        other = replay(start, value, token_vectors) if name == "times" else token_vectors.get(name, value)
         z = NORMAL_FORM_UPDATES[name].replay(z, other)
     return z

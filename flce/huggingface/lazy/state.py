@@ -1,8 +1,7 @@
-"""`LazyState`: the record from which lazy logits are computed, a sum of :mod:`.terms` and operations on this sum.
+"""`LazyState`: the record from which lazy logits are computed, a sum of terms and operations on this sum.
 
-A state is immutable; each operation returns a new one. It computes the real logits, bit for bit as the model would,
-and results without logits: the fused loss, and the values that models and trainers read from logits. The classes of
-lazy logits wrap a state; this module does not depend on them.
+A state is immutable; each operation returns a new one. It computes the real logits, bit for bit as the model would, the
+fused loss, and other results without logits.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -29,12 +27,14 @@ from flce.huggingface.lazy.normal_form import (
     Op,
     replay,
     require_lazy,
+    to_normal_form,
 )
-from flce.huggingface.lazy.terms import TENSOR_NAMES, Term, in_float32
-from flce.huggingface.staleness import versions_of
+from flce.huggingface.staleness import TensorSnapshot, versions_of
+from flce.huggingface.wrappers import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
 from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
+TENSOR_NAMES = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,89 @@ class Settings:
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of logits: a matrix product, or a vector that was added to the logits of every token.
+
+    Attributes:
+        hidden: hidden states ``(..., H)`` with the token dimensions of the logits ``(..., V)``. Operations on the token
+            dimensions of the logits are applied to this tensor. None for a vector.
+        weight: ``(V, H)``; None for a vector.
+        bias: ``(V,)``: the bias of the product, or the vector, whose dtype may be wider than the logits'; or None.
+        ops: factors and casts that were applied before the term was added to others.
+        snapshot: the snapshot of the first of `tensors` at the call; None if `tensors` has a copy, which other code
+            cannot change. The `HeadCall` has the snapshots of the head's parameters.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    ops: tuple[Op, ...] = ()
+    snapshot: TensorSnapshot | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple([x for x in (self.hidden, self.weight, self.bias) if x is not None])
+
+    @property
+    def factor(self) -> float:
+        normal_form = to_normal_form(self.ops)
+        assert normal_form is not None
+        return normal_form.logit_scale
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
+        """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
+        for name in names:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                others[name] = function(tensor)
+        return replace(self, **others)
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Term:
+        """Return the term with the next of other tensors, which nothing changes in place."""
+        return self.map_tensors(lambda _: next(tensors), *TENSOR_NAMES, snapshot=None)
+
+    def with_hidden(self, function: Callable[[Tensor], Tensor]) -> Term:
+        """Return the term after an operation on the token dimensions."""
+        if self.hidden is None:
+            return self
+        hidden, snapshot = function(self.hidden), self.snapshot
+        if snapshot is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
+            snapshot = snapshot.for_copy()
+        return replace(self, hidden=hidden, snapshot=snapshot)
+
+    def detach(self) -> Term:
+        return self.map_tensors(Tensor.detach, *TENSOR_NAMES)
+
+    def resolve_stand_ins(self) -> Term:
+        """Return the term with gathered ZeRO-3 parameters instead of their stand-ins."""
+        return self.map_tensors(resolve_stand_in, "weight", "bias") if stand_in_parameters(self.tensors) else self
+
+    def with_snapshot(self) -> Term:
+        """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
+        aliases = [alias_in_graph(tensor) for tensor in self.tensors]
+        name = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
+        return replace(self.with_tensors(iter(aliases)), snapshot=TensorSnapshot(aliases[0], name))
+
+
+def alias_in_graph(tensor: Tensor) -> Tensor:
+    """Return an alias of a leaf with the leaf's present ``requires_grad``, or the tensor if it is not a leaf.
+
+    The ``requires_grad`` of a leaf may change later: PEFT's ``disable_adapter()`` changes it for a while. Stock logits
+    record at the call whether the leaf needs a gradient. The alias shares the version and the storage of the leaf, even
+    if a wrapper frees the storage and fills it again. The alias of a ZeRO-3 parameter is a stand-in.
+    """
+    if not tensor.is_leaf:
+        return tensor
+    alias = tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
+    return make_stand_in(alias, tensor) if is_partitioned(tensor) else alias
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32. Call it within :meth:`LazyState.gathered_weights`."""
+    return tensor if tensor.dtype == torch.float32 else resolve_stand_in(tensor).float()
 
 
 @dataclass(frozen=True)
@@ -58,7 +141,7 @@ class LazyState:
         ops: elementwise operations on the sum in order, so that real logits are bit for bit the model's.
         normal_form: the normal form of `ops`.
         calls: the calls of the head and its adapters; empty under the compiler.
-        token_vectors: ``(..., 1)``, vectors with one number for each token. Operations contain indices of this tuple.
+        token_vectors: the vector ``(..., 1)``, with one number for each token, of the operation with this name.
         is_single_class: whether one class is selected, so that the logits have no dimension of classes.
     """
 
@@ -70,7 +153,7 @@ class LazyState:
     ops: tuple[Op, ...] = ()
     normal_form: NormalForm = IDENTITY
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
-    token_vectors: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    token_vectors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     is_single_class: bool = False
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results from the same terms. States before and after elementwise operations share this dict."""
@@ -115,7 +198,7 @@ class LazyState:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         tensors = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
-        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors)
+        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors.values())
 
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
@@ -135,8 +218,8 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """Return the state after one more elementwise operation. Raise NoLazyFormError if it has no normal form."""
-        step = NORMAL_FORM_UPDATES[name].fold
-        normal_form = self.normal_form if step is None else step(self.normal_form, value)
+        fold = NORMAL_FORM_UPDATES[name].fold
+        normal_form = self.normal_form if fold is None else fold(self.normal_form, value)
         if normal_form is None:
             raise NoLazyFormError
         dtype = value if name == "to" else self.dtype
@@ -150,21 +233,24 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        return replace(self, terms=terms, token_vectors=tuple(map(function, self.token_vectors)), cached_results={})
+        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
+        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """Return the state with other terms."""
         return replace(self, terms=tuple(terms), cached_results={}, **others)
 
+    def map_token_vectors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: function(vector) for name, vector in self.token_vectors.items()}
+
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """Return the state with the next of other tensors, in the order of :attr:`tensors`."""
         terms = [term.with_tensors(tensors) for term in self.terms]
-        return self.with_terms(terms, token_vectors=tuple(islice(tensors, len(self.token_vectors))))
+        return self.with_terms(terms, token_vectors=self.map_token_vectors(lambda _: next(tensors)))
 
     def detach(self) -> LazyState:
-        terms = tuple(term.detach() for term in self.terms)
-        token_vectors = tuple([row.detach() if row.requires_grad else row for row in self.token_vectors])
-        return replace(self, terms=terms, token_vectors=token_vectors)
+        token_vectors = self.map_token_vectors(lambda row: row.detach() if row.requires_grad else row)
+        return replace(self, terms=tuple([term.detach() for term in self.terms]), token_vectors=token_vectors)
 
     def in_float32(self) -> LazyState:
         """Return the state with terms in float32, without autocast."""
@@ -182,11 +268,8 @@ class LazyState:
     def gathered_weights(self, can_synchronize: bool = False) -> AbstractContextManager[None]:
         """Return a context for reads of the weights, which gathers weights that FSDP or ZeRO-3 has freed.
 
-        Args:
-            can_synchronize: compare values on a GPU even if nothing indicates a change. The host waits for the GPU.
-
-        Raises:
-            RuntimeError: a tensor that the logits are computed from has changed since the model ran.
+        Raise `StaleLogitsError` if a tensor has changed since the model ran. ``can_synchronize``: compare values on a
+        GPU even if nothing indicates a change. The host waits for the GPU.
         """
         for term in self.terms:
             if term.snapshot is not None:
@@ -238,12 +321,11 @@ class LazyState:
 
     def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Apply operations to logits or results of all tokens, with classes last."""
-        return replay(z, ops, [row.to(z.device) for row in self.token_vectors])
+        return replay(z, ops, self.map_token_vectors(lambda row: row.to(z.device)))
 
     def normalizer(self) -> Tensor | float:
         """Return the logsumexp that was subtracted from each token's logits, of the tokens' shape, or 0.0."""
-        index = self.normal_form.normalizer
-        return 0.0 if index is None else self.token_vectors[index].squeeze(-1)
+        return self.token_vectors["sub_row"].squeeze(-1) if self.normal_form.has_normalizer else 0.0
 
     def is_own_logsumexp(self, vector: Tensor) -> bool:
         """Return True if a vector is an unchanged result of ``logsumexp`` for these logits."""
@@ -266,11 +348,8 @@ class LazyState:
         return largest
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`.
-
-        Logits with a temperature for each token have no such call (NoLazyFormError).
-        """
-        require_lazy(self.normal_form.divisor is None)
+        """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
+        require_lazy(not self.normal_form.has_divisor)
         if spec.get("reduction") == "none":
             self.note_values()
         weight = None if weight is None else weight.to(self.product_device)
@@ -286,9 +365,8 @@ class LazyState:
         options = self.settings.options
         if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
             options = replace(options, logits_dtype=None)  # linear_logprobs does not round logits
-        index = self.normal_form.divisor
-        if index is not None:
-            spec["temperature"] = self.token_vectors[index].squeeze(-1) * spec.get("temperature", 1.0)
+        if self.normal_form.has_divisor:
+            spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.product_device)
         self.note_values()
         with self.gathered_weights():
@@ -307,10 +385,9 @@ class LazyState:
         if torch.compiler.is_compiling() or self.is_outside_checkpoint:
             results = self.token_results("lse", "entropy")
         else:
-            normal_form = self.normal_form
-            divisor = None if normal_form.divisor is None else self.token_vectors[normal_form.divisor]
+            divisor = self.token_vectors.get("div_row")
             modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            key = id(divisor), normal_form.logit_scale, normal_form.softcap, *modes
+            key = id(divisor), *self.normal_form[:2], *modes
             with self.gathered_weights():  # raises if the weights of cached results have changed
                 if key not in self.cached_results:
                     # The cache holds the divisor, so that its id is not used again.
@@ -346,13 +423,9 @@ class LazyState:
             call.usage.has_gradient_use |= call.has_bypassing_gradient
         normal_form = self.normal_form
         hidden, weights = products[0]
-        # A vector that was subtracted before a softmax cancels. It gets a gradient of zeros through `torch.where`.
-        cancelled = [
-            vector
-            for index, vector in enumerate(self.token_vectors)
-            if vector.requires_grad and index != normal_form.normalizer
-        ]
-        for vector in cancelled if requires_grad else ():
+        vector = self.token_vectors.get("sub_row")
+        if requires_grad and vector is not None and vector.requires_grad and not normal_form.has_normalizer:
+            # The vector cancels in the softmax. It gets a gradient of zeros through `torch.where`.
             always = torch.ones((), dtype=torch.bool, device=vector.device)
             hidden = torch.where(always, hidden, vector.to(hidden.dtype))
         return self._in_head_autocast(
@@ -385,22 +458,16 @@ def head_state(
     settings: Settings | None = None,
     call: HeadCall | None = None,
 ) -> LazyState:
-    """Return the state of ``F.linear(hidden, weight, bias)``, with the current autocast state.
-
-    Args:
-        hidden: ``(..., H)``, floating.
-        weight: ``(V, H)``.
-        bias: ``(V,)`` or None.
-        settings: the arguments of ``patch_model``.
-        call: the record of the head's call; None under the compiler.
-    """
+    """Return the state of ``F.linear(hidden, weight, bias)``. ``call``: its record; None under the compiler."""
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else autocast_operand_dtype(hidden.dtype, device.type)
-    term = Term(hidden, weight, bias)
-    settings = Settings() if settings is None else settings
-    state = LazyState((term,), dtype, autocast, device, settings)
+    state = LazyState((Term(hidden, weight, bias),), dtype, autocast, device, settings or Settings())
     return state if call is None else state.with_calls((call,))
+
+
+def is_class_dim(state: LazyState, dim: Any) -> bool:
+    return isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1
 
 
 def normalized_dim(state: LazyState, dim: int) -> int:

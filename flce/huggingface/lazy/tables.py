@@ -115,13 +115,12 @@ METADATA = frozenset(
 # Functions that need the node of the logits in the autograd graph.
 GRAPH_ACCESS = frozenset(torch_functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
 
-# Functions that create a tensor with the shape, dtype or device of their first argument, without reading its values.
-LIKE = frozenset(torch_functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
-
-NEW = frozenset(torch_functions("new_empty new_zeros new_ones new_full new_tensor"))
-
-# Functions that read only the shape, dtype or device of their second argument.
-READS_METADATA_OF_SECOND = frozenset(torch_functions("to type_as view_as expand_as reshape_as"))
+# Functions that read only the shape, dtype or device of one argument, with the position of this argument.
+READS_METADATA = {
+    **dict.fromkeys(torch_functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"), 0),
+    **dict.fromkeys(torch_functions("new_empty new_zeros new_ones new_full new_tensor"), 0),
+    **dict.fromkeys(torch_functions("to type_as view_as expand_as reshape_as"), 1),
+}
 
 # Functions for which only the values of a small view are computed, not all logits. They do not change their arguments,
 # return separate memory, and do not need a node in the graph. PyTorch's schemas do not state this for all of them.

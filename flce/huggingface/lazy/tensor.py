@@ -54,11 +54,6 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             self._handle_function_output(node)
         return self._real if self._view is None else LazyBase._get_real(self)
 
-    def _update_before_operation(self, real: Tensor) -> None:
-        self._update_nodes()
-        if self._node is None and real.requires_grad:
-            self._take_over_node(is_written=True)
-
     def _handle_function_output(self, node: Any) -> None:
         """Compute real logits, because an autograd.Function has returned this tensor without ``__torch_function__``."""
         real, self._node, self._family.is_written = self._real, node, True
@@ -76,7 +71,6 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             self._update_nodes()
 
     def _take_over_node(self, is_written: bool) -> None:
-        """Move to the place of the real logits in the autograd graph."""
         # If autograd no longer allows a view, the next use of the view raises the error.
         with contextlib.suppress(RuntimeError):
             real = LazyBase._get_real(self)
@@ -106,7 +100,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
         calls = tuple([call.for_wrapper_copy(hook) for call in self._state.calls])
         self._state, self._node, self._view = replace(state, calls=calls), node, None
-        self._family.origin = None
+        self._leave_origin()
         return True
 
     def register_hook(self, hook: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from flce.core import private
 from flce.core.problem import MAX_ENTRIES
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
-from flce.huggingface.lazy.state import LazyState, normalized_dim
+from flce.huggingface.lazy.state import LazyState, is_class_dim
 from flce.huggingface.staleness import versions_of
 from flce.ops.arguments import autocast_result_dtype
 
@@ -21,9 +20,7 @@ from flce.ops.arguments import autocast_result_dtype
 def class_values(state: LazyState, index: Tensor) -> Tensor:
     """Return the logits ``(..., K)`` of some classes, or their log-probabilities or probabilities, as the state has.
 
-    Args:
-        state: the state of the logits.
-        index: classes in [0, V): ``(..., K)`` with the tokens' shape, or ``(K,)`` for all tokens.
+    ``index``: classes in [0, V), ``(..., K)`` for each token, or ``(K,)`` for all tokens.
     """
     if state.normal_form.form == "logits":
         return state.as_copy().of_classes(index)
@@ -31,18 +28,16 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
     count, normal_form = index.shape[-1], to_normal_form(state.ops[:first])
     assert normal_form is not None
+    require_lazy(0 < count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
-    with logits.gathered_weights():
-        if count == 1 and index.dim() == state.ndim:
-            logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
-            assert logprob is not None
-            values = logprob.unsqueeze(-1)
-        elif 0 < count <= MAX_ENTRIES:
-            candidate_logprob = logits.token_results(candidates=index).candidate_logprob
-            assert candidate_logprob is not None
-            values = candidate_logprob
-        else:
-            values = logits.of_classes(index) - logsumexp_of(logits).unsqueeze(-1)
+    if count == 1 and index.dim() == state.ndim:
+        logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
+        assert logprob is not None
+        values = logprob.unsqueeze(-1)
+    else:
+        candidate_logprob = logits.token_results(candidates=index).candidate_logprob
+        assert candidate_logprob is not None
+        values = candidate_logprob
     # The values are normalised over all classes already. `+ 0.0` turns a log-probability of -0.0 into 0.0, as in stock.
     values = (values + 0.0).to(state.device, logits.dtype)
     remaining = [op for recorded in state.ops[first:] for op in _OPS_AFTER_LOGPROBS.get(recorded[0], (recorded,))]
@@ -56,16 +51,13 @@ _OPS_AFTER_LOGPROBS = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
-    normal_form = state.normal_form
-    require_lazy(dim is not None and normalized_dim(state, dim) == state.ndim - 1 and not normal_form.is_negative)
-    require_lazy(not normal_form.form.startswith("weighted"))
+    require_lazy(is_class_dim(state, dim) and not state.normal_form.is_negative)
+    require_lazy(not state.normal_form.form.startswith("weighted"))
     return _with_kept_dim(state, state.argmax(), keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    require_lazy(
-        isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1 and state.normal_form.form == "logits"
-    )
+    require_lazy(is_class_dim(state, dim) and state.normal_form.form == "logits")
     lse = logsumexp_of(state)
     if lse.is_cpu and not torch.compiler.is_compiling():
         require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
@@ -84,20 +76,20 @@ def equals_itself(state: LazyState, other: Any) -> Any:
 
     The result is an expanded ``True``. If a logit is NaN, the operation has no lazy form.
     """
-    require_lazy(other is state and state.normal_form.normalizer is not None and not torch.compiler.is_compiling())
+    require_lazy(other is state and state.normal_form.has_normalizer and not torch.compiler.is_compiling())
     require_lazy(state.normal_form.form == "logits" and not bool(logsumexp_of(state).isnan().any()))
     return torch.ones((), dtype=torch.bool, device=state.device).expand(state.shape)
 
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """Gather the values of some classes of each token, without computing other classes' logits in memory."""
-    require_lazy(normalized_dim(state, dim) == state.ndim - 1 and isinstance(index, Tensor) and not sparse_grad)
+    require_lazy(is_class_dim(state, dim) and isinstance(index, Tensor) and not sparse_grad)
     require_lazy((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     count = index.shape[-1]
     require_lazy(index.shape[:-1] == state.shape[:-1])
-    # The rows of the head are copied for each token. With many classes the copies are larger than all logits.
-    few = count <= (1 if state.normal_form.form == "logits" else MAX_ENTRIES)
-    require_lazy(few or count * state.weight.shape[1] < state.vocab_size)
+    # Logits: the rows of the head are copied for each token. With many classes the copies are larger than all logits.
+    is_small = count <= 1 or count * state.weight.shape[1] < state.vocab_size
+    require_lazy(is_small or state.normal_form.form != "logits")
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # PyTorch raises an error for such an index, whereas flce ignores tokens with -100.
         require_lazy(not bool(((index < 0) | (index >= state.vocab_size)).any()))
@@ -110,33 +102,25 @@ def sum_over_vocabulary(
     """Sum log-probabilities, or values that are weighted by probabilities, over the vocabulary."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    require_lazy(
-        isinstance(dim, int) and normalized_dim(state, dim) == state.ndim - 1 and state.normal_form.form in _SUM_BY_FORM
-    )
+    form = state.normal_form.form
+    require_lazy(is_class_dim(state, dim) and form not in ("logits", "probabilities"))
     state = state if dtype is None else to_dtype(state, dtype)
-    value = _SUM_BY_FORM[state.normal_form.form](state)
+    if form == "log-probabilities":
+        value = _sum_of_logprobs(state)
+    else:
+        _require_finite_bias(state)
+        lse, entropy = state.lse_and_entropy()
+        value = -entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
     value = -value if state.normal_form.is_negative else value
     return _with_kept_dim(state, value.to(state.device, state.dtype), keepdim)
 
 
 def _sum_of_logprobs(state: LazyState) -> Tensor:
     """Return the cross entropy with a uniform distribution, times -V."""
-    require_lazy(state.normal_form.divisor is None and not state.normal_form.is_clamped)
+    require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
     # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
         return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
-
-
-def _expected_logprob(state: LazyState) -> Tensor:
-    _require_finite_bias(state)
-    _, entropy = state.lse_and_entropy()
-    return -entropy
-
-
-def _expected_logit(state: LazyState) -> Tensor:
-    _require_finite_bias(state)
-    lse, entropy = state.lse_and_entropy()
-    return lse - entropy - state.normalizer()
 
 
 def _require_finite_bias(state: LazyState) -> None:
@@ -145,13 +129,6 @@ def _require_finite_bias(state: LazyState) -> None:
         return
     with state.gathered_weights():
         require_lazy(all([term.bias is None or bool(term.bias.isfinite().all()) for term in state.resolved_terms]))  # noqa: C419
-
-
-_SUM_BY_FORM: dict[str, Callable[[LazyState], Tensor]] = {
-    "log-probabilities": _sum_of_logprobs,
-    "weighted log-probabilities": _expected_logprob,
-    "weighted logits": _expected_logit,
-}
 
 
 def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
