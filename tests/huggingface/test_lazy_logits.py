@@ -285,6 +285,14 @@ def test_arguments_that_stock_refuses(given: dict[str, Any]) -> None:
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("dim", [-4, 3])
+def test_dimensions_that_stock_refuses(dim: int) -> None:
+    pair = Pair()
+    for x in (pair.stock, pair.lazy):
+        with pytest.raises(IndexError, match=rf"Dimension out of range .* \[-3, 2\], but got {dim}"):
+            x.logsumexp(dim)
+
+
 def test_in_place_writes_warn() -> None:
     pair = Pair()
     with pytest.warns(MaterializedLogitsWarning, match="__setitem__"):
