@@ -124,8 +124,8 @@ class TorchBackend:
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
         for part in _row_slabs(ids, ids.shape[1] ** 2 * values.element_size()):
-            equal = (ids[part, :, None] == ids[part, None, :]).to(values.dtype)
-            out[part] = torch.einsum("nkj,nj->nk", equal, values[part])
+            equal = ids[part, :, None] == ids[part, None, :]
+            out[part] = torch.einsum("nkj,nj->nk", equal.to(values.dtype), values[part])
 
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
         column = ids - start

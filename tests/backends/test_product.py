@@ -57,7 +57,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
     "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True, "z_loss": 1.0},
     "none": {"reduction": "none", "class_weight": True, "token_weight": True, "ignored": 0.2},
-    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
+    # 17 blocks of rows, in two groups of different sizes
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320, "leading": (2140,)},
 }
 
 

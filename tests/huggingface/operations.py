@@ -174,6 +174,7 @@ lazy  {y} = -{x}
 lazy  {y} = torch.mul({x}, {n})
 lazy  {y} = torch.div({x}, {n})
 real  {y} = {x} / 0
+real  {y} = {x} * 1e200 * 1e200
 lazy  {y} = {x} * scalar({n})
 lazy  {y} = {x} / scalar({n})
 lazy  {y} = scalar({n}) * {x}
@@ -470,6 +471,8 @@ loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten() * 0 - 1
 loss  {loss} = sum(F.cross_entropy(row, labels(row), reduction='sum') for row in {g}.flatten(0, -2).split(3))
 loss  {loss} = F.cross_entropy(({g} * scalar(1.7)).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = F.cross_entropy(({g} * 0.3 + learned(noise({g}.shape[-1:]))).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy(({g} + {o} * 0.0).flatten(0, -2), labels({g}).flatten())
+real  {loss} = F.cross_entropy(torch.clamp({g}, min=torch.finfo({g}.dtype).min).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = F.cross_entropy({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten(), label_smoothing=0.1)
 real  {loss} = F.cross_entropy({g}.flatten(0, -2), noise({g}.shape).softmax(-1).flatten(0, -2))
 loss  {loss} = F.nll_loss({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten())

@@ -154,6 +154,14 @@ def test_the_warning_tells_of_values_that_were_read_before(early: Any) -> None:
     assert "read before" not in str(caught[0].message)
 
 
+@pytest.mark.parametrize("dim", [-4, 3])
+def test_dimensions_that_stock_refuses(dim: int) -> None:
+    pair = Pair()
+    for x in (pair.stock, pair.lazy):
+        with pytest.raises(IndexError, match=rf"Dimension out of range .* \[-3, 2\], but got {dim}"):
+            x.logsumexp(dim)
+
+
 # -------------------------------------------------------------------------------------- what they hold
 
 

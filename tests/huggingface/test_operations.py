@@ -46,6 +46,7 @@ REAL_WITH_ADAPTER = {
     "{y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))",
     "{y} = {x} + {o} * 0.7",
     "{loss} = F.cross_entropy(({g} * 0.3 + learned(noise({g}.shape[-1:]))).flatten(0, -2), labels({g}).flatten())",
+    "{loss} = F.cross_entropy(({g} + {o} * 0.0).flatten(0, -2), labels({g}).flatten())",
 }
 
 
@@ -110,6 +111,8 @@ def test_plain_objects(line: str) -> None:
 def test_plain_objects_have_the_attributes_of_tensors() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = PlainRun(SETUP, patched=True).tensors["lg"].no_such_thing
+    one_class = PlainRun(SETUP, patched=True).tensors["lg"][..., 0]
+    assert TracedLazyLogits._wrap(one_class._state).dim() == one_class.dim() == 2
 
 
 @pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group in MAKING and "t1 =" in line])

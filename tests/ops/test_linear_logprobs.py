@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flce
+from flce.backends.eager import CPU_SLAB_BYTES, TorchBackend
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
@@ -21,6 +22,7 @@ from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
+from tests.planning.test_plan import peak_on_cpu
 
 WITH_GRADIENTS = ("logprob", "entropy", "lse", "candidate_logprob")
 FLOATING = (*WITH_GRADIENTS, "mean_logit", "log_sum_sq_prob")
@@ -577,6 +579,16 @@ def test_no_candidates_have_a_gradient(needs: str, torch_backend: str) -> None:
         out.candidate_logprob.sum().backward()
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in (call.x, call.w))
     assert (call.x.grad is not None, call.w.grad is not None) == ("x" in needs, "w" in needs)
+
+
+def test_candidates_are_processed_in_slabs() -> None:
+    x, weight, ids = torch.zeros(4096, 64), torch.zeros(8, 64), torch.zeros(4096, 32, dtype=torch.int64)
+    values, out = torch.zeros(ids.shape), torch.zeros(ids.shape)
+    for call in (
+        lambda: TorchBackend().row_products(x, weight, ids, out),
+        lambda: TorchBackend().sum_equal(ids, values, out),
+    ):
+        assert peak_on_cpu(call) <= 1.6 * CPU_SLAB_BYTES
 
 
 @pytest.mark.gpu

@@ -118,6 +118,7 @@ def test_every_schedule_makes_every_gradient(
     hard = {"ignored": 0.4, "adapter_ranks": (3,), "dtype": torch.bfloat16, **plain}
     for reduction, arguments in itertools.product(("mean", "none"), (plain, hard)):
         p = make_problem((11,), 8, 300, reduction=reduction, device=device, **arguments)  # type: ignore[arg-type]
+        p.target[0], p.target[1] = 0, 299
         options = flce.ChunkOptions(skip_ignored=arguments is hard)
         grads_of_all = grads + grads.translate(str.maketrans("xw", "aB", "b"))
         c = plan_for(p, options, grads_of_all).case

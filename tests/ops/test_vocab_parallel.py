@@ -26,7 +26,7 @@ from flce.backends.formulas import (
     write_empty_state,
     write_results,
 )
-from flce.core.problem import CrossEntropyProblem, LossSpec
+from flce.core.problem import OUTPUTS, CrossEntropyProblem, LogprobSpec
 from flce.core.shard import shard_bounds
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -57,7 +57,7 @@ INPLACE = (False, True)
 @pytest.mark.parametrize("edges", [(0, 37), (0, 13, 26, 37), (0, 1, 2, 36, 37, 37)], ids=str)
 def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.device) -> None:
     """Usual rows and extreme rows. If a row has no softmax, only its loss is compared."""
-    spec = LossSpec("none", label_smoothing=0.1, z_loss=0.1, stats=STATS)
+    spec = LogprobSpec("none", label_smoothing=0.1, z_loss=0.1, stats=OUTPUTS)
     logits, target = (t.to(device) for t in every_extreme(37))
     rows = len(target)
     p = replace(make((rows,), class_weight=True, token_weight=True, device=device), input=logits, target=target)
@@ -84,9 +84,11 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     call = TileCall(inputs, spec, Tile(0, 37, 37, accessible_cols=37), merged)
     write_results(merge_shards(stacked, widths, sums, owner), call, Targets.from_call(call))
     defined = has_softmax(z)
-    for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
+    for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob"):
         mine, other = (t if name == "loss" else t[..., defined] for t in (getattr(merged, name), getattr(whole, name)))
         torch.testing.assert_close(mine, other, equal_nan=True, rtol=1e-10, atol=1e-9)
+    assert merged.argmax is not None
+    assert torch.equal(merged.argmax >= 0, p.target != spec.ignore_index)  # of rows with NaN, too
 
 
 @pytest.mark.parametrize("size, shards", [(1, 1), (7, 3), (4, 3), (1, 3), (12, 4), (13, 4), (5, 8)])

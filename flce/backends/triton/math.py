@@ -255,7 +255,7 @@ def load_weights(
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
     target_weight = tl.full(row.shape, 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
-        target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(ACCUM)
+        target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
     return row_weight, target_weight
 
 
