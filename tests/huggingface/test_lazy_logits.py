@@ -162,6 +162,13 @@ def test_dimensions_that_stock_refuses(dim: int) -> None:
             x.logsumexp(dim)
 
 
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_factors_whose_product_overflows() -> None:
+    pair = Pair()
+    losses = [F.cross_entropy((x * 1e200 * 1e200)[0], pair.target[0]) for x in (pair.lazy, pair.stock)]
+    torch.testing.assert_close(*losses, equal_nan=True)
+
+
 # -------------------------------------------------------------------------------------- what they hold
 
 
