@@ -577,7 +577,7 @@ def plan(
 
     Examples:
         >>> flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200").workspace_bytes >> 20
-        1473
+        1469
     """
     if not isinstance(adapter_ranks, (tuple, list)):
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")

@@ -64,6 +64,8 @@ FUSED_PRODUCT_BLOCK = 256
 FUSED_PRODUCT_ROWS = 128
 # Bytes for each row that `weight_gradient` and `add_target_terms` allocate to sort targets.
 SORT_ROW_BYTES = 48
+# Bytes for each class that `weight_gradient` allocates.
+SLOT_BYTES = 4
 # Fields of a LossSpec that fused products support. With any other field, logits are written to memory.
 FUSED_PRODUCT_FIELDS = frozenset(
     [

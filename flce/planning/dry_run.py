@@ -248,7 +248,7 @@ class CountingBackend:
         for tile in exps:
             self.add_product(tile.shape[1], grad.shape[1], len(tile))
         self.add_pass(launches=6)
-        self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES + 4 * len(grad))
+        self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES + len(grad) * contract.SLOT_BYTES)
 
     def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
         self.add_product(len(grad), grad.shape[1], len(dlogits))

@@ -111,6 +111,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flce.core.gemm.scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "fused_product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
+    monkeypatch.setattr(contract, "SLOT_BYTES", 0)
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
 
