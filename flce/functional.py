@@ -39,7 +39,7 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.vocabulary_parallel import SplitHeadArguments
+from flce.ops.vocabulary_parallel import ShardedHeadArguments
 from flce.planning.collectives import split_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -175,7 +175,7 @@ def fused_linear_cross_entropy(
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     args = check_linear_arguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
-        SplitHeadArguments(process_group, vocab_size, sequence_parallel),
+        ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     if args.is_unfused:
         return unfused.linear_cross_entropy(args, spec)
@@ -322,7 +322,7 @@ def linear_logprobs(
     """
     args, spec, flat_candidates, row_factor = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
-        logit_scale, ignore_index, shift, options, SplitHeadArguments(process_group, vocab_size, sequence_parallel),
+        logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     problem, tokens = make_linear_problem(args, spec, row_factor), args.input.shape[:-1]
     results = run_linear_logprobs(problem, flat_candidates, options or _DEFAULT_OPTIONS)

@@ -25,7 +25,7 @@ from flce.core.shard import Shard
 from flce.engine.case import Case
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import make_plan, plan_for_case, plan_for_shard
+from flce.planning.search import BudgetError, make_plan, plan_for_case, plan_for_shard
 from flce.torch_ops.registration import from_json, to_json
 
 ResultT = TypeVar("ResultT")
@@ -136,7 +136,8 @@ class LinearCall:
         # Fused products read their operands along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
-            # See `has_forward_gradients`. Gradients in float16 must be rounded after the upstream gradient is known.
+            # With "auto", forward in a graph computes gradients even where the schedule defers them, and would round
+            # them to float16 before the upstream gradient is known. So the strategy is fixed.
             options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
         return Case(
             p.num_tokens,
@@ -170,11 +171,10 @@ class LinearCall:
             return True
         try:
             # Sizes may be symbols of a tracer other than `torch.compile`. The graph of such a tracer has fixed sizes.
-            sizes = int(c.num_tokens), tuple(map(int, c.hidden_sizes)), int(c.vocab_size)
-            num_tokens, hidden_sizes, vocab_size = sizes
-            fixed = replace(c, num_tokens=num_tokens, hidden_sizes=hidden_sizes, vocab_size=vocab_size)
+            hidden_sizes = tuple(map(int, c.hidden_sizes))
+            fixed = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
             return not plan_for_case(fixed).deferred
-        except ValueError:  # no plan fits into the budget: the call itself raises the error
+        except BudgetError:  # the call itself raises the error
             return True
 
     def fake_gradients(self, forward: bool = False) -> list[Tensor]:
@@ -182,8 +182,8 @@ class LinearCall:
         p = self.problem
         dtypes, accum = self.case.dtypes(deferred=not forward), accumulation_dtype(p.dtype)
         grads = (
-            *(term.input.new_empty(term.input.shape, dtype=dtypes.dx) for term in p.terms),
-            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.dw) for term in p.terms),
+            *(term.input.new_empty(term.input.shape, dtype=dtypes.grads) for term in p.terms),
+            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.grads) for term in p.terms),
             p.terms[0].weight.new_empty(p.local_vocab_size, dtype=accum),
         )
         return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
@@ -238,7 +238,7 @@ def _find_smaller_plan(plan: ChunkPlan) -> ChunkPlan | None:
             max_workspace_bytes=max(1, plan.workspace_bytes * quarters // 4),
             strategy=plan.strategy,  # type: ignore[arg-type]
         )
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(BudgetError):
             smaller = make_plan(replace(plan.case, options=options))
             return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
     return None

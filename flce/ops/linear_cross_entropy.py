@@ -22,14 +22,14 @@ from flce.core import log, private
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import passes, vectors
-from flce.ops.arguments import refuse_double_backward
+from flce.ops.arguments import PLAIN_TENSORS, refuse_double_backward
 from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
 from flce.planning import new_shapes
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
 from flce.torch_ops import flops
-from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 from flce.torch_ops.registration import register_operator
 from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
@@ -164,8 +164,8 @@ def _compute_gradients(
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
-        # Write to new memory. dX and dW change dtype. The bias gradient does not, but a caller of the operator may have
-        # it, and the division would change it even if the upstream gradient is 1.
+        # Write to new memory. dX and dW change dtype. The bias gradient keeps its dtype, but is copied too: a caller of
+        # the operator may hold it.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
     scaling: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
@@ -198,13 +198,10 @@ def _can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     ):
         return False
     batched, legacy = private.is_batchedtensor, private.is_legacy_batchedtensor
-    for t in tensors:  # noqa: SIM110  a generator takes three times as long
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or batched(t) or legacy(t)):
+    for t in tensors:  # A generator takes three times as long.
+        if t is not None and (type(t) not in PLAIN_TENSORS or t.is_meta or batched(t) or legacy(t)):
             return False
     return True
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
@@ -216,7 +213,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
-        mark_frames()
+        register_skipped_frames()
         rows, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, rows.normalizer)

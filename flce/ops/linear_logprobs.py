@@ -50,8 +50,8 @@ _NUM_DIFFERENTIABLE = 4
 def linear_logprobs(
     problem: LinearCrossEntropyProblem, candidates: Tensor | None, options: ChunkOptions
 ) -> dict[str, Tensor | None]:
-    """Return the results of all tokens by name, None if not requested. Their gradients have no gradients. Several
-    backward passes can use the graph.
+    """Return the results of all tokens by name, None if not requested. Differentiable once. Several backward passes can
+    use the graph.
 
     Args:
         candidates: (N, K) int64. With K = 0 the result is differentiable, too: its gradients are 0.
@@ -102,8 +102,8 @@ def _plan_untraced(call: LinearCall) -> ChunkPlan:
 def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
     """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
     names a budget that fits both plans."""
-    plans, refused = [], []
-    for planned_call in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
+    plans, refused, forward = [], [], _without_gradients(call)
+    for planned_call in (forward, call) if call.problem.needs.any else (forward,):
         try:
             plans.append(_plan_untraced(planned_call))
         except BudgetError as error:
@@ -127,11 +127,11 @@ def _results(
     p: LinearCrossEntropyProblem,
     rows: RowOutputs,
     candidate_logprob: Tensor | None,
-    top_logprob: Tensor | None,
-    top_ids: Tensor | None,
+    top_k_logprob: Tensor | None,
+    top_k_ids: Tensor | None,
 ) -> LogprobResults:
     lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
-    results = _order_results(rows, lse, candidate_logprob, top_logprob, top_ids)
+    results = _order_results(rows, lse, candidate_logprob, top_k_logprob, top_k_ids)
     return LogprobResults._make(rows.normalizer.new_empty(0) if t is None else t for t in results)
 
 

@@ -15,7 +15,7 @@ from flce.core.problem import LossSpec
 from flce.core.shard import HeadSplit
 from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import Vocabulary, shard_spec
+from flce.engine.shards import LocalProblem, shard_spec
 from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
@@ -91,13 +91,13 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Return how many numbers each process sends for a token, see `VocabularyShard.merge_results`: 3 to 7."""
+    """Return how many numbers each process sends for a token, see `ShardProblem.merge_results`: 3 to 7."""
     return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
 
 
 @dataclass
-class CountingShard(Vocabulary):
-    """Classes of a process in a dry run: count the collectives of a `VocabularyShard` and their memory."""
+class CountingShard(LocalProblem):
+    """Classes of a process in a dry run: count the collectives of a `ShardProblem` and their memory."""
 
     split: HeadSplit = field(kw_only=True)
     tally: Tally = field(kw_only=True)

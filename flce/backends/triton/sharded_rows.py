@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import TileCall
-from flce.backends.formulas import RowResults
+from flce.backends.formulas import RowStatistics
 from flce.backends.triton.launch import Launch, build_launch
 from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p
 
 ROWS = 64
-# The order of the gathered numbers of a row is the order of the fields of `RowResults`.
-_OFFSET = tl.constexpr(RowResults._fields.index("offset"))
-_LOG_SUM = tl.constexpr(RowResults._fields.index("log_sum"))
-_LOGPROB = tl.constexpr(RowResults._fields.index("logprob"))
+# The order of the gathered numbers of a row is the order of the fields of `RowStatistics`.
+_OFFSET = tl.constexpr(RowStatistics._fields.index("offset"))
+_LOG_SUM = tl.constexpr(RowStatistics._fields.index("log_sum"))
+_LOGPROB = tl.constexpr(RowStatistics._fields.index("logprob"))
 
 
 @triton.jit
