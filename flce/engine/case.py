@@ -17,7 +17,7 @@ from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
-from flce.core.shard import HeadSplit
+from flce.core.shard import HeadSharding
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Case:
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
-    split: HeadSplit | None = None
+    sharding: HeadSharding | None = None
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
 
     def check(self) -> None:
@@ -286,7 +286,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        each = "" if self.split is None else f" of each of {self.split.num_processes} processes"
+        each = "" if self.sharding is None else f" of each of {self.sharding.num_processes} processes"
         return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 

@@ -82,8 +82,7 @@ class PassContext:
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
         self._logits_per_block = 0
-        """0: no tile with wider logits was allocated; logits are computed in the tile itself. `start_gradient_tile`
-        sets the size."""
+        """Set by `start_gradient_tile`. 0: logits are computed in the tile of their gradients."""
 
     # ------------------------------------------------------------------------------------------------- loops
 

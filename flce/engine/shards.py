@@ -199,10 +199,9 @@ class ShardProblem(LocalProblem):
         # Scales of 1, and the sum of the shard's class weights.
         self.local_scales = LossScales(self.problem, self.scales.backend, needs_scales=True)
         # An empty shard has a stand-in class. Its logit may be the largest of all, but its probability must be 0.
+        self.local_normalizer = self.normalizer
         if shard.is_empty:
             self.local_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
-        else:
-            self.local_normalizer = self.normalizer
 
     def _local_target(self) -> Tensor:
         """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes,
@@ -211,8 +210,6 @@ class ShardProblem(LocalProblem):
         local = self.local_ids(target)
         stand_in = torch.arange(len(target), device=target.device) % self.full_problem.local_vocab_size
         return torch.where(target == ignored, LOCAL_IGNORE_INDEX, torch.where(local >= 0, local, stand_in))
-
-    # -------------------------------------------------------------------------------------------- all classes
 
     def merge_results(self, tokens: slice) -> None:
         if self._has_merge_kernel:

@@ -282,10 +282,6 @@ class _Arguments(NamedTuple):
         )  # fmt: skip
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _compute_losses(_Arguments(*args).problem)
-
-
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).problem
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
@@ -296,10 +292,6 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: Any) -> Tensor:
     return _compute_gradient(_Arguments(*args).problem, normalizer, loss_scales, upstream)
-
-
-def _backward_fake(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    return empty_like_rows(logits, as_rows(logits)[1])[0]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -327,7 +319,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 register_operator(
     "cross_entropy",
     f"({_SCHEMA}) -> ({_RESULTS})",
-    _forward,
+    lambda *args: _compute_losses(_Arguments(*args).problem),
     _forward_fake,
     backward=_differentiate,
     setup_context=_setup_context,
@@ -336,6 +328,6 @@ register_operator(
     "cross_entropy_backward",
     f"(Tensor normalizer, Tensor loss_scales, Tensor upstream, {_SCHEMA}) -> Tensor",
     _backward,
-    _backward_fake,
+    lambda normalizer, loss_scales, upstream, logits, *args: empty_like_rows(logits, as_rows(logits)[1])[0],
 )
 register_vmap_loop("cross_entropy_backward")

@@ -132,7 +132,9 @@ class LinearCall:
     @functools.cached_property
     def case(self) -> Case:
         p, options, gpu = self.problem, self.options, self.gpu
-        most_classes, split = (p.shard.max_local_vocab_size, p.shard.split) if p.shard else (p.local_vocab_size, None)
+        most_classes, sharding = p.local_vocab_size, None
+        if p.shard:
+            most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
         # Fused products read their operands along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
@@ -151,7 +153,7 @@ class LinearCall:
             p.spec,
             p.needs,
             options,
-            split,
+            sharding,
         )
 
     @property
@@ -209,7 +211,7 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
     An allocation error is raised without a second attempt if there is a budget (the user has set the limit), while a
     graph is captured (its memory is separate), and if a head is divided (the other processes continue with the plan).
     """
-    limited = plan.case.options.max_workspace_bytes is not None or plan.case.split is not None
+    limited = plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
     while True:
         try:
             return run(plan)

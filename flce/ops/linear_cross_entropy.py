@@ -68,10 +68,6 @@ def _run_forward(call: LinearCall, route: str) -> passes.ForwardResult:
     return run_plan(lambda plan: passes.forward(call.problem, plan, gradients), plan)
 
 
-def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    return _fake_outputs(OperatorArguments(*args).to_call())
-
-
 def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
     call.case.check()
     p, gradients = call.problem, call.has_forward_gradients
@@ -93,10 +89,6 @@ def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     call = OperatorArguments(*args).to_call()
     return run_plan(lambda plan: passes.backward(call.problem, plan, normalizer, upstream), plan_for_problem(call))
-
-
-def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    return OperatorArguments(*args).to_call().fake_gradients()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -232,15 +224,11 @@ def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
     return logits + (gradients if grads else 0)
 
 
-def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
-    return sum(OperatorArguments(*args).to_call().flops())
-
-
 register_operator(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
     _forward,
-    _forward_fake,
+    lambda *args: _fake_outputs(OperatorArguments(*args).to_call()),
     backward=_differentiate,
     setup_context=_setup_context,
 )
@@ -248,7 +236,7 @@ register_operator(
     "linear_cross_entropy_backward",
     f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
     _backward,
-    _backward_fake,
+    lambda normalizer, upstream, *args: OperatorArguments(*args).to_call().fake_gradients(),
 )
 register_operator(
     "scale_",
@@ -263,6 +251,9 @@ register_operator(
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
 flops.register_formula("linear_cross_entropy", _forward_flops)
-flops.register_formula("linear_cross_entropy_backward", _backward_flops)
+flops.register_formula(
+    "linear_cross_entropy_backward",
+    lambda normalizer, upstream, *args, out_val: sum(OperatorArguments(*args).to_call().flops()),
+)
 register_vmap_loop("linear_cross_entropy_backward")
 register_vmap_loop("scale_cast")

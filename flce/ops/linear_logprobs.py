@@ -202,10 +202,6 @@ def _backward(*args: Any) -> list[Tensor]:
     )
 
 
-def _backward_fake(*args: Any) -> list[Tensor]:
-    return _backward_arguments(*args)[0].fake_gradients()
-
-
 register_operator(
     "linear_logprobs",
     f"({SCHEMA}) -> ({', '.join(['Tensor'] * len(LogprobResults._fields))})",
@@ -219,7 +215,7 @@ register_operator(
     "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? grad_logprob, Tensor? grad_entropy, "
     f"Tensor? grad_lse, Tensor? grad_candidates, {SCHEMA}) -> Tensor[]",
     _backward,
-    _backward_fake,
+    lambda *args: _backward_arguments(*args)[0].fake_gradients(),
 )
 flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
 flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))

@@ -51,7 +51,7 @@ def count_costs(plan: Plan) -> PlanCosts:
         grads = dry_run_passes(plan, Runtime(cast(Any, meter), arena, CountingContext))
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.count_temporary(eager.SCALING_BYTES)
-    if c.split is not None and c.split.sequence_parallel:
+    if c.sharding is not None and c.sharding.sequence_parallel:
         for size, needed in zip(c.hidden_sizes, c.needs.inputs, strict=True):
             input_bytes = c.num_tokens * size * c.dtype.itemsize
             meter.tally.add("all-gather", "inputs", input_bytes)
@@ -263,9 +263,9 @@ class CountingContext(PassContext):
 
     def __post_init__(self) -> None:
         self._meter, c = cast(CountingBackend, self.backend), self.local
-        if self._meter.case.split is not None:
+        if self._meter.case.sharding is not None:
             fields = c.full_problem, c.full_selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.local = CountingShard(*fields, split=self._meter.case.split, tally=self._meter.tally)
+            self.local = CountingShard(*fields, sharding=self._meter.case.sharding, tally=self._meter.tally)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:
