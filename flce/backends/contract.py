@@ -20,7 +20,7 @@ from torch import Tensor
 from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
-# Slots of the running state of a row, which statistics update tile by tile.
+# Slots (numbers of a row) of the running state, which statistics update tile by tile.
 STATE_SLOTS = 9
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
 

@@ -160,7 +160,7 @@ class Case:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if accum not in {torch.float32, accumulation_dtype(dtype)} | ({dtype} & {torch.bfloat16}):
             raise ValueError(
-                "accum_dtype must be torch.float32 or, for bfloat16 inputs, torch.bfloat16; "
+                "accum_dtype must be torch.float32 or, for bfloat16 and float64 inputs, the dtype of the input; "
                 f"got {accum} with {dtype} inputs"
             )
         if logits not in (None, dtype, accumulation_dtype(dtype)):
@@ -184,8 +184,8 @@ class Case:
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """True or "auto" if rows of ignored tokens are dropped. "auto" on a CPU: only if no gradient
-        changes; on other devices False."""
+        """True or "auto" if rows of ignored tokens are dropped. "auto", on a CPU only: if no gradient changes. On other
+        devices False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and self.device_type != "cpu" else skip
 

@@ -67,8 +67,8 @@ class Exponentials:
         """Return the factors of exponentials relative to `base`, (rows,). Factor times exponential is the derivative of
         the shard's log-sum-exp with respect to a logit, before scale and softcap."""
         assert self._context.out is not None
-        # Kernels divide exponentials of capped logits by scale * cap, unless it is tiny.
         spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, tokens)
+        # Kernels divide exponentials of capped logits by scale * cap, unless it is tiny (`LEAST_JACOBIAN_FACTOR`).
         jacobian_factor = spec.scale * spec.cap
         if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
             jacobian_factor = 1.0

@@ -69,8 +69,8 @@ class NormalizedChunks(Chunks):
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token; also `Blocks`
-    with all classes. Four products."""
+    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token; also `Blocks` with all
+    classes. Four products."""
 
     rows: int
 
