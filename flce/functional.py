@@ -39,8 +39,8 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.vocabulary_parallel import SplitHeadArguments
-from flce.planning.collectives import split_from_arguments
+from flce.ops.vocabulary_parallel import ShardedHeadArguments
+from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
@@ -175,7 +175,7 @@ def fused_linear_cross_entropy(
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     args = check_linear_arguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
-        SplitHeadArguments(process_group, vocab_size, sequence_parallel),
+        ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     if args.is_unfused:
         return unfused.linear_cross_entropy(args, spec)
@@ -322,7 +322,7 @@ def linear_logprobs(
     """
     args, spec, flat_candidates, row_factor = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
-        logit_scale, ignore_index, shift, options, SplitHeadArguments(process_group, vocab_size, sequence_parallel),
+        logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     problem, tokens = make_linear_problem(args, spec, row_factor), args.input.shape[:-1]
     results = run_linear_logprobs(problem, flat_candidates, options or _DEFAULT_OPTIONS)
@@ -594,17 +594,17 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):  # the name is unknown to PyTorch, or `device` is not a name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    adapter_needs, split = (True,) * len(ranks), split_from_arguments(shards, sequence_parallel, num_tokens)
+    adapter_needs, sharding = (True,) * len(ranks), sharding_from_arguments(shards, sequence_parallel, num_tokens)
     case = Case(
         num_tokens,
         (hidden_size, *ranks),
-        vocab_size if split is None else shard_bounds(vocab_size, split.num_processes, 0)[1],
+        vocab_size if sharding is None else shard_bounds(vocab_size, sharding.num_processes, 0)[1],
         dtype,
         device.type,
         *resolve_device(device, device_kind, device_memory),
         LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         Needs((input_grad, *adapter_needs), (weight_grad, *adapter_needs), bias_grad),
         options or _DEFAULT_OPTIONS,
-        split,
+        sharding,
     )
     return plan_for_case(case).made_for(kind_text(device, device_kind))

@@ -35,13 +35,13 @@ from flce.backends.contract import (
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
     LOSS_GRADIENT_SLOTS,
+    NORMALIZER_SLOTS,
     ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
     RowInputs,
     RowOutputs,
     Tile,
     TileCall,
-    normalizer_slots,
 )
 from flce.backends.triton import softmax_launch
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
@@ -208,7 +208,7 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
     out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
     first = TileCall(inputs, spec, Tile(0, cols, cols, cols), out)
-    normalizer = _new(normalizer_slots(spec), ROWS, dtype=accum)
+    normalizer = _new(NORMALIZER_SLOTS, ROWS, dtype=accum)
     second = TileCall(inputs, spec, first.tile, None, normalizer, _new(ROWS, dtype=accum))
     logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
     tile, room = _padded(cols, dtype), padded_cols(cols)

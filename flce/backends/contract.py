@@ -5,7 +5,7 @@ wrote these logits. A tile has the shape (rows, cols), or (outer, inner, cols) f
 strides. The stride between classes is 1. A backend computes row statistics, losses and gradients from one tile at a
 time. A `TileCall` contains everything except the logits. A backend multiplies matrices only where no logits are written
 to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponentials`), or no float32 sum of dW
-(`weight_gradient`, `divided_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
+(`weight_gradient`, `unscaled_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
-# Slots of the running state of a row, which statistics update tile by tile.
+# Slots (numbers of a row) of the running state, which statistics update tile by tile.
 STATE_SLOTS = 9
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
 
@@ -37,7 +37,8 @@ EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
 # Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest, and
 # log(sum(exp(z - m))).
-OFFSET, LOG_SUM = range(2)
+NORMALIZER_SLOTS = 2
+OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
 
 # Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last slot, ENTROPY. Log-probabilities are
 # clamped to LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
@@ -45,11 +46,6 @@ ROW_GRADIENT_SLOTS = 4
 SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
-
-
-def normalizer_slots(spec: LossSpec) -> int:
-    """Return the length of a row's normalizer."""
-    return 2
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -143,7 +139,7 @@ class RowOutputs(NamedTuple):
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
-    normalizer: Tensor  # (`normalizer_slots`, rows), read by backward
+    normalizer: Tensor  # (NORMALIZER_SLOTS, rows), read by backward
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
@@ -165,7 +161,7 @@ class RowOutputs(NamedTuple):
         """Allocate the requested results: ``new((n,), dtype)`` allocates n values for each row, ``new((), dtype)``
         one."""
         tensors = [
-            new((normalizer_slots(spec),) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
+            new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
             if requested
             else None
             for name, requested in zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True)
@@ -374,7 +370,7 @@ class Backend(Protocol):
         residual: (rows, H), contiguous, of grad's dtype: temporary memory.
         """
 
-    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
+    def unscaled_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
         """Write ``grad = dlogits^T x / gradient_scale``, summed in float32 and rounded once. Used if logits stay in
         registers.
 
@@ -394,7 +390,7 @@ class Backend(Protocol):
 
         Args:
             gathered: (processes, 3 * rows + 1) float32, from each process: the first three fields of
-                `formulas.RowResults` of each row, computed from its own shard, in their order; and the number of its
+                `formulas.RowStatistics` of each row, computed from its own shard, in their order; and the number of its
                 classes.
             classes: number of classes of the first process.
             call: of the full loss; its tile has the classes of this process.
@@ -415,7 +411,7 @@ class Backend(Protocol):
         """Write ``tile[i, ids[i, k] - start] = values[i, k]`` for columns of the tile. Equal ids have equal values."""
 
     def loss_scales(self, p: RowProblem) -> Tensor:
-        """Return (3,): the scale of the cross entropy, the scale of the z-loss, the sum of the class weights.
+        """Return (3,): the factor of the cross entropy, the factor of the z-loss, the sum of the class weights.
 
         The host must not wait for the device here and in `reduce`.
         """

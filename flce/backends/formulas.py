@@ -152,7 +152,7 @@ def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tenso
 # ----------------------------------------------------------------------------------------------- statistics
 
 
-class RowResults(NamedTuple):
+class RowStatistics(NamedTuple):
     """Finished statistics of rows over some or all classes: (rows,) each, or (shards, rows). None for statistics that
     the call does not request. Fields have the names of `RowOutputs`. Processes send them in this order."""
 
@@ -165,17 +165,17 @@ class RowResults(NamedTuple):
     mean_logit: Tensor | None
     log_sum_sq_prob: Tensor | None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowResults:
-        return RowResults(*(None if t is None else function(t) for t in self))  # type: ignore[arg-type]
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowStatistics:
+        return RowStatistics(*(None if t is None else function(t) for t in self))  # type: ignore[arg-type]
 
 
 def results_from_state(
     state: Mapping[int, Tensor] | Tensor, spec: LossSpec, classes: int, weight_sum: Tensor | float
-) -> RowResults:
+) -> RowStatistics:
     """Compute the results from a finished state. `classes`, `weight_sum`: the number of classes in the state and the
     sum of their weights."""
     stats, row_max, log_sum = spec.stats, state[MAX], state[SUM].log()
-    return RowResults(
+    return RowStatistics(
         offset=row_max,
         log_sum=log_sum,
         # (z_y - m) before - log_sum: exact where all logits share a large offset.
@@ -190,7 +190,7 @@ def results_from_state(
     )
 
 
-def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner: Tensor) -> RowResults:
+def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, owner: Tensor) -> RowStatistics:
     """Merge the results of shards, (shards, rows) each in the order of their classes, into the results of all classes.
 
     With lse_r the log-sum-exp of shard r, y the target, which shard o has, and nll_o = lse_o - z_y:
@@ -233,16 +233,16 @@ def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner:
             has_no_share, -torch.inf, shards.log_sum_sq_prob - 2.0 * minus_log_share
         ).logsumexp(0)
     logprob = torch.where(nothing, torch.nan, logprob)
-    return RowResults(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
+    return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
 
 
-def log_sum_exps(shards: RowResults, offset: Tensor) -> Tensor:
+def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:
     """Return the log-sum-exp of each shard, minus the offset of all classes, (shards, rows)."""
     safe = torch.where(offset.isinf(), 0.0, offset)
     return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where a logit is NaN
 
 
-def write_results(results: RowResults, call: TileCall, targets: Targets) -> None:
+def write_results(results: RowStatistics, call: TileCall, targets: Targets) -> None:
     """Write the losses and the results of rows over all classes to ``call.out``."""
     inputs, spec, vocab_size, out = call.inputs, call.spec, call.tile.vocab_size, call.out
     assert out is not None
@@ -261,7 +261,7 @@ def write_results(results: RowResults, call: TileCall, targets: Targets) -> None
 
 def write_state_results(
     state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None
-) -> RowResults:
+) -> RowStatistics:
     """Write the losses and the results of rows from the state of all classes. `targets`: of the call, if they exist
     already."""
     vocab_size = call.tile.vocab_size

@@ -13,7 +13,7 @@ from flce.core import private
 
 
 @dataclass(frozen=True)
-class HeadSplit:
+class HeadSharding:
     """Division of a head, as far as a plan depends on it."""
 
     num_processes: int
@@ -35,9 +35,9 @@ class Shard:
         return private.resolve_process_group(self.group)
 
     @property
-    def split(self) -> HeadSplit:
+    def sharding(self) -> HeadSharding:
         """The division of the head, equal in all processes of the group."""
-        return HeadSplit(self.process_group.size(), self.sequence_parallel)
+        return HeadSharding(self.process_group.size(), self.sequence_parallel)
 
     @property
     def rank(self) -> int:

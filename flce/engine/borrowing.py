@@ -12,11 +12,10 @@ from torch import Tensor
 
 from flce.backends.contract import FUSED_PRODUCT_BLOCK, FUSED_PRODUCT_ROWS
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
+from flce.engine.case import ceil_div
 
 # The number of classes of a block is divisible by this, the widest block of a result in a vendor's product.
 BLOCK_MULTIPLE = 256
-# Number of classes whose sums are rounded first when sums are rounded in place, see `sums.HalvedSum`.
-COMPACTION_ROWS = 256
 
 
 def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
@@ -61,29 +60,33 @@ def place_tiles(
     max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
     if max_cols < FUSED_PRODUCT_BLOCK:
         return (TilePlacement(0, vocab_size, None),)
-    blocks = -(-vocab_size // FUSED_PRODUCT_BLOCK), max_cols // FUSED_PRODUCT_BLOCK
-    cols = _borrowed_blocks(*blocks, count, -(-rows // FUSED_PRODUCT_ROWS), multiprocessors) * FUSED_PRODUCT_BLOCK
+    num_blocks, row_blocks = ceil_div(vocab_size, FUSED_PRODUCT_BLOCK), ceil_div(rows, FUSED_PRODUCT_ROWS)
+    max_tile_blocks = max_cols // FUSED_PRODUCT_BLOCK
+    cols = _product_blocks_of_borrowed_tile(num_blocks, max_tile_blocks, count, row_blocks, multiprocessors)
+    cols *= FUSED_PRODUCT_BLOCK
     tiles = []
     stop = borrowed_class = vocab_size
     for _ in range(count):
-        start = -(-(stop - cols) // FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK
-        borrowed_class = min(start, borrowed_class) + -rows * padded_cols(stop - start) // hidden
+        start = ceil_div(stop - cols, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK
+        borrowed_class = min(start, borrowed_class) - ceil_div(rows * padded_cols(stop - start), hidden)
         tiles.append(TilePlacement(start, stop, borrowed_class))
         stop = start
     return (TilePlacement(0, stop, None), *reversed(tiles))
 
 
-def _borrowed_blocks(blocks: int, max_blocks: int, count: int, row_blocks: int, multiprocessors: int) -> int:
-    """Return the blocks of classes of each borrowed tile: as many as possible, or fewer if this saves 1% of the waves
-    of all tiles. The tile in separate memory becomes at most 3% larger."""
+def _product_blocks_of_borrowed_tile(
+    num_blocks: int, max_tile_blocks: int, count: int, row_blocks: int, multiprocessors: int
+) -> int:
+    """Return the number of blocks of the fused product in each borrowed tile: as many as possible, or fewer if this
+    saves 1% of the waves of all tiles. The tile in separate memory becomes at most 3% larger."""
 
     def count_waves(borrowed: int) -> int:
-        waves = [-(-n * row_blocks // multiprocessors) for n in (borrowed, blocks - count * borrowed)]
+        waves = [ceil_div(n * row_blocks, multiprocessors) for n in (borrowed, num_blocks - count * borrowed)]
         return count * waves[0] + waves[1]
 
-    fewer = (blocks - count * max_blocks) // (32 * count)
-    fewest = min(range(max_blocks, max(0, max_blocks - fewer - 1), -1), key=count_waves)
-    return fewest if count_waves(fewest) <= 0.99 * count_waves(max_blocks) else max_blocks
+    fewer = (num_blocks - count * max_tile_blocks) // (32 * count)
+    fewest = min(range(max_tile_blocks, max(0, max_tile_blocks - fewer - 1), -1), key=count_waves)
+    return fewest if count_waves(fewest) <= 0.99 * count_waves(max_tile_blocks) else max_tile_blocks
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,10 @@ class BlockLayout:
 
 def dx_sum_start(num_tokens: int, vocab_size: int, sum_dtype: torch.dtype, dtype: torch.dtype) -> int:
     """Return the first class from which on the memory of dW is large enough for a sum of dX."""
-    num_classes = -(-num_tokens * sum_dtype.itemsize // dtype.itemsize)
+    num_classes = ceil_div(num_tokens * sum_dtype.itemsize, dtype.itemsize)
     return max(0, vocab_size - num_classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
 def second_half_start(vocab_size: int) -> int:
-    """Return the first class whose dW is summed in separate memory, see `sums.HalvedSum`."""
+    """Return the first class whose dW is summed in separate memory, see `sums.SumInTwoParts`."""
     return vocab_size // 2 // ALIGNMENT * ALIGNMENT

@@ -17,7 +17,7 @@ from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
-from flce.core.shard import HeadSplit
+from flce.core.shard import HeadSharding
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ STATISTICS_ROWS_IN_REGISTERS = 8192
 # | float32, H200          | MiB  | times the bare products: pass | exponentials in registers |
 # |------------------------|------|-------------------------------|---------------------------|
 # |   64 x 4096 x 128256   |   31 | 1.05                          | 1.38                      |
-# |  512 x 2048 x 128256   |  251 | 1.21                          | 1.19, as called 1.85      |
+# |  512 x 2048 x 128256   |  251 | 1.21                          | 1.19, with host time 1.85 |
 # | 1024 x 4096 x 128256   |  501 | 1.11                          | 1.16                      |
-# | 4096 x 4096 x  32768   |  512 | 1.12                          | 1.06, as called 1.25      |
+# | 4096 x 4096 x  32768   |  512 | 1.12                          | 1.06, with host time 1.25 |
 # | 2048 x 2048 x 128256   | 1002 | 1.06                          | 1.08                      |
 FEW_LOGITS_BYTES = 512 << 20
 # Maximum bytes of a block of logits: float32 logits of some tokens and classes of a half-precision tile, which stay in
@@ -73,13 +73,13 @@ FEW_LOGITS_BYTES = 512 << 20
 # for the host, which launches two kernels for each block. 16384 x 1024 x 151936 without fused products, in multiples of
 # the time of the bare products (H200):
 #
-# | rows, MiB | alone | as called |
-# |-----------|-------|-----------|
-# | 2048, 24  | 1.35  | 3.2       |
-# | 2048, 32  | 1.38  | 3.0       |
-# | 2048, 64  | 1.35  | 1.6       |
-# | 4096, 32  | 1.36  | 1.9       |
-# | 4096, 64  | 1.35  | 1.4       |
+# | rows, MiB | device time only | with host time |
+# |-----------|------------------|----------------|
+# | 2048, 24  | 1.35             | 3.2            |
+# | 2048, 32  | 1.38             | 3.0            |
+# | 2048, 64  | 1.35             | 1.6            |
+# | 4096, 32  | 1.36             | 1.9            |
+# | 4096, 64  | 1.35             | 1.4            |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
 # If the gradient of all logits of a call has at most this many bytes and gradients are deferred, forward and backward
@@ -101,16 +101,14 @@ class Dtypes:
     """Gradients of logits, and exponentials."""
     sums: torch.dtype
     """Sums of gradients over tiles."""
-    dx: torch.dtype
-    """dX that a schedule returns."""
-    dw: torch.dtype
-    """dW that a schedule returns."""
+    grads: torch.dtype
+    """dX and dW that a schedule returns."""
 
     @functools.cached_property
     def unscales_sums(self) -> bool:
         """True if sums of gradients are divided by the gradient scale when they are rounded. Gradients of logits have a
         scale in float16, which has no numbers below 6e-8: the probability of a class times 1 / N is smaller."""
-        return self.logits_grad == torch.float16 == self.dw
+        return self.logits_grad == torch.float16 == self.grads
 
     @property
     def has_wider_logits(self) -> bool:
@@ -118,15 +116,16 @@ class Dtypes:
         are written to a tile."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
-    def is_single_product(self, rows: int, cols: int) -> bool:
+    def fits_single_product(self, rows: int, cols: int) -> bool:
         """Return True if deferred gradients of a call of this size compute all logits in one product."""
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
-    def logits_per_block(self, rows: int, cols: int, is_recomputed: bool) -> int:
+    def logits_per_block(self, rows: int, cols: int, has_all_logits: bool) -> int:
         """Return the number of logits of a block for a tile of this size. A block has at most half of the tile's bytes.
-        `is_recomputed`: the tile has all logits of a call, which forward computed before."""
+        `has_all_logits`: True if the tile has all logits of the call, so that one product can repeat forward's product
+        to the bit."""
         entries = rows * padded_cols(cols)
-        if is_recomputed and self.is_single_product(rows, cols):
+        if has_all_logits and self.fits_single_product(rows, cols):
             return entries
         tile_bytes = entries * self.logits_grad.itemsize
         divisor = 2 if cols >= COLUMN_MULTIPLE else NARROW_TILE_DIVISOR
@@ -151,7 +150,7 @@ class Case:
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
-    split: HeadSplit | None = None
+    sharding: HeadSharding | None = None
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
 
     def check(self) -> None:
@@ -161,7 +160,7 @@ class Case:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if accum not in {torch.float32, accumulation_dtype(dtype)} | ({dtype} & {torch.bfloat16}):
             raise ValueError(
-                "accum_dtype must be torch.float32 or, for bfloat16 inputs, torch.bfloat16; "
+                "accum_dtype must be torch.float32 or, for bfloat16 and float64 inputs, the dtype of the input; "
                 f"got {accum} with {dtype} inputs"
             )
         if logits not in (None, dtype, accumulation_dtype(dtype)):
@@ -178,13 +177,15 @@ class Case:
         sums = accumulation_dtype(self.dtype)
         if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # CPU products sum in float32, see `gemm`.
             sums = self.options.accum_dtype
-        # A float16 gradient must not be rounded before it is multiplied by the loss scale: it would underflow.
+        # If a float16 gradient were rounded before it is multiplied by the upstream gradient (with a GradScaler, its
+        # loss scale), it would underflow.
         grads = torch.float32 if self.dtype == torch.float16 and not deferred else self.dtype
-        return Dtypes(logits, logits_grad, sums, grads, grads)
+        return Dtypes(logits, logits_grad, sums, grads)
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """True or "auto" if rows of ignored tokens are dropped. "auto": only if no gradient changes."""
+        """True or "auto" if rows of ignored tokens are dropped. "auto", on a CPU only: if no gradient changes. On other
+        devices False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and self.device_type != "cpu" else skip
 
@@ -260,8 +261,8 @@ class Case:
         not allocated yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
-        is_recomputed = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
-        if limit is None or (is_recomputed and dtypes.is_single_product(rows, cols)):
+        has_all_logits = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
+        if limit is None or (has_all_logits and dtypes.fits_single_product(rows, cols)):
             return rows, cols
         tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
         available_bytes = min(limit, max(tile_bytes, self.returned_bytes))
@@ -285,7 +286,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        each = "" if self.split is None else f" of each of {self.split.num_processes} processes"
+        each = "" if self.sharding is None else f" of each of {self.sharding.num_processes} processes"
         return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 

@@ -26,14 +26,14 @@ NO_TARGET = -(2**31)
 
 class Exponentials:
     """Exponentials of the logits of a pass, and their factors. The gradient of the logits is ``factors[0] *
-    exponentials``, and in the target's column ``factors[1]``."""
+    exponentials`` (0 in the target's column), and ``factors[1]`` in the target's column. With label smoothing
+    ``factors[2] * class_weight`` is subtracted."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
         slots = 3 if context.problem.spec.label_smoothing else 2
         self.factors = context.new(slots, context.selection.max_num_rows, dtype=torch.float32)
-        """(2, rows): factors of rows of exponentials, and gradients of the targets' logits. With label smoothing
-        (3, rows), see `Backend.exponentials`."""
+        """(2, rows), or (3, rows) with label smoothing."""
 
     def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice) -> None:
         """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
@@ -50,7 +50,7 @@ class Exponentials:
         else:
             self._compute_in_blocks(xs, tiles[0], tokens)
         # One collective for all tokens, because the blocks of other processes may have other sizes.
-        ctx.vocab.merge_factors(tokens, slice_columns(factors, tokens))
+        ctx.local.merge_factors(tokens, slice_columns(factors, tokens))
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
         ctx, previous_tokens = self._context, None
@@ -60,7 +60,7 @@ class Exponentials:
                 previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens, with_gradient=True)
                 state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
             ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile(classes)), state, block_factors)
-            if ctx.vocab.is_sharded and classes.stop == ctx.vocab_size:
+            if ctx.local.is_sharded and classes.stop == ctx.vocab_size:
                 block_factors[0] = self._shard_factor(state[BASE], block_tokens, exps.dtype)
 
     def _shard_factor(self, base: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
@@ -68,6 +68,7 @@ class Exponentials:
         the shard's log-sum-exp with respect to a logit, before scale and softcap."""
         assert self._context.out is not None
         spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, tokens)
+        # Kernels divide exponentials of capped logits by scale * cap, unless it is tiny (`LEAST_JACOBIAN_FACTOR`).
         jacobian_factor = spec.scale * spec.cap
         if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
             jacobian_factor = 1.0
@@ -103,7 +104,7 @@ class Exponentials:
         out = slice_rows(ctx.dx_memory(term), tokens) if index is None else ctx.dx_memory(term)
         self._combine_rows(product, tokens, out, ctx.terms[term].weight, index, ctx.problem.spec.ignore_index)
         if index is None:
-            ctx.vocab.start_dx_sum(term, out)
+            ctx.local.start_dx_sum(term, out)
 
     def compute_weight_gradient(
         self, term: int, tiles: Sequence[Tensor], scaled: Tensor, residual: Tensor | None = None
@@ -112,7 +113,7 @@ class Exponentials:
 
         Args:
             tiles: exponentials of consecutive classes; one tile if logits do not stay in registers.
-            residual: memory like `scaled`; None: new memory.
+            residual: memory like `scaled` for the low-order part of dW; None: new memory.
         """
         ctx = self._context
         grad = ctx.dw_memory(term)
@@ -144,8 +145,8 @@ class Exponentials:
         ones = terms.x.new_ones(len(terms.x), 1)
         self._context.backend.add_target_terms([self._context.db_memory()[:stop, None]], replace(terms, x=ones))
 
-    def _target_terms(self, term: int) -> TargetTerms:
+    def _target_terms(self, linear_term: int) -> TargetTerms:
         ctx, tokens = self._context, slice(0, self._context.selection.num_rows)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         target, factor = slice_columns(ctx.selection.target, tokens), self.factors[1, tokens]
-        return TargetTerms(ctx.terms[term].input, index, target, factor, ctx.problem.spec.ignore_index)
+        return TargetTerms(ctx.terms[linear_term].input, index, target, factor, ctx.problem.spec.ignore_index)

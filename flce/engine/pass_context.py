@@ -18,7 +18,7 @@ from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
-from flce.engine.shards import Vocabulary
+from flce.engine.shards import LocalProblem
 from flce.engine.top_k import TopK
 
 
@@ -38,7 +38,7 @@ class PassContext:
     `rows` and `cols` are numbers of tokens and classes.
 
     Attributes:
-        vocab: the classes of the pass: problem, selected tokens, normalizer and results.
+        local: the problem in this process: its classes, selected tokens, normalizer and results.
         backend: the operations on tiles.
         arena: allocator.
         dtypes: dtypes of tiles, sums and gradients.
@@ -50,7 +50,7 @@ class PassContext:
         top_k: the largest logits of each row, collected in the statistics pass.
     """
 
-    vocab: Vocabulary
+    local: LocalProblem
     backend: Backend
     arena: Arena
     dtypes: Dtypes
@@ -61,12 +61,12 @@ class PassContext:
     top_k: TopK | None = None
 
     def __post_init__(self) -> None:
-        self.problem: LinearCrossEntropyProblem = self.vocab.problem
-        self.selection: Selection = self.vocab.selection
+        self.problem: LinearCrossEntropyProblem = self.local.problem
+        self.selection: Selection = self.local.selection
         """The selected tokens."""
-        self.normalizer: Tensor = self.vocab.gradient_normalizer
+        self.normalizer: Tensor = self.local.local_normalizer
         """(slots, rows), of all classes."""
-        self.out: RowOutputs | None = self.vocab.local_out
+        self.out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
         self.vocab_size: int = self.problem.vocab_size
@@ -82,6 +82,7 @@ class PassContext:
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
         self._logits_per_block = 0
+        """Set by `start_gradient_tile`. 0: logits are computed in the tile of their gradients."""
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -115,15 +116,15 @@ class PassContext:
     def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.arena.new(shape, dtype)
 
-    def round_to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def unscale_and_round_to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a sum of gradients in `dtype`, divided by the gradient scale; `x` itself if it has this dtype."""
         if x.dtype == dtype:
             return x
         out = self.new(*x.shape, dtype=dtype)
-        self.round(x, out)
+        self.unscale_and_round(x, out)
         return out
 
-    def round(self, x: Tensor, out: Tensor) -> None:
+    def unscale_and_round(self, x: Tensor, out: Tensor) -> None:
         """Write a sum of gradients to memory of another dtype, divided by the gradient scale."""
         if self.gradient_scale is None:
             out.copy_(x)
@@ -137,7 +138,7 @@ class PassContext:
 
     def has_to_unscale(self, memory: Tensor) -> bool:
         """Return True if gradients must be divided by the gradient scale before they are written to this memory."""
-        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.dw
+        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.grads
 
     def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:
         """Write some of the selected rows of `x`, (N, H), to `out`."""
@@ -168,11 +169,11 @@ class PassContext:
         logits = self.new(rows, padded_cols(cols), dtype=self.dtypes.logits)
         return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
-    def new_gradient_tile(self, rows: int, cols: int, is_recomputed: bool = False) -> Tensor:
+    def start_gradient_tile(self, rows: int, cols: int, has_all_logits: bool = False) -> Tensor:
         """Allocate a tile for gradients of logits, or for exponentials. If logits have more bytes, set the size of the
-        blocks in which logits are computed. `is_recomputed`: forward computed statistics of the same tile."""
+        blocks in which `compute_logit_blocks` computes logits. `has_all_logits`: see `Dtypes.logits_per_block`."""
         if self.dtypes.has_wider_logits and not self.in_registers:
-            self._logits_per_block = self.dtypes.logits_per_block(rows, cols, is_recomputed)
+            self._logits_per_block = self.dtypes.logits_per_block(rows, cols, has_all_logits)
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
@@ -192,14 +193,17 @@ class PassContext:
         """Free the memory of gathered rows."""
         self._gathered = None
 
-    def dx_memory(self, term: int, dtype: torch.dtype | None = None) -> Tensor:
+    def dx_memory(self, term: int) -> Tensor:
         """Return the memory of dX of a term, (N, H). It is allocated at first use, after the first logits were
-        launched. `dtype`: of the sum, if it is not the dtype of the result."""
+        launched."""
         if term not in self._dx:
-            # Dropped rows must be zero: no tile writes them.
-            zero = self.selection.index is not None or self.selection.num_rows == 0
-            self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype or self.dtypes.dx, zero)
+            self.allocate_dx(term, self.dtypes.grads)
         return self._dx[term]
+
+    def allocate_dx(self, term: int, dtype: torch.dtype) -> None:
+        # Dropped rows must be zero: no tile writes them.
+        zero = self.selection.index is not None or self.selection.num_rows == 0
+        self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype, zero)
 
     def set_dx_memory(self, term: int, memory: Tensor) -> None:
         self._dx[term] = memory
@@ -208,7 +212,7 @@ class PassContext:
         """Return the memory of dW of a term, (V, H). It is allocated at first use."""
         if term not in self._dw:
             zero = self.selection.num_rows == 0
-            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.dw, zero)
+            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.grads, zero)
         return self._dw[term]
 
     def db_memory(self) -> Tensor:
@@ -221,7 +225,7 @@ class PassContext:
         """Return the needed gradients in the order of `Needs.flat`. If there was no tile, they are allocated here."""
         grads = [self.dx_memory(k) for k in self.dx_terms]
         for k, grad in zip(self.dx_terms, grads, strict=True):
-            self.vocab.finish_dx_sum(k, grad)
+            self.local.finish_dx_sum(k, grad)
         grads += [self.dw_memory(k) for k in self.dw_terms]
         if not self.problem.needs.bias:
             return grads
@@ -246,9 +250,9 @@ class PassContext:
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
         # Rows are aligned. If there are few rows, blocks have more classes.
-        max_stripes = self._logits_per_block // COLUMN_MULTIPLE
-        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_stripes)
-        cols = max_stripes // rows * COLUMN_MULTIPLE
+        max_row_parts = self._logits_per_block // COLUMN_MULTIPLE
+        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_row_parts)
+        cols = max_row_parts // rows * COLUMN_MULTIPLE
         for block_tokens in self.split_range(tokens, rows):
             tile_rows = offset_slice(block_tokens, -tokens.start)
             block_inputs = [slice_rows(x, tile_rows) for x in xs]
@@ -262,12 +266,12 @@ class PassContext:
     def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, tokens: slice) -> None:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be
         `logits`."""
-        if not self.vocab.is_sharded:
+        if not self.local.is_sharded:
             self.backend.loss_and_gradient(logits, dlogits, self.statistics_call(tokens, with_gradient=True))
             return
         call = self.statistics_call(tokens)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep_logits=True)), None)
-        self.vocab.merge_results(tokens)
+        self.local.merge_results(tokens)
         self.backend.gradient(logits, dlogits, self._gradient_call(tokens, tokens, self.all_classes))
 
     def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
@@ -333,7 +337,7 @@ class PassContext:
         """Return `TileCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
-            self._chunk_row_gradient = chunk, self.vocab.compute_row_gradient(chunk)
+            self._chunk_row_gradient = chunk, self.local.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
 
     @functools.cached_property
@@ -344,9 +348,9 @@ class PassContext:
         return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
 
     def _row_inputs(self, tokens: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
-        """Return the inputs of some rows. `scaled`: with loss scales and weights. A row gradient includes these
-        already."""
-        scales = self.vocab.local_scales.for_gradient() if scaled else None
+        """Return the inputs of some rows. `scaled`: with loss scales and weights. A row gradient includes them. Only
+        label smoothing reads class weights in addition to the row gradient."""
+        scales = self.local.local_scales.for_gradient() if scaled else None
         inputs = self.selection.row_inputs(tokens, scales, weighted and scaled)
         return inputs if scaled or self.problem.spec.label_smoothing else inputs._replace(class_weight=None)
 

@@ -29,7 +29,7 @@ from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import Vocabulary, build_vocab, gather_class_weights
+from flce.engine.shards import LocalProblem, build_local_problem, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Plan:
 
     @functools.cached_property
     def in_registers(self) -> bool:
-        """True if logits stay in registers when they are computed for statistics or recomputed."""
+        """True if fused products compute the logits: for statistics, for exponentials, or again for gradients."""
         return self.case.supports_fused_products and self.schedule.uses_fused_products
 
 
@@ -99,11 +99,11 @@ def forward(
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
     outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
     context = build_context(
-        plan, runtime, build_vocab(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
+        plan, runtime, build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     )
     schedule.forward(context)
-    if not with_gradients:
-        context.vocab.merge_results(slice(0, selection.num_rows))
+    if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
+        context.local.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
     outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
     results, _, token_weight_gradient = vectors.reduce(
@@ -134,15 +134,15 @@ def backward(
     upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.unscales_sums
     row_upstream = None if upstream.dim() == 0 else selection.take(upstream)
     scales = vectors.LossScales(
-        problem, runtime.backend, with_gradients=True, has_gradient_scale=has_gradient_scale, upstream=upstream
+        problem, runtime.backend, needs_scales=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    vocab = build_vocab(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
-    context = build_context(plan, runtime, vocab, gradient_scale=scales.gradient_scale)
+    local = build_local_problem(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    context = build_context(plan, runtime, local, gradient_scale=scales.gradient_scale)
     plan.schedule.backward(context)
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, vocab: Vocabulary, **more: Any) -> PassContext:
-    """Return the context of a pass over the classes of `vocab`. `more`: other fields of `PassContext`."""
-    return runtime.context_type(vocab, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+def build_context(plan: Plan, runtime: Runtime, local: LocalProblem, **more: Any) -> PassContext:
+    """Return the context of a pass. `more`: other fields of `PassContext`."""
+    return runtime.context_type(local, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

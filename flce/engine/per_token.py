@@ -2,13 +2,13 @@
 
 `ops/linear_logprobs.py` and the dry run call it. Forward computes only statistics. Its plan does not depend on the
 needed gradients, so that results have the same bits with and without gradients. Backward recomputes the logits. With l
-the log-probabilities of a row, p = exp(l), H its entropy and g the upstream gradients of its results, the gradient in
+the log-probabilities of a row, p = exp(l), S its entropy and g the upstream gradients of its results, the gradient in
 its logits z is
 
-    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + H)),
+    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + S)),
     plus g_logprob at the target and g_candidates at the candidates.
 
-(The derivative of H = -sum(p * l) in z is -p * (l + H).)
+(The derivative of S = -sum(p * l) in z is -p * (l + S).)
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
 from flce.engine.selection import Selection
-from flce.engine.shards import build_vocab
+from flce.engine.shards import build_local_problem
 from flce.engine.top_k import TopK
+
+# The id that is not a class.
+NO_CANDIDATE = -1
 
 
 class TokenResults(NamedTuple):
@@ -46,12 +49,12 @@ class TokenResults(NamedTuple):
 
     outputs: RowOutputs
     candidate_logprob: Tensor | None  # (N, K)
-    top_logprob: Tensor | None  # (N, k)
-    top_ids: Tensor | None  # (N, k)
+    top_k_logprob: Tensor | None  # (N, k)
+    top_k_ids: Tensor | None  # (N, k)
 
 
 class UpstreamGradients(NamedTuple):
-    """Upstream gradients of results, 0 for ignored rows. None for results without a gradient."""
+    """Upstream gradients of results. None for results without a gradient."""
 
     logprob: Tensor | None  # (N,)
     entropy: Tensor | None  # (N,)
@@ -84,42 +87,38 @@ def forward(
     selection = runtime.select(problem, not none_ignored and plan.case.skip_ignored, False)
     rows = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    vocab = build_vocab(problem, selection, scales, runtime.arena, rows.normalizer, rows)
-    context = build_context(plan, runtime, vocab, top_k=top_k)
+    scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
+    local = build_local_problem(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    context = build_context(plan, runtime, local, top_k=top_k)
     plan.schedule.forward(context)
-    context.vocab.merge_results(slice(0, selection.num_rows))
+    context.local.merge_results(slice(0, selection.num_rows))
 
     valid = (selection.target != spec.ignore_index)[:, None]
-    candidate_logprob = top_logprob = top_ids = None
+    candidate_logprob = top_k_logprob = top_k_ids = None
     if candidates is not None:
         ids = selection.take(candidates)
         values = _subtract_normalizer(_candidate_logits(context, ids), rows.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.scatter(values.masked_fill_(~valid | (ids == NO_CANDIDATE), 0.0))
     if top_k is not None:
-        top_k = context.vocab.merge_top_k(top_k)
+        top_k = context.local.merge_top_k(top_k)
         values = _subtract_normalizer(spec.transform(top_k.logits, selection.row_factor), rows.normalizer)
-        top_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
-        top_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
-    return TokenResults(selection.scatter_outputs(rows), candidate_logprob, top_logprob, top_ids)
-
-
-# The id that is not a class.
-NO_CANDIDATE = -1
+        top_k_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
+        top_k_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
+    return TokenResults(selection.scatter_outputs(rows), candidate_logprob, top_k_logprob, top_k_ids)
 
 
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
     """Compute z of some classes of each selected row, (rows, K); 0 where an id is not a class. One collective: each
     process adds z of its classes."""
-    problem, local = context.problem, context.vocab.local_ids(ids)
+    problem, local_ids = context.problem, context.local.local_ids(ids)
     logits = context.arena.new(ids.shape, context.normalizer.dtype, zero=True)
     for term in context.terms:
-        context.backend.row_products(context.selection.take(term.input), term.weight, local, logits)
+        context.backend.row_products(context.selection.take(term.input), term.weight, local_ids, logits)
     if problem.linear_bias is not None:
-        logits += problem.linear_bias[local.clamp(0, context.vocab_size - 1)]
+        logits += problem.linear_bias[local_ids.clamp(0, context.vocab_size - 1)]
     z = problem.spec.transform(logits, context.selection.row_factor)
-    return context.vocab.sum_over_processes(z.masked_fill_(local == NO_CANDIDATE, 0.0))
+    return context.local.sum_over_processes(z.masked_fill_(local_ids == NO_CANDIDATE, 0.0))
 
 
 def _subtract_normalizer(z: Tensor, normalizer: Tensor) -> Tensor:
@@ -155,15 +154,15 @@ def backward(
         for gradients in (row_gradient, None if candidate_grads is None else candidate_grads.values):
             if gradients is not None:
                 gradients *= gradient_scale
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    vocab = build_vocab(problem, selection, scales, runtime.arena, saved.normalizer)
-    row_gradient[TARGET] = vocab.zero_remote_targets(row_gradient[TARGET])
+    scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
+    local = build_local_problem(problem, selection, scales, runtime.arena, saved.normalizer)
+    row_gradient[TARGET] = local.zero_remote_targets(row_gradient[TARGET])
     if candidate_grads is not None:
-        candidate_grads = candidate_grads._replace(ids=vocab.local_ids(candidate_grads.ids))
+        candidate_grads = candidate_grads._replace(ids=local.local_ids(candidate_grads.ids))
     context = build_context(
         plan,
         runtime,
-        vocab,
+        local,
         gradient_scale=gradient_scale,
         row_gradient=row_gradient,
         candidate_grads=candidate_grads,

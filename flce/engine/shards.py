@@ -1,7 +1,8 @@
-"""The vocabulary of a pass: all classes, or the shard of one process of a divided head. `passes.py` builds it.
+"""The problem of a pass in this process: all classes, or the shard of one process of a divided head. `passes.py` and
+`per_token.py` build it.
 
 Each process of a divided head has a shard of the classes, and all processes have the same tokens. A shard is a separate
-problem (`VocabularyShard.problem`), which schedules and kernels process like any other. If a token's target is in
+problem (`ShardProblem.problem`), which schedules and kernels process like any other. If a token's target is in
 another shard, a class of the process's own shard replaces it (the stand-in). Statistics of a shard are a few numbers
 for each row. One collective gathers the statistics of all shards, and every process merges them into the same results
 (`formulas.merge_shards`).
@@ -33,7 +34,7 @@ from flce.backends.contract import (
     unsupported_by_fused_products,
 )
 from flce.backends.formulas import (
-    RowResults,
+    RowStatistics,
     Targets,
     log_sum_exps,
     merge_shards,
@@ -52,7 +53,7 @@ LOCAL_IGNORE_INDEX = -100
 """`ignore_index` of a shard, whose targets are local class numbers."""
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
-# Statistics of a shard that are gathered, by the names of `RowResults`.
+# Statistics of a shard that are gathered, by the names of `RowStatistics`.
 GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 # Fields of a LossSpec that change logits. The spec of a shard has the same values.
 LOGIT_FIELDS = ("softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature")
@@ -80,16 +81,17 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 
 @dataclass
-class Vocabulary:
-    """Vocabulary of a pass, and the results of its rows. Here this process has all classes. `VocabularyShard` overrides
-    the methods that merge results of processes.
+class LocalProblem:
+    """Problem of a pass in this process, and the results of its rows. `full_*`, `out`, `scales` and `normalizer` are of
+    all classes; `problem`, `selection` and `local_*` are of the classes of this process. Here both are the same
+    objects. `ShardProblem` has a part of the classes and overrides the methods that merge results of processes.
 
     Attributes:
         full_problem: the problem of all classes.
         full_selection: the selected tokens of the full problem.
-        scales: loss scales.
+        scales: see `LossScales`.
         arena: allocator.
-        normalizer: (slots, rows), of all classes.
+        normalizer: (slots, rows).
         out: memory for the results of these rows. None in backward.
         upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
     """
@@ -109,11 +111,11 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         self.problem, self.selection = self.full_problem, self.full_selection
-        """Problem of the classes of this process, and its selected tokens. Schedules process these."""
+        """Schedules process this problem and its selected tokens."""
         self.local_out = self.out
-        """Memory for the statistics of these classes. None in backward."""
-        self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
-        """Loss scales and normalizer from which the gradient of the logits of these classes is computed."""
+        """Memory for statistics. None in backward."""
+        self.local_scales, self.local_normalizer = self.scales, self.normalizer
+        """The gradient of the logits is computed from these."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -165,8 +167,8 @@ class Vocabulary:
         """Wait for the sums of dX of a term. If none was started, sum `dx`, of all tokens."""
 
 
-class VocabularyShard(Vocabulary):
-    """Vocabulary of a pass of which this process has one shard. The results are of all classes."""
+class ShardProblem(LocalProblem):
+    """Problem of a pass whose classes are divided over processes. This process has one shard."""
 
     is_sharded = True
 
@@ -195,12 +197,11 @@ class VocabularyShard(Vocabulary):
             None if self.out is None else allocate_outputs(self.problem, self.full_selection.max_num_rows, self.arena)
         )
         # Scales of 1, and the sum of the shard's class weights.
-        self.local_scales = LossScales(self.problem, self.scales.backend, with_gradients=True)
+        self.local_scales = LossScales(self.problem, self.scales.backend, needs_scales=True)
         # An empty shard has a stand-in class. Its logit may be the largest of all, but its probability must be 0.
+        self.local_normalizer = self.normalizer
         if shard.is_empty:
-            self.gradient_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
-        else:
-            self.gradient_normalizer = self.normalizer
+            self.local_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
 
     def _local_target(self) -> Tensor:
         """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes,
@@ -210,15 +211,13 @@ class VocabularyShard(Vocabulary):
         stand_in = torch.arange(len(target), device=target.device) % self.full_problem.local_vocab_size
         return torch.where(target == ignored, LOCAL_IGNORE_INDEX, torch.where(local >= 0, local, stand_in))
 
-    # -------------------------------------------------------------------------------------------- all classes
-
     def merge_results(self, tokens: slice) -> None:
         if self._has_merge_kernel:
             self._merge_by_kernel(tokens, None)
         else:
             self._merge_results(tokens)
 
-    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowResults, RowResults]:
+    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowStatistics, RowStatistics]:
         """Write the results of some rows. Return the call, its targets, the results, and the results of each
         process."""
         p, call = self.full_problem, self._call(tokens, self.out)
@@ -243,16 +242,10 @@ class VocabularyShard(Vocabulary):
         stats = {name: getattr(local, name) for name in GATHERED_STATS}
         if local.argmax is not None:  # An index below 2^24 is exact in float32.
             stats["argmax"] = local.argmax + self.shard.start
-        local_results = RowResults(offset=offset, log_sum=local.normalizer[LOG_SUM], smooth=smooth, **stats)
+        local_results = RowStatistics(offset=offset, log_sum=local.normalizer[LOG_SUM], smooth=smooth, **stats)
         return gather_shard_results(
             local_results, 0 if self.shard.is_empty else self.full_problem.local_vocab_size, self.shard
         )
-
-    @property
-    def _class_weight_of_targets(self) -> Tensor | None:
-        """Class weights of the local targets, (rows,), with label smoothing."""
-        weight = self.problem.class_weight
-        return None if weight is None else weight[self.selection.target.clamp(0, self.problem.local_vocab_size - 1)]
 
     def zero_remote_targets(self, factor: Tensor) -> Tensor:
         return factor.where(self.local_ids(self.full_selection.target) >= 0, 0.0)
@@ -287,27 +280,30 @@ class VocabularyShard(Vocabulary):
         if self.full_problem.token_weight_grad:
             call = call._replace(inputs=self._call(tokens, None).inputs)
         softmax_factor, target_factor, classes_factor = row_gradient(call, targets)
-        own = RowResults(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
+        shard_results = RowStatistics(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
         # The logarithm of the probability of this shard's classes.
         shard_logprob = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
         # An empty shard, or a shard with only logits of -inf, has no probability. Its terms would be NaN.
         has_probability, factor = shard_logprob != -torch.inf, call.inputs.row_factor
-        own_logit = torch.where(has_probability, own.offset + (own.log_sum + own.logprob), 0.0)
-        jacobian = call.spec.jacobian(own_logit[:, None], factor)
+        local_target_z = shard_results.offset + (shard_results.log_sum + shard_results.logprob)
+        local_target_z = torch.where(has_probability, local_target_z, 0.0)
+        jacobian = call.spec.jacobian(local_target_z[:, None], factor)
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # softmax_factor * p - target_factor without cancellation: if a model is certain, p is nearly 1 and both factors
         # are nearly equal.
         grad_at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(results.logprob)
-        stand_in_probability = torch.where(has_probability, (own.logprob + shard_logprob).exp(), 0.0)
-        grad_at_own_target = where(targets.in_tile, grad_at_target, softmax_factor * stand_in_probability)
+        local_target_logprob = shard_results.logprob + shard_logprob
+        local_target_probability = torch.where(has_probability, local_target_logprob.exp(), 0.0)
+        # The gradient at the target or, if its class is remote, at the stand-in, which only has the softmax term.
+        grad_at_local_target = where(targets.in_tile, grad_at_target, softmax_factor * local_target_probability)
         if call.spec.label_smoothing:
-            weight = self._class_weight_of_targets
-            grad_at_own_target = grad_at_own_target - (
-                classes_factor if weight is None else classes_factor * weight[tokens]
-            )
+            weight = self.selection.row_inputs(tokens, None).target_weight(self.problem.local_vocab_size)
+            smoothing_term = classes_factor if weight is None else classes_factor * weight
+            grad_at_local_target = grad_at_local_target - smoothing_term
             factors[2] = classes_factor * call.spec.scale
+        # Factor of the shard * softmax factor * probability of the shard.
         factors[0] = softmax_factor * torch.where(has_probability, factors[0] * shard_logprob.exp(), 0.0)
-        factors[1] = grad_at_own_target * jacobian
+        factors[1] = grad_at_local_target * jacobian
         factors.copy_(where(targets.valid, factors, 0.0))
 
     def _merge_by_kernel(self, tokens: slice, factors: Tensor | None) -> None:
@@ -337,9 +333,9 @@ class VocabularyShard(Vocabulary):
             work.wait()
 
 
-def build_vocab(problem: LinearCrossEntropyProblem, *rest: Any) -> Vocabulary:
-    """Return the vocabulary of a pass of this process. The arguments are the fields of `Vocabulary`."""
-    return (Vocabulary if problem.shard is None else VocabularyShard)(problem, *rest)
+def build_local_problem(problem: LinearCrossEntropyProblem, *rest: Any) -> LocalProblem:
+    """Return the problem of a pass in this process. The arguments are the fields of `LocalProblem`."""
+    return (LocalProblem if problem.shard is None else ShardProblem)(problem, *rest)
 
 
 def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
@@ -351,12 +347,13 @@ def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProb
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # One process has all classes: `weight` may be the weights of its shard, and empty shards gather them then.
+        # The first process has all classes, so its slice also has length V. Processes with empty slices call the
+        # collective below, so all processes must. Empty shards contribute nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))
 
 
-def gather_shard_results(local_results: RowResults, width: int, shard: Shard) -> tuple[Tensor, Sequence[str]]:
+def gather_shard_results(local_results: RowStatistics, width: int, shard: Shard) -> tuple[Tensor, Sequence[str]]:
     """Gather the results of rows over the classes of each process. One collective. `width`: classes of this process.
 
     Return them, (processes, names * rows + 1), and their names in order. The last number is the process's number of
@@ -372,16 +369,18 @@ def gather_shard_results(local_results: RowResults, width: int, shard: Shard) ->
     ), list(values)
 
 
-def unpack_shard_results(gathered: Tensor, names: Sequence[str], shard: Shard) -> RowResults:
+def unpack_shard_results(gathered: Tensor, names: Sequence[str], shard: Shard) -> RowStatistics:
     """Return the results of all processes, (processes, rows) each, from `gather_shard_results`. They are NaN if
     processes have other numbers of classes than `shard` expects. The host does not wait to check this."""
     values = dict(zip(names, gathered[:, :-1].view(len(gathered), len(names), -1).unbind(1), strict=True))
     differ = (gathered[:, -1] != shard.local_vocab_sizes(gathered)).any()
     values["offset"] = torch.where(differ, torch.nan, values["offset"])
-    return RowResults(*(values.get(name) for name in RowResults._fields))  # type: ignore[arg-type]
+    return RowStatistics(*(values.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
 
 
-def merge_shard_results(shards: RowResults, target: Tensor, class_weight: Tensor | None, shard: Shard) -> RowResults:
+def merge_shard_results(
+    shards: RowStatistics, target: Tensor, class_weight: Tensor | None, shard: Shard
+) -> RowStatistics:
     """Return the results of all classes from the results of processes. `class_weight`: of all classes."""
     widths = shard.local_vocab_sizes(shards.offset)
     sums = widths if class_weight is None or shards.smooth is None else shard.sums_by_process(class_weight)

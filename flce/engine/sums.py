@@ -9,9 +9,12 @@ from torch import Tensor
 
 from flce.core.gemm import DIVIDED_PIECE_BYTES
 from flce.core.slices import slice_rows
-from flce.engine.borrowing import COMPACTION_ROWS, borrow_as, second_half_start
+from flce.engine.borrowing import borrow_as, second_half_start
 from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
+
+# Number of classes whose sums are rounded first when sums are rounded in place, see `SumInTwoParts`.
+FIRST_ROUNDED_CLASSES = 256
 
 
 def add_tile(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
@@ -26,7 +29,7 @@ def add_tile(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, d
 
 
 def add_to_dx(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice) -> None:
-    """Add a tile to dX of each term, in the memory of the result. `DxSum` uses separate memory."""
+    """Add a tile to dX of each term, in `dx_memory`: the result, or a sum that the schedule rounds."""
     for k in ctx.dx_terms:
         _add_to_dx_of_term(ctx, k, dlogits, tokens, classes)
 
@@ -53,9 +56,9 @@ def _add_to_dx_of_term(ctx: PassContext, term: int, dlogits: Tensor, tokens: sli
 def _store_dx(ctx: PassContext, dx: Tensor, grad: Tensor, tokens: slice, add: bool) -> None:
     """Round dX of some tokens into `grad`, the memory of dX. If the tokens are gathered, scatter or add their rows."""
     if ctx.selection.index is None:
-        ctx.round(dx, slice_rows(grad, tokens))
+        ctx.unscale_and_round(dx, slice_rows(grad, tokens))
     else:
-        ctx.scatter_rows(ctx.round_to(dx, grad.dtype), grad, tokens, add)
+        ctx.scatter_rows(ctx.unscale_and_round_to(dx, grad.dtype), grad, tokens, add)
 
 
 class DxSum:
@@ -94,8 +97,8 @@ class DwSum:
         self._is_started = True
 
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Call `before_rounding` with the sums of consecutive classes, and round them, after the last chunk. Subclasses
-        whose sums are rounded already do nothing."""
+        """Call `before_rounding` with the sums of consecutive classes, and round them, after the last chunk. If no tile
+        was added, do nothing: dW was written directly (`compute_weight_gradient`)."""
         if self._is_started:
             if before_rounding is not None:
                 before_rounding(self._sums())
@@ -120,10 +123,10 @@ class BlockSum(DwSum):
         return [self._sum]
 
     def _round(self) -> None:
-        self._context.round(self._sum, self._context.dw_memory(self._term)[self._classes])
+        self._context.unscale_and_round(self._sum, self._context.dw_memory(self._term)[self._classes])
 
 
-class DividedSum(DwSum):
+class UnscaledSum(DwSum):
     """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded.
 
     The fused product divides. The vendor's product does not. So it computes the block in float32, in several sub-blocks
@@ -137,12 +140,12 @@ class DividedSum(DwSum):
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         ctx, (out,) = self._context, self._sums()
         if self._memory is None:
-            ctx.backend.divided_weight_gradient(out, dlogits, x, ctx.gradient_scale)
+            ctx.backend.unscaled_weight_gradient(out, dlogits, x, ctx.gradient_scale)
             return
         for sub_block in ctx.split_range(slice(0, len(out)), len(self._memory)):
             total = self._memory[: sub_block.stop - sub_block.start]
             ctx.matmul(dlogits[:, sub_block].t(), x, out=total)
-            ctx.round(total, out[sub_block])
+            ctx.unscale_and_round(total, out[sub_block])
 
     @staticmethod
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
@@ -157,7 +160,7 @@ class DividedSum(DwSum):
         return ctx.new(max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
 
 
-class HalvedSum(DwSum):
+class SumInTwoParts(DwSum):
     """Float32 sum of a half-precision dW over chunks, for the classes before `stop`. The sums of the first half of all
     classes fill the memory of dW. The sums of the other classes have separate memory.
 
@@ -188,17 +191,17 @@ class HalvedSum(DwSum):
     def _round(self) -> None:
         ctx, half, (first_half, *second_half) = self._context, self._half, self._sums()
         grad = ctx.dw_memory(self._term)
-        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums were, which are rounded already.
-        done, next_done = 0, min(half, COMPACTION_ROWS)
+        # Classes [a, 2a) of the gradient lie where classes [a / 2, a) of the sums were, which are rounded already.
+        done, next_done = 0, min(half, FIRST_ROUNDED_CLASSES)
         while done < half:
             sums = first_half[done:next_done]
             if done == 0:
-                grad[:next_done].copy_(ctx.round_to(sums, grad.dtype))
+                grad[:next_done].copy_(ctx.unscale_and_round_to(sums, grad.dtype))
             else:
-                ctx.round(sums, grad[done:next_done])
+                ctx.unscale_and_round(sums, grad[done:next_done])
             done, next_done = next_done, min(half, 2 * next_done)
         for total in second_half:
-            ctx.round(total, grad[half : self._stop])
+            ctx.unscale_and_round(total, grad[half : self._stop])
         self._second_half = None
 
 
@@ -207,8 +210,8 @@ def build_dw_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[
     stop, dtypes, is_single = ctx.vocab_size if stop is None else stop, ctx.dtypes, ctx.is_single_chunk(rows)
     if is_single and dtypes.unscales_sums:
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
-    if not is_single and dtypes.dw == ctx.problem.dtype != dtypes.sums:
-        return {k: HalvedSum(ctx, k, stop) for k in ctx.dw_terms}
+    if not is_single and dtypes.grads == ctx.problem.dtype != dtypes.sums:
+        return {k: SumInTwoParts(ctx, k, stop) for k in ctx.dw_terms}
     return {k: DwSum(ctx, k, slice(0, stop)) for k in ctx.dw_terms}
 
 
@@ -229,10 +232,12 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
         if not needs_separate_sum:
             return DwSum(ctx, k, block)
         if is_single and ctx.in_registers:
-            return DividedSum(ctx, k, block, None)
+            return UnscaledSum(ctx, k, block, None)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]
-            memory[k] = DividedSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
-        return (DividedSum if is_single else BlockSum)(ctx, k, block, memory[k])
+            memory[k] = (
+                UnscaledSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
+            )
+        return (UnscaledSum if is_single else BlockSum)(ctx, k, block, memory[k])
 
     return lambda block: {k: build(k, block) for k in ctx.dw_terms}

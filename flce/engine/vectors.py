@@ -1,5 +1,5 @@
-"""Vectors of one value per row: allocation, loss scales, reduction, and checks of targets. The linear losses and the
-loss of given logits call it."""
+"""Vectors of one value per row: allocation, loss scales, reduction, and checks of targets. The linear losses, the loss
+of given logits, the results of tokens and dry runs call it."""
 
 from __future__ import annotations
 
@@ -50,18 +50,19 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass
 class LossScales:
-    """Loss scales of a pass. They are computed at first use, so that the first matmul is launched before these small
-    kernels.
+    """Loss scales of a pass, (3,): factor of the cross entropy, factor of the z-loss, sum of the class weights.
+
+    They are computed at first use, so that the first matmul is launched before these small kernels.
 
     Attributes:
-        with_gradients: True if the pass computes gradients.
+        needs_scales: True if kernels of the pass read the scales.
         has_gradient_scale: True if gradients are multiplied by `gradient_scale`.
         upstream: upstream gradient of the loss, (), or of each row's loss, (N,); None: 1.
     """
 
     problem: RowProblem
     backend: Backend
-    with_gradients: bool
+    needs_scales: bool
     has_gradient_scale: bool = False
     upstream: Tensor | None = None
     _for_gradient: Tensor | None = field(default=None, init=False)
@@ -70,7 +71,7 @@ class LossScales:
     def for_loss(self) -> Tensor | None:
         """Scales of the loss. None for statistics of unweighted classes: `reduce` then computes them in its own
         kernel."""
-        needed = self.with_gradients or self.problem.class_weight is not None
+        needed = self.needs_scales or self.problem.class_weight is not None
         return self.backend.loss_scales(self.problem) if needed else None
 
     @functools.cached_property

@@ -46,7 +46,7 @@ from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import check_options
-from flce.torch_ops.frames import can_break_graph, mark_frames, skip_frame, skip_frame_and_callees
+from flce.torch_ops.frames import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -68,35 +68,36 @@ class _Patch:
     head_modules: HeadModules | None = None
     """The modules of the output embedding at the last search for heads."""
     has_vocabulary_products: bool | None = None
-    """True if a call may compute logits outside of the heads, see `VocabularyProductMode`. None: unknown until the next
-    call."""
+    """True if a call may compute logits by a product as wide as the vocabulary outside of the heads, see
+    `VocabularyProductMode`. None: unknown until the next call."""
     is_head_called: bool = False
     """True if a head has run in the current call of the model."""
     usage: Usage = field(default_factory=Usage)
     """Counts of fused losses, of computed logits, and of runs of stock code."""
     lazy_contexts: int = 0
     """Number of entered `lazy_logits` contexts in all threads, because other threads may run replicas of the model."""
-    generations: int = 0
+    running_generate_calls: int = 0
     """Number of running calls of ``generate()``."""
     always_lazy: bool = False
-    """True if `lazy_contexts` > 0 and `generations` == 0. Stored, because the compiler would compile the model again
-    for each new value of the two counts."""
+    """True if `lazy_contexts` > 0 and `running_generate_calls` == 0. Stored, because the compiler would compile the
+    model again for each new value of the two counts."""
 
-    def change_counts(self, *, lazy_contexts: int = 0, generations: int = 0) -> None:
+    def change_counts(self, *, lazy_contexts: int = 0, running_generate_calls: int = 0) -> None:
         with _counts_lock:
             self.lazy_contexts += lazy_contexts
-            self.generations += generations
-            self.always_lazy = self.lazy_contexts > 0 and self.generations == 0
+            self.running_generate_calls += running_generate_calls
+            self.always_lazy = self.lazy_contexts > 0 and self.running_generate_calls == 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle. A loaded model is in no `lazy_logits` context, and searches its heads again."""
-        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False, "head_modules": None}
+        counts = {"lazy_contexts": 0, "running_generate_calls": 0, "always_lazy": False}
+        return {**vars(self), **counts, "head_modules": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         """Return a new patch for the copy of a model. The copy of a single layer shares this patch, because PEFT
         trains such copies within the same model (``modules_to_save``)."""
-        root = next(iter(memo.values()), None)  # the object that deepcopy() was called with
-        if isinstance(root, nn.Linear):
+        root_copy = next(iter(memo.values()), None)  # copy of the object that deepcopy() was called with
+        if isinstance(root_copy, nn.Linear):
             return self
         return _Patch(**self.__getstate__() | {"usage": copy.deepcopy(self.usage, memo)})
 
@@ -112,17 +113,17 @@ class _Patch:
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels or self.always_lazy
         checkpoint = current_checkpoint()
-        is_lazy = (
+        must_be_lazy = (
             self.always_lazy
             or id(self) in _thread_state.patches_with_labels
             or (module.training and is_reentrant(checkpoint))
         )
         if checkpoint is None:
-            return is_lazy
+            return must_be_lazy
         # Checkpointing runs the head twice. The second pass cannot see the labels, and must return the same kind of
         # logits as the first.
         lazy_patches = _lazy_patches_of_checkpoint.setdefault(checkpoint, set())
-        if is_lazy:
+        if must_be_lazy:
             lazy_patches.add(id(self))
         return id(self) in lazy_patches
 
@@ -207,10 +208,10 @@ def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
 def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
     """Count and warn, or raise, if a call that ran no head has returned a loss or logits."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
-    # 0: a loss, which has no dimensions.
-    sizes = {0, *vocabulary_sizes(model)}
+    sizes = vocabulary_sizes(model)
+    # A loss has no dimensions.
     real_outputs = [
-        v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)
+        v for v in values if isinstance(v, Tensor) and not is_lazy(v) and (v.dim() == 0 or v.shape[-1] in sizes)
     ]
     if not real_outputs:
         return
@@ -241,9 +242,10 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = previous
-        if not _prepare_heads(self, patch):
+        _find_new_heads(self, patch)
+        if not patch.must_return_lazy(self):
             return forward(self, *args, **kwargs)
-        product_mode = None if patch.has_vocabulary_products is False else _make_product_mode(self, patch)
+        product_mode = _make_product_mode(self, patch)
         patch.is_head_called = False
         with product_mode or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
@@ -282,11 +284,11 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None:
             return generate(self, *args, **kwargs)
-        patch.change_counts(generations=1)
+        patch.change_counts(running_generate_calls=1)
         try:
             return generate(self, *args, **kwargs)
         finally:
-            patch.change_counts(generations=-1)
+            patch.change_counts(running_generate_calls=-1)
 
     return stock_generate
 
@@ -301,8 +303,8 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
             # can convert plain objects to tensors (see `_Call`).
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.converts_outputs:
-                is_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (is_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
+                must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
+                if (must_be_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
@@ -322,7 +324,7 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
             call.restore()
 
     skip_frame(wrapped)
-    mark_frames()  # must happen before a patched model runs
+    register_skipped_frames()  # must happen before a patched model runs
     return wrapped
 
 
@@ -425,15 +427,14 @@ def _find_labels_slice(forward: Callable[..., Any]) -> slice:
 
 
 @skip_frame_and_callees
-def _prepare_heads(model: Any, patch: _Patch) -> bool:
-    """Patch heads that were added since the last call. Return True if this call has to return lazy logits."""
+def _find_new_heads(model: Any, patch: _Patch) -> None:
+    """Patch heads that were added since the last call."""
     embedding = model.get_output_embeddings()
     if patch.head_modules is None or not patch.head_modules.still_match(embedding, patch):
         # Resizing the vocabulary replaces the head, and adapters add linear layers to it.
         heads = find_heads(model)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
-    return patch.must_return_lazy(model)
 
 
 @skip_frame_and_callees

@@ -23,7 +23,7 @@ from flce.huggingface.lazy import register_results, state_of
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.ops.arguments import check_options
-from flce.torch_ops.frames import mark_frames, skip_frame, skip_frame_and_callees
+from flce.torch_ops.frames import register_skipped_frames, skip_frame, skip_frame_and_callees
 
 __all__ = ["install", "uninstall"]
 
@@ -131,7 +131,7 @@ def make_add_fused_lm_head(stock: Any, options: ChunkOptions | None) -> Callable
                 kwargs.pop("num_items_in_batch")
             return head.stock(*args, **kwargs)
 
-        mark_frames()
+        register_skipped_frames()
         model.forward = MethodType(forward, model)
         model._flce_can_sum = True
 

@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.vocabulary_parallel import NOT_SPLIT, SplitHeadArguments, prepare_split_head
+from flce.ops.vocabulary_parallel import NOT_SHARDED, ShardedHeadArguments, prepare_sharded_head
 from flce.torch_ops.frames import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int64, torch.int32)
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # Tensors that may be None, and tensors of class indices.
 _OPTIONAL = {"linear_bias", "weight", "token_weight"}
 _INDEX_TENSORS = {"target", "candidates"}
@@ -75,7 +75,7 @@ def check_linear_arguments(
     shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
-    split_head: SplitHeadArguments = NOT_SPLIT,
+    sharded_head: ShardedHeadArguments = NOT_SHARDED,
 ) -> LinearArguments:
     """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors.
 
@@ -83,7 +83,7 @@ def check_linear_arguments(
 
     Args:
         spec: the checked scalar arguments; a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
-        split_head: the division of the head over processes.
+        sharded_head: the division of the head over processes.
     """
     operands = {"input": input, "linear_weight": linear_weight}
     if type(adapters) is not tuple or adapters:
@@ -108,9 +108,9 @@ def check_linear_arguments(
         # Checked before the input is gathered, because the gathered input has no tangent.
         names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
         refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
-    shard, all_classes = None, len(linear_weight)
-    num_class_weights = all_classes
-    if split_head != NOT_SPLIT:
+    shard, num_classes = None, len(linear_weight)
+    num_class_weights = num_classes
+    if sharded_head != NOT_SHARDED:
         if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
         replicated = {
@@ -119,13 +119,15 @@ def check_linear_arguments(
             "shift": shift,
             "options": (spec, options),
         }
-        given, shard = prepare_split_head(input, linear_weight, linear_bias, adapters, weight, split_head, replicated)
+        given, shard = prepare_sharded_head(
+            input, linear_weight, linear_bias, adapters, weight, sharded_head, replicated
+        )
         input, linear_weight, linear_bias, adapters = given
         operands = {"input": input, "linear_weight": linear_weight, **_adapters_by_name(adapters)}
-        all_classes = shard.vocab_size
+        num_classes = shard.vocab_size
         # Class weights cover the slice or all classes.
         if weight is None or weight.shape != (num_class_weights,):
-            num_class_weights = all_classes
+            num_class_weights = num_classes
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -157,7 +159,7 @@ def check_linear_arguments(
         _check_unfused(spec, probabilities)
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_unfused, shard,
-        all_classes,
+        num_classes,
     )  # fmt: skip
 
 
@@ -176,7 +178,7 @@ def check_logprob_arguments(
     ignore_index: int | None,
     shift: int,
     options: ChunkOptions | None,
-    split_head: SplitHeadArguments,
+    sharded_head: ShardedHeadArguments,
 ) -> tuple[LinearArguments, LogprobSpec, Tensor | None, Tensor | None]:
     """Check the arguments of `flce.linear_logprobs`, which documents the errors.
 
@@ -187,7 +189,7 @@ def check_logprob_arguments(
     tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
     check_tensors({**tensors, "temperature": row_temperature}, optional={"target", "candidates", "temperature"})
     refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, row_temperature), refuse_vmap=True)
-    tokens = split_head.tokens(input)
+    tokens = sharded_head.tokens(input)
     if candidates is not None:
         candidates = _flat_candidates(candidates, tokens, input)
     spec = LogprobSpec(
@@ -216,10 +218,10 @@ def check_logprob_arguments(
                 f"got {tuple(row_temperature.shape)}"
             )
     linear = check_linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, split_head
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, sharded_head
     )
     if spec.top_k > linear.vocab_size:
-        of = "linear_weight" if split_head == NOT_SPLIT else "all processes"
+        of = "linear_weight" if sharded_head == NOT_SHARDED else "all processes"
         raise ValueError(f"top_k must be at most the {linear.vocab_size} classes of {of}, got {spec.top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
@@ -329,7 +331,7 @@ def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIO
     for name, value in tensors.items():
         if value is None and name in optional:
             continue
-        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+        if type(value) not in PLAIN_TENSORS or value.layout is not torch.strided or value.is_nested:
             check_tensor(name, value)
             _check_subclass(name, value, dtensors)
         first = value if first is None else first
@@ -381,7 +383,7 @@ def is_quantised(weight: Tensor) -> bool:
 
 
 def _refuse_quantised(weight: Tensor) -> NoReturn:
-    kind = "" if type(weight) in _PLAIN else f"{type(weight).__name__} of "
+    kind = "" if type(weight) in PLAIN_TENSORS else f"{type(weight).__name__} of "
     raise TypeError(
         f"linear_weight must be float16, bfloat16, float32 or float64, got a {kind}{weight.dtype} tensor, as of a "
         "quantised head. Keep the head out of the quantisation (for example by listing it among the modules that the "

@@ -29,7 +29,7 @@ from flce.engine.arena import Arena
 from flce.ops import vocabulary_parallel
 from flce.ops.arguments import refuse_double_backward
 from flce.ops.row_layout import RowOrder, as_rows, empty_like_rows, may_overlap, row_order
-from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 from flce.torch_ops.registration import from_json, register_operator, to_json
 from flce.torch_ops.vmap import is_batched, register_vmap_loop
 
@@ -102,7 +102,7 @@ def check_overwritable(logits: Tensor) -> None:
 def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them."""
     backend = get_backend(p.device)
-    scales = vectors.LossScales(p, backend, with_gradients=False).for_loss
+    scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
     logits, order = as_rows(p.logits)
     out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
     inputs = _row_inputs(p, order, scales, not p.token_weight_grad)
@@ -115,7 +115,7 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     times this scale: the gradient of the reduced loss, or of the loss of each row if losses are not reduced.
     """
     backend = get_backend(p.device)
-    scales = vectors.LossScales(p, backend, with_gradients=True, has_gradient_scale=p.dtype == torch.float16)
+    scales = vectors.LossScales(p, backend, needs_scales=True, has_gradient_scale=p.dtype == torch.float16)
     logits, order = as_rows(p.logits)
     inputs = _row_inputs(p, order, scales.for_gradient())
     # The gradient of `token_weight` is computed from unweighted losses.
@@ -197,7 +197,7 @@ class _InPlace(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, token_weight: Tensor | None, problem: CrossEntropyProblem, returns_logits: bool
     ) -> tuple[Tensor, ...]:
-        mark_frames()
+        register_skipped_frames()
         out, gradient_scale = _compute_losses_and_gradient(problem)
         # Autograd does not see the writes of kernels. With a new version it detects in backward that logits changed.
         if returns_logits:
@@ -282,10 +282,6 @@ class _Arguments(NamedTuple):
         )  # fmt: skip
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _compute_losses(_Arguments(*args).problem)
-
-
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).problem
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
@@ -296,10 +292,6 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: Any) -> Tensor:
     return _compute_gradient(_Arguments(*args).problem, normalizer, loss_scales, upstream)
-
-
-def _backward_fake(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    return empty_like_rows(logits, as_rows(logits)[1])[0]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -327,7 +319,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 register_operator(
     "cross_entropy",
     f"({_SCHEMA}) -> ({_RESULTS})",
-    _forward,
+    lambda *args: _compute_losses(_Arguments(*args).problem),
     _forward_fake,
     backward=_differentiate,
     setup_context=_setup_context,
@@ -336,6 +328,6 @@ register_operator(
     "cross_entropy_backward",
     f"(Tensor normalizer, Tensor loss_scales, Tensor upstream, {_SCHEMA}) -> Tensor",
     _backward,
-    _backward_fake,
+    lambda normalizer, loss_scales, upstream, logits, *args: empty_like_rows(logits, as_rows(logits)[1])[0],
 )
 register_vmap_loop("cross_entropy_backward")

@@ -25,7 +25,7 @@ from flce.core.shard import Shard
 from flce.engine.case import Case
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import make_plan, plan_for_case, plan_for_shard
+from flce.planning.search import BudgetError, make_plan, plan_for_case, plan_for_shard
 from flce.torch_ops.registration import from_json, to_json
 
 ResultT = TypeVar("ResultT")
@@ -132,11 +132,14 @@ class LinearCall:
     @functools.cached_property
     def case(self) -> Case:
         p, options, gpu = self.problem, self.options, self.gpu
-        most_classes, split = (p.shard.max_local_vocab_size, p.shard.split) if p.shard else (p.local_vocab_size, None)
+        most_classes, sharding = p.local_vocab_size, None
+        if p.shard:
+            most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
         # Fused products read their operands along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
-            # See `has_forward_gradients`. Gradients in float16 must be rounded after the upstream gradient is known.
+            # With "auto", forward in a graph computes gradients even where the schedule defers them, and would round
+            # them to float16 before the upstream gradient is known. So the strategy is fixed.
             options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
         return Case(
             p.num_tokens,
@@ -150,7 +153,7 @@ class LinearCall:
             p.spec,
             p.needs,
             options,
-            split,
+            sharding,
         )
 
     @property
@@ -170,11 +173,10 @@ class LinearCall:
             return True
         try:
             # Sizes may be symbols of a tracer other than `torch.compile`. The graph of such a tracer has fixed sizes.
-            sizes = int(c.num_tokens), tuple(map(int, c.hidden_sizes)), int(c.vocab_size)
-            num_tokens, hidden_sizes, vocab_size = sizes
-            fixed = replace(c, num_tokens=num_tokens, hidden_sizes=hidden_sizes, vocab_size=vocab_size)
+            hidden_sizes = tuple(map(int, c.hidden_sizes))
+            fixed = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
             return not plan_for_case(fixed).deferred
-        except ValueError:  # no plan fits into the budget: the call itself raises the error
+        except BudgetError:  # the call itself raises the error
             return True
 
     def fake_gradients(self, forward: bool = False) -> list[Tensor]:
@@ -182,8 +184,8 @@ class LinearCall:
         p = self.problem
         dtypes, accum = self.case.dtypes(deferred=not forward), accumulation_dtype(p.dtype)
         grads = (
-            *(term.input.new_empty(term.input.shape, dtype=dtypes.dx) for term in p.terms),
-            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.dw) for term in p.terms),
+            *(term.input.new_empty(term.input.shape, dtype=dtypes.grads) for term in p.terms),
+            *(term.weight.new_empty(term.weight.shape, dtype=dtypes.grads) for term in p.terms),
             p.terms[0].weight.new_empty(p.local_vocab_size, dtype=accum),
         )
         return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
@@ -209,7 +211,7 @@ def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
     An allocation error is raised without a second attempt if there is a budget (the user has set the limit), while a
     graph is captured (its memory is separate), and if a head is divided (the other processes continue with the plan).
     """
-    limited = plan.case.options.max_workspace_bytes is not None or plan.case.split is not None
+    limited = plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
     while True:
         try:
             return run(plan)
@@ -238,7 +240,7 @@ def _find_smaller_plan(plan: ChunkPlan) -> ChunkPlan | None:
             max_workspace_bytes=max(1, plan.workspace_bytes * quarters // 4),
             strategy=plan.strategy,  # type: ignore[arg-type]
         )
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(BudgetError):
             smaller = make_plan(replace(plan.case, options=options))
             return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
     return None

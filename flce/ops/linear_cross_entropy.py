@@ -22,14 +22,14 @@ from flce.core import log, private
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import passes, vectors
-from flce.ops.arguments import refuse_double_backward
+from flce.ops.arguments import PLAIN_TENSORS, refuse_double_backward
 from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
 from flce.planning import new_shapes
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
 from flce.torch_ops import flops
-from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 from flce.torch_ops.registration import register_operator
 from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
@@ -68,10 +68,6 @@ def _run_forward(call: LinearCall, route: str) -> passes.ForwardResult:
     return run_plan(lambda plan: passes.forward(call.problem, plan, gradients), plan)
 
 
-def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    return _fake_outputs(OperatorArguments(*args).to_call())
-
-
 def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
     call.case.check()
     p, gradients = call.problem, call.has_forward_gradients
@@ -93,10 +89,6 @@ def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     call = OperatorArguments(*args).to_call()
     return run_plan(lambda plan: passes.backward(call.problem, plan, normalizer, upstream), plan_for_problem(call))
-
-
-def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    return OperatorArguments(*args).to_call().fake_gradients()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -164,8 +156,8 @@ def _compute_gradients(
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
-        # Write to new memory. dX and dW change dtype. The bias gradient does not, but a caller of the operator may have
-        # it, and the division would change it even if the upstream gradient is 1.
+        # Write to new memory. dX and dW change dtype. The bias gradient keeps its dtype, but is copied too: a caller of
+        # the operator may hold it.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
     scaling: Any = get_backend(factor.device) if can_bypass else torch.ops.flce
@@ -198,13 +190,10 @@ def _can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     ):
         return False
     batched, legacy = private.is_batchedtensor, private.is_legacy_batchedtensor
-    for t in tensors:  # noqa: SIM110  a generator takes three times as long
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or batched(t) or legacy(t)):
+    for t in tensors:  # A generator takes three times as long.
+        if t is not None and (type(t) not in PLAIN_TENSORS or t.is_meta or batched(t) or legacy(t)):
             return False
     return True
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
@@ -216,7 +205,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
-        mark_frames()
+        register_skipped_frames()
         rows, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, rows.normalizer)
@@ -235,15 +224,11 @@ def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
     return logits + (gradients if grads else 0)
 
 
-def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
-    return sum(OperatorArguments(*args).to_call().flops())
-
-
 register_operator(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
     _forward,
-    _forward_fake,
+    lambda *args: _fake_outputs(OperatorArguments(*args).to_call()),
     backward=_differentiate,
     setup_context=_setup_context,
 )
@@ -251,7 +236,7 @@ register_operator(
     "linear_cross_entropy_backward",
     f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
     _backward,
-    _backward_fake,
+    lambda normalizer, upstream, *args: OperatorArguments(*args).to_call().fake_gradients(),
 )
 register_operator(
     "scale_",
@@ -266,6 +251,9 @@ register_operator(
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
 flops.register_formula("linear_cross_entropy", _forward_flops)
-flops.register_formula("linear_cross_entropy_backward", _backward_flops)
+flops.register_formula(
+    "linear_cross_entropy_backward",
+    lambda normalizer, upstream, *args, out_val: sum(OperatorArguments(*args).to_call().flops()),
+)
 register_vmap_loop("linear_cross_entropy_backward")
 register_vmap_loop("scale_cast")

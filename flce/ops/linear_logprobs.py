@@ -50,8 +50,8 @@ _NUM_DIFFERENTIABLE = 4
 def linear_logprobs(
     problem: LinearCrossEntropyProblem, candidates: Tensor | None, options: ChunkOptions
 ) -> dict[str, Tensor | None]:
-    """Return the results of all tokens by name, None if not requested. Their gradients have no gradients. Several
-    backward passes can use the graph.
+    """Return the results of all tokens by name, None if not requested. Differentiable once. Several backward passes can
+    use the graph.
 
     Args:
         candidates: (N, K) int64. With K = 0 the result is differentiable, too: its gradients are 0.
@@ -102,8 +102,8 @@ def _plan_untraced(call: LinearCall) -> ChunkPlan:
 def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
     """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
     names a budget that fits both plans."""
-    plans, refused = [], []
-    for planned_call in (_without_gradients(call), call)[: 1 + call.problem.needs.any]:
+    plans, refused, forward = [], [], _without_gradients(call)
+    for planned_call in (forward, call) if call.problem.needs.any else (forward,):
         try:
             plans.append(_plan_untraced(planned_call))
         except BudgetError as error:
@@ -127,11 +127,11 @@ def _results(
     p: LinearCrossEntropyProblem,
     rows: RowOutputs,
     candidate_logprob: Tensor | None,
-    top_logprob: Tensor | None,
-    top_ids: Tensor | None,
+    top_k_logprob: Tensor | None,
+    top_k_ids: Tensor | None,
 ) -> LogprobResults:
     lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
-    results = _order_results(rows, lse, candidate_logprob, top_logprob, top_ids)
+    results = _order_results(rows, lse, candidate_logprob, top_k_logprob, top_k_ids)
     return LogprobResults._make(rows.normalizer.new_empty(0) if t is None else t for t in results)
 
 
@@ -202,10 +202,6 @@ def _backward(*args: Any) -> list[Tensor]:
     )
 
 
-def _backward_fake(*args: Any) -> list[Tensor]:
-    return _backward_arguments(*args)[0].fake_gradients()
-
-
 register_operator(
     "linear_logprobs",
     f"({SCHEMA}) -> ({', '.join(['Tensor'] * len(LogprobResults._fields))})",
@@ -219,7 +215,7 @@ register_operator(
     "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? grad_logprob, Tensor? grad_entropy, "
     f"Tensor? grad_lse, Tensor? grad_candidates, {SCHEMA}) -> Tensor[]",
     _backward,
-    _backward_fake,
+    lambda *args: _backward_arguments(*args)[0].fake_gradients(),
 )
 flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
 flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.backends.formulas import RowResults, results_from_state
+from flce.backends.formulas import RowStatistics, results_from_state
 from flce.core import private
 from flce.core.numbers import check_bool, check_int
 from flce.core.problem import LossSpec
@@ -32,7 +32,7 @@ from flce.torch_ops.registration import register_operator
 _SAMPLES = 16
 
 
-class SplitHeadArguments(NamedTuple):
+class ShardedHeadArguments(NamedTuple):
     """Arguments that divide a head; documented by `flce.fused_linear_cross_entropy`."""
 
     process_group: dist.ProcessGroup | None = None
@@ -48,16 +48,16 @@ class SplitHeadArguments(NamedTuple):
         return (*batch, length * self.process_group.size())
 
 
-NOT_SPLIT = SplitHeadArguments()
+NOT_SHARDED = ShardedHeadArguments()
 
 
-def prepare_split_head(
+def prepare_sharded_head(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     adapters: Sequence[tuple[Tensor, Tensor]],
     weight: Tensor | None,
-    split_head: SplitHeadArguments,
+    sharded_head: ShardedHeadArguments,
     replicated: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
     """Check the division of the head, and gather the tokens with sequence parallelism. Return the first four arguments
@@ -68,7 +68,7 @@ def prepare_split_head(
         replicated: other arguments that must be equal in all processes, by a name for messages. They are compared on a
             CPU and with ``FLCE_DEBUG=1``.
     """
-    group, vocab_size, sequence_parallel = split_head
+    group, vocab_size, sequence_parallel = sharded_head
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
@@ -82,7 +82,7 @@ def prepare_split_head(
         arguments = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
-            **_class_arguments(len(linear_weight), weight, split_head),
+            **_class_arguments(len(linear_weight), weight, sharded_head),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
             "classes of linear_bias": classes[0],
             "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + classes[1:],
@@ -102,10 +102,10 @@ def prepare_split_head(
     return (input, linear_weight, linear_bias, adapters), shard
 
 
-def _class_arguments(cols: int, weight: Tensor | None, split_head: SplitHeadArguments) -> dict[str, Any]:
+def _class_arguments(cols: int, weight: Tensor | None, sharded_head: ShardedHeadArguments) -> dict[str, Any]:
     """Return V, and for linear_weight and the class weights which classes they have: equal values in all processes."""
-    group: Any = split_head.process_group
-    total = total_vocab_size(cols, split_head.vocab_size, group)
+    group: Any = sharded_head.process_group
+    total = total_vocab_size(cols, sharded_head.vocab_size, group)
     start, stop = shard_bounds(total, group.size(), group.rank())
     # If one process has all classes, weights of all classes and of the slice have the same length.
     one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
@@ -218,7 +218,7 @@ def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> i
 
 
 def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
-    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward sums and scatters the gradient."""
+    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward reduce-scatters the gradient."""
     if x.dim() < 2:
         raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
     full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
@@ -230,7 +230,7 @@ def _gather_sequence(x: Tensor, group: str) -> Tensor:
     return shares.movedim(0, -3).flatten(-3, -2).contiguous()
 
 
-def _scatter_sequence(x: Tensor, group: str) -> Tensor:
+def _reduce_scatter_sequence(x: Tensor, group: str) -> Tensor:
     processes = private.resolve_process_group(group)
     count = processes.size()
     shares = x.unflatten(-2, (count, x.shape[-2] // count)).movedim(-3, 0).contiguous()
@@ -251,13 +251,15 @@ def _register() -> None:
         ctx.group = inputs[1]
 
     schema = "(Tensor x, str group) -> Tensor"
-    register_operator("scatter_sequence", schema, _scatter_sequence, lambda x, group: shape(x, group, False))
+    register_operator(
+        "reduce_scatter_sequence", schema, _reduce_scatter_sequence, lambda x, group: shape(x, group, False)
+    )
     register_operator(
         "gather_sequence",
         schema,
         _gather_sequence,
         lambda x, group: shape(x, group, True),
-        backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
+        backward=lambda ctx, grad: (torch.ops.flce.reduce_scatter_sequence(grad, ctx.group), None),
         setup_context=keep_group,
     )
 
@@ -270,7 +272,7 @@ _register()
 
 def merge_results(
     state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
-) -> RowResults:
+) -> RowStatistics:
     """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
 
     Processes also exchange their numbers of classes. If a number differs from the number that `shard` implies, the
@@ -293,7 +295,7 @@ def merge_results(
 
 def _refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
     """Raise ValueError if two processes have the same log-sum-exps, unless the logits within each row are equal.
-    offsets, log_sums: (processes, rows) of `RowResults`; widths: (processes, 1) numbers of classes."""
+    offsets, log_sums: (processes, rows) of `RowStatistics`; widths: (processes, 1) numbers of classes."""
     is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
     numbers = torch.cat((offsets, log_sums), 1).tolist()
     fingerprints = [

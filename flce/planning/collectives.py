@@ -12,10 +12,10 @@ from torch import Tensor
 
 from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
-from flce.core.shard import HeadSplit
+from flce.core.shard import HeadSharding
 from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import Vocabulary, shard_spec
+from flce.engine.shards import LocalProblem, shard_spec
 from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
@@ -44,8 +44,8 @@ class Collective:
         return f"{self.calls} {self.operation}{'s' * (self.calls > 1)} of {self.what} ({self.bytes / 2**20:.1f} MiB)"
 
 
-def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSplit | None:
-    """Check the arguments of `flce.plan` and return the split; None without `shards`."""
+def sharding_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSharding | None:
+    """Check the arguments of `flce.plan` and return the division; None without `shards`."""
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
     if shards is None:
@@ -60,7 +60,7 @@ def split_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens
             f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have equally "
             f"many, got {num_tokens}"
         )
-    return HeadSplit(shards, sequence_parallel)
+    return HeadSharding(shards, sequence_parallel)
 
 
 class Tally:
@@ -91,15 +91,15 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Return how many numbers each process sends for a token, see `VocabularyShard.merge_results`: 3 to 7."""
+    """Return how many numbers each process sends for a token, see `ShardProblem.merge_results`: 3 to 7."""
     return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
 
 
 @dataclass
-class CountingShard(Vocabulary):
-    """Classes of a process in a dry run: count the collectives of a `VocabularyShard` and their memory."""
+class CountingShard(LocalProblem):
+    """Classes of a process in a dry run: count the collectives of a `ShardProblem` and their memory."""
 
-    split: HeadSplit = field(kw_only=True)
+    sharding: HeadSharding = field(kw_only=True)
     tally: Tally = field(kw_only=True)
 
     is_sharded = True
@@ -114,7 +114,7 @@ class CountingShard(Vocabulary):
         self._started: set[int] = set()
 
     def merge_results(self, tokens: slice) -> None:
-        rows, processes = tokens.stop - tokens.start, self.split.num_processes
+        rows, processes = tokens.stop - tokens.start, self.sharding.num_processes
         spec, itemsize = self.full_problem.spec, self.normalizer.dtype.itemsize
         numbers = numbers_sent(spec)
         gathered_bytes = processes * (numbers * rows + 1) * itemsize
@@ -127,7 +127,7 @@ class CountingShard(Vocabulary):
 
     def start_dx_sum(self, term: int, dx: Tensor) -> None:
         self._started.add(term)
-        if self.split.num_processes > 1 and not self.split.sequence_parallel:
+        if self.sharding.num_processes > 1 and not self.sharding.sequence_parallel:
             self.tally.add("all-reduce", "gradients of inputs", dx.nbytes)
 
     def finish_dx_sum(self, term: int, dx: Tensor) -> None:
@@ -140,5 +140,5 @@ class CountingShard(Vocabulary):
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         for x in (top_k.logits, top_k.ids):
-            self.tally.add("all-gather", "largest logits", self.split.num_processes * x.nbytes)
+            self.tally.add("all-gather", "largest logits", self.sharding.num_processes * x.nbytes)
         return top_k

@@ -51,7 +51,7 @@ def count_costs(plan: Plan) -> PlanCosts:
         grads = dry_run_passes(plan, Runtime(cast(Any, meter), arena, CountingContext))
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.count_temporary(eager.SCALING_BYTES)
-    if c.split is not None and c.split.sequence_parallel:
+    if c.sharding is not None and c.sharding.sequence_parallel:
         for size, needed in zip(c.hidden_sizes, c.needs.inputs, strict=True):
             input_bytes = c.num_tokens * size * c.dtype.itemsize
             meter.tally.add("all-gather", "inputs", input_bytes)
@@ -121,7 +121,7 @@ def _dry_run_token_passes(
         return arena.new((n,), accum)
 
     candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
-    normalizer = arena.new((contract.normalizer_slots(problem.spec), n), accum)
+    normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
     saved = per_token.SavedRows(normalizer, vector(), candidate_values)
     upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values)
     return per_token.backward(problem, plan, candidates, saved, upstream, runtime)
@@ -250,7 +250,7 @@ class CountingBackend:
         self.add_pass(launches=6)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES + len(grad) * contract.SLOT_BYTES)
 
-    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
+    def unscaled_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
         self.add_product(len(grad), grad.shape[1], len(dlogits))
 
     def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
@@ -262,10 +262,10 @@ class CountingContext(PassContext):
     """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
 
     def __post_init__(self) -> None:
-        self._meter, c = cast(CountingBackend, self.backend), self.vocab
-        if self._meter.case.split is not None:
+        self._meter, c = cast(CountingBackend, self.backend), self.local
+        if self._meter.case.sharding is not None:
             fields = c.full_problem, c.full_selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.vocab = CountingShard(*fields, split=self._meter.case.split, tally=self._meter.tally)
+            self.local = CountingShard(*fields, sharding=self._meter.case.sharding, tally=self._meter.tally)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:
@@ -287,7 +287,7 @@ class CountingContext(PassContext):
             _sample_equal_slices(range_.start, range_.stop, step), self._meter.rates.host_seconds_per_block
         )
 
-    def round(self, x: Tensor, out: Tensor) -> None:
+    def unscale_and_round(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(x, out)
 
     def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:

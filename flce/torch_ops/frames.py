@@ -10,30 +10,31 @@ from flce.core import private
 
 FunctionT = TypeVar("FunctionT", bound=Any)
 
-# Frames that are not marked yet; True: the functions that they call are left to Python, too.
-_unmarked: list[tuple[CodeType, bool]] = []
+# Frames that are not registered yet; True: the functions that they call are left to Python, too.
+_unregistered: list[tuple[CodeType, bool]] = []
 
 
 def skip_frame(function: FunctionT) -> FunctionT:
-    """Mark a function: no graph begins in its frame. A graph may begin in its callees. See `mark_frames`."""
-    _unmarked.append((function.__code__, False))
+    """Mark a function: no graph begins in its frame. A graph may begin in its callees.
+    See `register_skipped_frames`."""
+    _unregistered.append((function.__code__, False))
     return function
 
 
 def skip_frame_and_callees(function: FunctionT) -> FunctionT:
-    """Mark a function: no graph begins in its frame or in its callees. See `mark_frames`."""
-    _unmarked.append((function.__code__, True))
+    """Mark a function: no graph begins in its frame or in its callees. See `register_skipped_frames`."""
+    _unregistered.append((function.__code__, True))
     return function
 
 
-def mark_frames() -> None:
+def register_skipped_frames() -> None:
     """Pass the decorated functions to the compiler, at the first use of this package and not at its import.
 
     `torch.compiler.disable` has the same effect, but imports torch._dynamo, which takes a second.
     """
-    while _unmarked:
+    while _unregistered:
         with contextlib.suppress(IndexError):  # another thread may have removed the last one
-            private.skip_frames(*_unmarked.pop())
+            private.skip_frames(*_unregistered.pop())
 
 
 def can_break_graph() -> bool:

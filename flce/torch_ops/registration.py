@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flce.core.numbers import specialize
-from flce.torch_ops.frames import mark_frames, skip_frame_and_callees
+from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 
 
 def register_operator(
@@ -31,7 +31,7 @@ def register_operator(
         return
 
     def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        mark_frames()
+        register_skipped_frames()
         setup_context(ctx, inputs, output)
 
     torch.library.register_autograd(f"flce::{name}", skip_frame_and_callees(backward), setup_context=prepare)

@@ -140,7 +140,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     vocab: int, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, extras = HALVES[kind]
-    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as a large vocabulary has
+    monkeypatch.setattr(sums, "FIRST_ROUNDED_CLASSES", 8)  # several pieces, as a large vocabulary has
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
     schedule = plan_for(problem, options).schedule

@@ -19,7 +19,7 @@ import flce
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
 from flce.backends.formulas import (
-    RowResults,
+    RowStatistics,
     Targets,
     merge_shards,
     results_from_state,
@@ -77,7 +77,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
         made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
         shards.append(made)
-    stacked = RowResults._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
+    stacked = RowStatistics._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
     widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
     sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
     owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1

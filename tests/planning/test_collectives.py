@@ -16,8 +16,8 @@ if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 import flce
-from flce.core.shard import HeadSplit, shard_bounds
-from flce.planning.collectives import Collective, split_from_arguments
+from flce.core.shard import HeadSharding, shard_bounds
+from flce.planning.collectives import Collective, sharding_from_arguments
 from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
@@ -203,4 +203,4 @@ def test_processes_with_fewer_classes_send_the_same() -> None:
 def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
-    assert split_from_arguments(2, True, 64) == HeadSplit(2, True)
+    assert sharding_from_arguments(2, True, 64) == HeadSharding(2, True)

@@ -186,7 +186,7 @@ def test_momentary_memory_of_kernels_is_counted(
 
 def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathered rows are scaled in place. Rows that are not gathered are scaled into a buffer of the same size."""
-    monkeypatch.setattr("flce.engine.sums.COMPACTION_ROWS", 8)  # otherwise the last rounding would be the peak
+    monkeypatch.setattr("flce.engine.sums.FIRST_ROUNDED_CLASSES", 8)  # otherwise the last rounding would be the peak
 
     def workspace(skip: bool) -> int:
         c = replace(case_of(torch.bfloat16, "w", skip_ignored=skip), hidden_sizes=(1024,))
@@ -227,7 +227,7 @@ class InBlocks(Schedule):
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: PassContext) -> None:
-        tile = s.new_gradient_tile(self.rows, self.cols)
+        tile = s.start_gradient_tile(self.rows, self.cols)
         sums = [DxSum(s, k, self.rows, self.cols) for k in s.dx_terms]
         for chunk in s.chunks(self.rows):
             rows = chunk.stop - chunk.start

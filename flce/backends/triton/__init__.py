@@ -187,7 +187,7 @@ class TritonBackend:
     fused_exponentials = staticmethod(exponentials_launch.fused_exponentials)
     combine_rows = staticmethod(_replayed(exponentials_launch.combine_rows))
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
-    divided_weight_gradient = staticmethod(exponentials_launch.divided_weight_gradient)
+    unscaled_weight_gradient = staticmethod(exponentials_launch.unscaled_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
     finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))

@@ -251,11 +251,11 @@ def _weight_gradients(
         stop = classes.start
 
 
-def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
-    run(_divided_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
+def unscaled_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
+    run(_unscaled_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
 
 
-def _divided_weight_gradient(
+def _unscaled_weight_gradient(
     grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
 ) -> Iterator[Launch]:
     yield _weight_gradient(grad, dlogits, x, gradient_scale=gradient_scale)

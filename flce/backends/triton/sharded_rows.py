@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import TileCall
-from flce.backends.formulas import RowResults
+from flce.backends.formulas import RowStatistics
 from flce.backends.triton.launch import Launch, build_launch
 from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p
 
 ROWS = 64
-# The order of the gathered numbers of a row is the order of the fields of `RowResults`.
-_OFFSET = tl.constexpr(RowResults._fields.index("offset"))
-_LOG_SUM = tl.constexpr(RowResults._fields.index("log_sum"))
-_LOGPROB = tl.constexpr(RowResults._fields.index("logprob"))
+# The order of the gathered numbers of a row is the order of the fields of `RowStatistics`.
+_OFFSET = tl.constexpr(RowStatistics._fields.index("offset"))
+_LOG_SUM = tl.constexpr(RowStatistics._fields.index("log_sum"))
+_LOGPROB = tl.constexpr(RowStatistics._fields.index("logprob"))
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def finish_sharded_rows_kernel(
     counts = share != float("-inf")
     own = tl.load(gathered_ptr + rank * gathered_stride + _LOGPROB * rows + row, mask=exists, other=0.0)
     # The probability of the target or, if another shard has the target, of the class that replaces it in this shard.
-    stand_in_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
-    grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * stand_in_probability)
+    local_target_probability = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
+    grad_at_target = tl.where(in_range & (owner == rank), grad_at_target, softmax_factor * local_target_probability)
     if HAS_SOFTCAP:
         offset, log_sum = load_log_sum_exp(gathered_ptr, rank, gathered_stride, row, rows, exists)
         tanh = tl.where(counts, (offset + (log_sum + own)) / cap, 0.0)

@@ -1,6 +1,6 @@
 """Kernels for the gradient of the head: a matrix product that also keeps what its rounding removes, or divides.
 
-`exponentials_launch` launches them: `Backend.weight_gradient` and `divided_weight_gradient`.
+`exponentials_launch` launches them: `Backend.weight_gradient` and `unscaled_weight_gradient`.
 
     dW = E^T (f * X) + sum_i t_i X[i] at row y[i]
 

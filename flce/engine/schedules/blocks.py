@@ -42,10 +42,10 @@ class Blocks(Deferred):
 
     def backward(self, ctx: PassContext) -> None:
         for k in ctx.dx_terms:
-            ctx.dx_memory(k, ctx.dtypes.sums)
+            ctx.allocate_dx(k, ctx.dtypes.sums)
         compute_blocks(ctx, self.layout, 0, ctx.vocab_size)
         for k in ctx.dx_terms:
-            ctx.set_dx_memory(k, ctx.round_to(ctx.dx_memory(k), ctx.problem.dtype))
+            ctx.set_dx_memory(k, ctx.unscale_and_round_to(ctx.dx_memory(k), ctx.problem.dtype))
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.layout.rows, self.layout.block_widths(c.vocab_size)
@@ -87,7 +87,7 @@ class BlocksAroundSum(Blocks):
         compute_blocks(ctx, self.layout, 0, self.dx_sum_start)
         without_borrowing = BlockLayout(self.layout.rows, self.layout.cols)
         compute_blocks(ctx, without_borrowing, self.dx_sum_start, ctx.vocab_size, with_dw=False)
-        ctx.set_dx_memory(0, ctx.round_to(dx_sum, ctx.problem.dtype))
+        ctx.set_dx_memory(0, ctx.unscale_and_round_to(dx_sum, ctx.problem.dtype))
         compute_blocks(ctx, self.layout, self.dx_sum_start, ctx.vocab_size, with_dx=False)
 
 
@@ -114,7 +114,7 @@ class ChunksOfBlocks(Deferred):
         return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
 
     def backward(self, ctx: PassContext) -> None:
-        tile = ctx.new_gradient_tile(self.rows, self.cols)
+        tile = ctx.start_gradient_tile(self.rows, self.cols)
         dx_sums = [DxSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
         for chunk in ctx.chunks(self.rows):
             for block in ctx.blocks(self.cols):
@@ -170,10 +170,10 @@ def compute_blocks(
     ctx: PassContext, layout: BlockLayout, start: int, stop: int, with_dx: bool = True, with_dw: bool = True
 ) -> None:
     """Compute dW and the gradient of the bias of the classes from `start` to `stop`, and add these classes to dX."""
-    separate_tile = ctx.new_gradient_tile(layout.rows, layout.cols)
-    build_dw_sums = block_sum_builder(ctx, layout.rows, layout.cols)
+    separate_tile = ctx.start_gradient_tile(layout.rows, layout.cols)
+    sums_of_block = block_sum_builder(ctx, layout.rows, layout.cols)
     for block in ctx.blocks(layout.cols, start, stop, leading_blocks=layout.borrowed_blocks(start, stop)):
-        cols, dw_sums = block.stop - block.start, build_dw_sums(block) if with_dw else {}
+        cols, dw_sums = block.stop - block.start, sums_of_block(block) if with_dw else {}
         tile = separate_tile[:, :cols]
         for chunk in ctx.chunks(layout.rows):
             rows = chunk.stop - chunk.start

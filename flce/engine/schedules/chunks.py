@@ -34,10 +34,11 @@ class Chunks(Schedule):
         logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
-            z, dz = (slice_rows(tile, slice(0, chunk.stop - chunk.start)) for tile in (logits, dlogits))
-            ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, z)
-            ctx.compute_statistics_and_gradient(z, dz, chunk)
-            add_tile(ctx, dz, chunk, ctx.all_classes, dw_sums)
+            rows = slice(0, chunk.stop - chunk.start)
+            tile_logits, tile_dlogits = slice_rows(logits, rows), slice_rows(dlogits, rows)
+            ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, tile_logits)
+            ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, chunk)
+            add_tile(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
         finish_sums(dw_sums)
 
     def for_shard(self, c: Case) -> Chunks:
@@ -56,7 +57,7 @@ class NormalizedChunks(Chunks):
         )
 
     def forward(self, ctx: PassContext) -> None:
-        tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        tile, exponentials = ctx.start_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
@@ -68,7 +69,8 @@ class NormalizedChunks(Chunks):
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token. Four products."""
+    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token; also `Blocks` with all
+    classes. Four products."""
 
     rows: int
 
@@ -81,7 +83,7 @@ class DeferredChunks(Deferred):
         return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
 
     def backward(self, ctx: PassContext) -> None:
-        tile = ctx.new_gradient_tile(self.rows, ctx.vocab_size, is_recomputed=ctx.is_single_chunk(self.rows))
+        tile = ctx.start_gradient_tile(self.rows, ctx.vocab_size, has_all_logits=ctx.is_single_chunk(self.rows))
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))

@@ -53,7 +53,7 @@ class Statistics(Schedule):
 
 
 @dataclass(frozen=True)
-class TopKLogits(Schedule):
+class TopKLogits:
     """Loop over chunks and blocks for the largest logits of each token. It follows statistics in registers, which
     cannot compute them."""
 

@@ -1,7 +1,8 @@
 """Schedules that multiply exponentials, instead of the gradient of the logits, with W and x.
 
-With e = exp(z - m) for a reference m of each row, the gradient of row i's logits is f_i e_i, and in the target's column
-t_i. The factors f and t are known when the row is complete. So products with e are computed first, and
+With e = exp(z - m), and 0 in the target's column, for a reference m of each row, the gradient of row i's logits is
+f_i e_i, plus t_i in the target's column. The factors f and t are known when the row is complete. So products with e are
+computed first, and
 
     dX_i = f_i (e_i W) + t_i W[y_i]        dW = e^T (f x) + sum over i of t_i x_i in row y_i
 
@@ -69,7 +70,7 @@ class Unnormalized(Schedule):
 
     def _run_chunks(self, ctx: PassContext, stop: int) -> None:
         """Compute losses, dX, and dW of the classes before `stop`."""
-        tile, exponentials = ctx.new_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        tile, exponentials = ctx.start_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
         dw_sums = build_dw_sums(ctx, self.rows, stop)
         for chunk in ctx.chunks(self.rows):
             xs = ctx.term_inputs(chunk)
@@ -92,7 +93,7 @@ class Unnormalized(Schedule):
             for k in ctx.dx_terms:
                 self._add_dx(ctx, exponentials, k, exps, chunk)
             del xs  # Gathered rows are freed before the next chunk is gathered.
-        for k, dw_sum in dw_sums.items():
+        for k, dw_sum in dw_sums.items():  # A single chunk has no sum, see `DwSum.finish`.
             dw_sum.finish(functools.partial(exponentials.add_target_terms, k))
         if ctx.problem.needs.bias:
             exponentials.add_target_bias_terms(stop)
@@ -133,8 +134,9 @@ class Recomputed(Unnormalized):
     def sizes(cls, c: Case) -> range:
         dtypes = c.dtypes(False)
         has_first_half = second_half_start(c.vocab_size) > 0
-        sums_are_halved = has_first_half and c.needs.weights[0] and dtypes.dw == c.dtype != dtypes.sums
-        return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NO_SIZES
+        has_sum_in_two_parts = has_first_half and c.needs.weights[0] and dtypes.grads == c.dtype != dtypes.sums
+        # One chunk needs no sum.
+        return super().sizes(c)[:-1] if has_sum_in_two_parts and not c.skip_ignored else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:
@@ -191,6 +193,7 @@ class Borrowed(Schedule):
             for tile, place in zip(tiles, self.tiles, strict=True):
                 ctx.matmul(tile, weight[place.classes], out=product, accumulate=place.start > 0)
             exponentials.finish_input_gradient(0, product, chunk)
+            # dX is written: the memory of the float32 product now holds two half-precision tensors.
             scaled, residual = product.view(x.dtype).view(2, *x.shape)
         scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         exponentials.compute_weight_gradient(0, tiles, scaled, residual)
