@@ -184,6 +184,8 @@ def _change_in_place(lazy: Any, result: LazyState) -> Any:
         return NotImplemented
     family.forget_copies()
     lazy._root()._leave_origin()
+    # In stock code the gradient of another member passes through this one or not: it depends on the head's bias.
+    family.is_bypassed = len(members) > 1
     for member in members:
         member._set_state(result if member is lazy else with_token_sizes(result, member._state.shape[:-1]))
     return lazy
