@@ -216,7 +216,7 @@ def _reshape_results(
 
 
 def make_linear_problem(
-    args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
+    args: LinearArguments, spec: LossSpec, inverse_temperature: Tensor | None = None
 ) -> LinearCrossEntropyProblem:
     grad, terms = torch.is_grad_enabled(), ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
@@ -244,7 +244,7 @@ def make_linear_problem(
         ),
         shift=args.shift,
         token_weight_grad=grad and token_weight is not None and token_weight.requires_grad,
-        row_factor=row_factor,
+        inverse_temperature=inverse_temperature,
         shard=args.shard,
     )
 
@@ -320,11 +320,11 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    args, spec, flat_candidates, row_factor = check_logprob_arguments(
+    args, spec, flat_candidates, inverse_temperature = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
         logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    problem, tokens = make_linear_problem(args, spec, row_factor), args.input.shape[:-1]
+    problem, tokens = make_linear_problem(args, spec, inverse_temperature), args.input.shape[:-1]
     results = run_linear_logprobs(problem, flat_candidates, options or _DEFAULT_OPTIONS)
     shaped = _reshape_results(results, problem.target, tokens, spec)
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})

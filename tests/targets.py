@@ -40,8 +40,8 @@ from flce.backends.contract import (
     STATE_SLOTS,
     RowInputs,
     RowOutputs,
-    Tile,
     TileCall,
+    TileClasses,
 )
 from flce.backends.triton import softmax_launch
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
@@ -207,12 +207,12 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
     inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
     out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
-    first = TileCall(inputs, spec, Tile(0, cols, cols, cols), out)
+    first = TileCall(inputs, spec, TileClasses(0, cols, cols, cols), out)
     normalizer = _new(NORMALIZER_SLOTS, ROWS, dtype=accum)
     second = TileCall(inputs, spec, first.tile, None, normalizer, _new(ROWS, dtype=accum))
     logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
     tile, room = _padded(cols, dtype), padded_cols(cols)
-    parts = [Tile(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
+    parts = [TileClasses(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
     yield partial(backend.statistics, logits, first, None)
     yield partial(backend.loss_and_gradient, logits, logits, first)
     yield partial(backend.gradient, logits, logits, second)
@@ -225,7 +225,7 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     yield partial(backend.scale_rows_, logits, factor, inputs.target, -100)
     yield partial(backend.scale_, [logits, logits], factor[0])
     yield partial(backend.scale_cast, _new(ROWS, cols, dtype=accum), factor[0], dtype)
-    full_tile = Tile(0, cols, cols, room)
+    full_tile = TileClasses(0, cols, cols, room)
     for half in (torch.bfloat16, torch.float16) if dtype == torch.float32 else ():
         grad = _padded(cols, half)
         yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=full_tile))
@@ -265,7 +265,7 @@ def slice_calls() -> Calls:
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
         out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
-        call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
+        call = TileCall(inputs, spec, TileClasses(8000, 8000, 32000, 8000), out)
         for factors in (_new(2, ROWS), None):
             given = _new(4, 3 * ROWS + 1), 1, 8000, call, factors
             yield partial(kernels.TritonBackend().finish_sharded_rows, *given)

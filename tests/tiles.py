@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends.contract import CLASSES, LOSS_GRADIENT_SLOTS, STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.contract import (
+    CLASSES,
+    LOSS_GRADIENT_SLOTS,
+    STATE_SLOTS,
+    RowInputs,
+    RowOutputs,
+    TileCall,
+    TileClasses,
+)
 from flce.core.problem import LossSpec, accumulation_dtype
 
 IGNORE = -100
@@ -40,12 +48,12 @@ class Rows:
         wide = [t.double() if t is not None and t.is_floating_point() else t for t in self.inputs]
         return replace(self, logits=self.logits.double(), inputs=RowInputs(*wide))  # type: ignore[arg-type]
 
-    def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
+    def tile(self, start: int, stop: int) -> tuple[Tensor, TileClasses]:
         """Return a copy of some columns and their tile. The buffer has accessible columns of NaN behind the copy."""
         room = -(-(stop - start) // 16) * 16
         buffer = self.logits.new_full((self.logits.shape[0], room), float("nan"))
         buffer[:, : stop - start] = self.logits[:, start:stop]
-        return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
+        return buffer[:, : stop - start], TileClasses(start, stop - start, self.vocab, room)
 
     def state(self) -> Tensor:
         return self.upstream.new_full((STATE_SLOTS, len(self.logits)), -55.0)
@@ -56,30 +64,32 @@ class Rows:
 
         return RowOutputs.allocate(self.spec, self.accum, new)
 
-    def call(self, tile: Tile, out: RowOutputs) -> TileCall:
+    def call(self, tile: TileClasses, out: RowOutputs) -> TileCall:
         return TileCall(self.inputs, self.spec, tile, out)
 
-    def statistics(self, backend: Any, logits: Tensor, tile: Tile, state: Tensor | None, out: RowOutputs) -> None:
+    def statistics(
+        self, backend: Any, logits: Tensor, tile: TileClasses, state: Tensor | None, out: RowOutputs
+    ) -> None:
         backend.statistics(logits, self.call(tile, out), state)
 
     def gradient(
-        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, upstream: Tensor | None
+        self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, normalizer: Tensor, upstream: Tensor | None
     ) -> None:
         backend.gradient(logits, grad, TileCall(self.inputs, self.spec, tile, None, normalizer, upstream))
 
-    def row_gradient(self, backend: Any, tile: Tile, normalizer: Tensor) -> Tensor:
+    def row_gradient(self, backend: Any, tile: TileClasses, normalizer: Tensor) -> Tensor:
         """Return the row gradient of the loss with `upstream`: the slots that the loss has."""
         out = normalizer.new_full((LOSS_GRADIENT_SLOTS, normalizer.shape[1]), -77.0)
         backend.row_gradient(TileCall(self.inputs, self.spec, tile, None, normalizer, self.upstream), out)
         return out if self.spec.label_smoothing else out[:CLASSES]
 
     def gradient_of_rows(
-        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, row_gradient: Tensor
+        self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, normalizer: Tensor, row_gradient: Tensor
     ) -> None:
         inputs = self.inputs._replace(scales=None, token_weight=None)
         backend.gradient(logits, grad, TileCall(inputs, self.spec, tile, None, normalizer, None, row_gradient))
 
-    def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, out: RowOutputs) -> None:
+    def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, out: RowOutputs) -> None:
         backend.loss_and_gradient(logits, grad, self.call(tile, out))
 
 

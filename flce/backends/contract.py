@@ -24,14 +24,14 @@ from flce.core.slices import is_full_slice, slice_columns
 STATE_SLOTS = 9
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
 
-# `Backend.exponentials` has two more slots: the logit that exponentials are relative to, and dz/dlogits of the target.
+# `Backend.exponentials` has two more slots: a reference, to which exponentials are relative, and dz/da of the target.
 EXPONENTIAL_SLOTS = STATE_SLOTS + 2
-BASE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
-# Exponentials are relative to BASE and multiplied by EXPONENTIAL_SCALE. BASE is raised before an exponential is larger
-# than exp(EXPONENTIAL_HEADROOM) * EXPONENTIAL_SCALE. The range of float16 is 2^-24 to 2^16.
+EXP_REFERENCE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
+# Kernels store exp(z - EXP_REFERENCE) * EXPONENTIAL_SCALE. EXP_REFERENCE is raised before a stored number exceeds
+# exp(EXPONENTIAL_HEADROOM) * EXPONENTIAL_SCALE. The range of float16 is 2^-24 to 2^16.
 EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
-# Exponentials of capped logits are divided by `scale * cap`, the constant factor of dz/dlogits, unless its absolute
-# value is at most this.
+# With softcap kernels store exp(z - EXP_REFERENCE) * EXPONENTIAL_SCALE * dz/da / (scale * cap), or without the division
+# if abs(scale * cap) is at most this.
 LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
@@ -114,9 +114,9 @@ class RowInputs(NamedTuple):
     class_weight: Tensor | None  # (V,)
     bias: Tensor | None  # (V,)
     scales: Tensor | None  # (3,) of `Backend.loss_scales`; None for statistics of unweighted classes
-    row_factor: Tensor | None = None  # (rows,) multiplies the logits z
+    inverse_temperature: Tensor | None = None  # (rows,) 1 / temperature: multiplies z
 
-    def tile_bias(self, tile: Tile) -> Tensor | None:
+    def tile_bias(self, tile: TileClasses) -> Tensor | None:
         """Return the bias of the classes of a tile, (cols,)."""
         return None if self.bias is None else slice_columns(self.bias, tile.columns)
 
@@ -130,8 +130,8 @@ class RowInputs(NamedTuple):
 
     def select_rows(self, part: slice) -> RowInputs:
         weight = None if self.token_weight is None else self.token_weight[part]
-        factor = None if self.row_factor is None else self.row_factor[part]
-        return self._replace(target=self.target[part], token_weight=weight, row_factor=factor)
+        factor = None if self.inverse_temperature is None else self.inverse_temperature[part]
+        return self._replace(target=self.target[part], token_weight=weight, inverse_temperature=factor)
 
 
 class RowOutputs(NamedTuple):
@@ -192,8 +192,8 @@ class RowOutputs(NamedTuple):
         return self if is_full_slice(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
 
 
-class Tile(NamedTuple):
-    """The classes [start, start + cols) of `vocab_size` in a tile.
+class TileClasses(NamedTuple):
+    """The classes of a tile: [start, start + cols) of `vocab_size`.
 
     Attributes:
         accessible_cols: columns of the buffer from the start of each row, at least `cols`. Columns behind `cols` may be
@@ -231,13 +231,13 @@ class TileCall(NamedTuple):
 
     inputs: RowInputs
     spec: LossSpec
-    tile: Tile
+    tile: TileClasses
     out: RowOutputs | None = None  # None: no statistics
     normalizer: Tensor | None = None  # (slots, rows); None: `out.normalizer`
     # Multiplies `inputs.scales`: the upstream gradient of each row's loss, (rows,), or of the loss, (); None: 1.
     upstream: Tensor | None = None
-    # (slots, rows) the row gradient, which includes scales, upstream and token weights; None: computed from these. With
-    # log-probabilities l and p = exp(l), the gradient in z is
+    # (slots, rows) the row gradient: factors of the gradient of each row's logits. They include scales, upstream and
+    # token weights. None: computed from these. With log-probabilities l and p = exp(l), the gradient in z is
     #     row_gradient[SOFTMAX] * p
     #     - row_gradient[ENTROPY] * p * l, if there is this slot
     #     - row_gradient[TARGET] in the target's column

@@ -54,7 +54,7 @@ def temporary_bytes(
     spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep_logits: bool = False
 ) -> int:
     """Return an upper bound of the temporary memory of a pass over a tile, (rows, cols): the slabs that are alive at
-    once. `keep_logits`: see `Tile`."""
+    once. `keep_logits`: see `TileClasses`."""
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
@@ -224,7 +224,7 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     bias = call.inputs.tile_bias(call.tile)
     if bias is not None:
         z = z.add_(bias)
-    factor = None if call.inputs.row_factor is None else call.inputs.row_factor[:, None]
+    factor = None if call.inputs.inverse_temperature is None else call.inputs.inverse_temperature[:, None]
     scale = spec.scale
     jacobian: Tensor | float = scale
     if spec.softcap is None:

@@ -95,19 +95,19 @@ class LossSpec:
         """Factor of the tanh with softcap, see `scale`; 1 without softcap."""
         return 1.0 if self.softcap is None else self.softcap / self.temperature
 
-    def transform(self, logits: Tensor, row_factor: Tensor | None = None) -> Tensor:
-        """Return z for logits a, (rows, K), bias included. `row_factor`: (rows,) 1 / temperature of each row."""
+    def transform(self, logits: Tensor, inverse_temperature: Tensor | None = None) -> Tensor:
+        """Return z for logits a, (rows, K), bias included. `inverse_temperature`: (rows,)."""
         z = logits * self.scale if self.softcap is None else (logits * self.scale).tanh_() * self.cap
-        return z if row_factor is None else z * row_factor[:, None]
+        return z if inverse_temperature is None else z * inverse_temperature[:, None]
 
-    def jacobian(self, z: Tensor, row_factor: Tensor | None = None) -> Tensor | float:
+    def jacobian(self, z: Tensor, inverse_temperature: Tensor | None = None) -> Tensor | float:
         """Return dz/da for the same rows."""
         jacobian: Tensor | float = self.scale
         if self.softcap is not None:
-            bound = self.cap if row_factor is None else self.cap * row_factor[:, None]
+            bound = self.cap if inverse_temperature is None else self.cap * inverse_temperature[:, None]
             tanh = z / bound
             jacobian = self.scale * self.cap * (1.0 - tanh) * (1.0 + tanh)
-        return jacobian if row_factor is None else jacobian * row_factor[:, None]
+        return jacobian if inverse_temperature is None else jacobian * inverse_temperature[:, None]
 
     @property
     def typical_gradient(self) -> float:
@@ -225,7 +225,7 @@ class LinearCrossEntropyProblem:
     needs: Needs
     shift: int = 0
     token_weight_grad: bool = False
-    row_factor: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
+    inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
     shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
 
     # Derived fields.

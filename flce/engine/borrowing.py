@@ -54,15 +54,15 @@ def place_tiles(
     of dW of all classes before its own classes. The k borrowed tiles have equally many classes, as many as possible.
     With r = N / H a tile of c classes needs the memory of dW of r c classes, rounded up. If r >= 1, the borrowed tiles
     lie next to each other, and only the classes of the last tile lie behind them: c + k (r c + 1) <= V. If r < 1, each
-    tile lies directly before its own classes: k c + r c + 1 <= V. They have a few classes less than possible if the
-    products of the tiles then have fewer waves of blocks.
+    tile lies directly before its own classes: k c + r c + 1 <= V. The code reserves k classes for rounding in both
+    cases. Tiles have a few classes less than possible if their products then have fewer waves of product blocks.
     """
     max_cols = (vocab_size - count) * hidden // max(count * hidden + rows, hidden + count * rows)
     if max_cols < FUSED_PRODUCT_BLOCK:
         return (TilePlacement(0, vocab_size, None),)
-    num_blocks, row_blocks = ceil_div(vocab_size, FUSED_PRODUCT_BLOCK), ceil_div(rows, FUSED_PRODUCT_ROWS)
-    max_tile_blocks = max_cols // FUSED_PRODUCT_BLOCK
-    cols = _product_blocks_of_borrowed_tile(num_blocks, max_tile_blocks, count, row_blocks, multiprocessors)
+    num_block_columns, block_rows = ceil_div(vocab_size, FUSED_PRODUCT_BLOCK), ceil_div(rows, FUSED_PRODUCT_ROWS)
+    max_columns = max_cols // FUSED_PRODUCT_BLOCK
+    cols = _block_columns_of_borrowed_tile(num_block_columns, max_columns, count, block_rows, multiprocessors)
     cols *= FUSED_PRODUCT_BLOCK
     tiles = []
     stop = borrowed_class = vocab_size
@@ -74,19 +74,20 @@ def place_tiles(
     return (TilePlacement(0, stop, None), *reversed(tiles))
 
 
-def _product_blocks_of_borrowed_tile(
-    num_blocks: int, max_tile_blocks: int, count: int, row_blocks: int, multiprocessors: int
+def _block_columns_of_borrowed_tile(
+    num_block_columns: int, max_columns: int, count: int, block_rows: int, multiprocessors: int
 ) -> int:
-    """Return the number of blocks of the fused product in each borrowed tile: as many as possible, or fewer if this
-    saves 1% of the waves of all tiles. The tile in separate memory becomes at most 3% larger."""
+    """Return the number of columns of product blocks in each borrowed tile: `max_columns`, or fewer if this saves 1%
+    of the waves of all tiles. The tile in separate memory becomes at most 3% larger."""
 
     def count_waves(borrowed: int) -> int:
-        waves = [ceil_div(n * row_blocks, multiprocessors) for n in (borrowed, num_blocks - count * borrowed)]
+        separate = num_block_columns - count * borrowed
+        waves = [ceil_div(n * block_rows, multiprocessors) for n in (borrowed, separate)]
         return count * waves[0] + waves[1]
 
-    fewer = (num_blocks - count * max_tile_blocks) // (32 * count)
-    fewest = min(range(max_tile_blocks, max(0, max_tile_blocks - fewer - 1), -1), key=count_waves)
-    return fewest if count_waves(fewest) <= 0.99 * count_waves(max_tile_blocks) else max_tile_blocks
+    max_reduction = (num_block_columns - count * max_columns) // (32 * count)
+    best = min(range(max_columns, max(0, max_columns - max_reduction - 1), -1), key=count_waves)
+    return best if count_waves(best) <= 0.99 * count_waves(max_columns) else max_columns
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ class BlockLayout:
         """Return the first blocks of these classes, whose tiles are borrowed. They have more than `cols` classes."""
         blocks = []
         while start < stop:
-            # A tile of rows * width entries must fit into the (stop - start - width) * H entries behind its own
-            # classes.
+            # A tile of rows * width entries must fit in the (stop - start - width) * H entries behind its classes.
             available_cols = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
             width = min(available_cols, self.max_borrowed_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
             if width <= self.cols:

@@ -22,7 +22,7 @@ from flce.core.shard import HeadSharding
 
 @dataclass(frozen=True)
 class DefaultBytes:
-    """Maximum bytes of the logits in memory if there is no budget."""
+    """Maximum bytes of a tile (logits, or their gradients or exponentials) if there is no budget."""
 
     one_chunk: int  # up to this size, all tokens are one chunk
     chunk: int  # maximum size of one of several chunks
@@ -32,11 +32,11 @@ class DefaultBytes:
 
 # Measured on an H200, in half precision (docs/notes.md):
 #
-# | field      | bytes of                          | compared to other sizes                                           |
-# |------------|-----------------------------------|-------------------------------------------------------------------|
-# | one_chunk  | 16,384 tokens of 151,936 classes  | dW summed over two chunks: 1.6 ms of 36 more, the same workspace  |
-# | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
-# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us more than its products                           |
+# | field      | tile, in 2 bytes each            | compared to other sizes                                            |
+# |------------|----------------------------------|--------------------------------------------------------------------|
+# | one_chunk  | 16,384 x 151,936                 | two chunks: dW is summed, 1.6 ms more (36 in all), equal workspace |
+# | chunk      | 8,192 x 128,256                  | larger ones: less than 2% faster                                   |
+# | statistics | 2,048 x 31,680 (float32: 14,784) | each tile: 12 us more than its products                            |
 #
 # On a CPU with two cores smaller chunks are as fast, with 16 cores they are slower: 128 MiB is 1,024 tokens of 32,000
 # classes in float32 (see `gemm.MAX_CAST_BYTES`).
@@ -46,12 +46,13 @@ DEFAULTS = {
 }
 # The planner's numbers of tokens of a chunk are divisible by this.
 ROW_MULTIPLE = 128
-# A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
+# Wide tiles for statistics have a multiple of STATISTICS_COLS = 132 * 16 classes: 2048 x 2112 logits are as many as 132
+# product blocks of 256 x 128 have, one for each multiprocessor of an H100 or H200.
 #
 # | tiles of 8192 x 4096 x 128256 | times the product of all at once |
 # |-------------------------------|----------------------------------|
-# | 2048 x 2112                   | 1.014                            |
-# | others of that size           | 1.03 to 1.08                     |
+# | 2048 x 31680 = 2048 x 15*2112 | 1.014                            |
+# | others of about that size     | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
@@ -107,7 +108,8 @@ class Dtypes:
     @functools.cached_property
     def unscales_sums(self) -> bool:
         """True if sums of gradients are divided by the gradient scale when they are rounded. Gradients of logits have a
-        scale in float16, which has no numbers below 6e-8: the probability of a class times 1 / N is smaller."""
+        scale in float16, which has no numbers below 6e-8: a probability times 1 / N is smaller. If forward computes the
+        gradients, sums stay float32 and scaled, and backward divides the upstream gradient by the scale."""
         return self.logits_grad == torch.float16 == self.grads
 
     @property
@@ -184,8 +186,8 @@ class Case:
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """True or "auto" if rows of ignored tokens are dropped. "auto", on a CPU only: if no gradient changes. On other
-        devices False."""
+        """True if rows of ignored tokens are dropped; "auto", on a CPU: if no gradient changes. On other devices "auto"
+        counts as False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and self.device_type != "cpu" else skip
 
@@ -255,10 +257,10 @@ class Case:
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def statistics_tile_size(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
-        """Return the numbers of tokens and classes of a tile for statistics. `rows`, `cols`: of a tile for gradients.
+        """Return the numbers of tokens and classes of a tile for statistics. `rows`, `cols`: of a tile for gradients;
+        without gradients rows * cols is the wanted number of logits in memory.
 
-        A tile for statistics may have as many bytes as a tile for gradients, or as the returned gradients, which are
-        not allocated yet.
+        The tile may have the bytes of a tile for gradients or of the returned gradients, which are not allocated yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
         has_all_logits = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import (
-    BASE,
+    EXP_REFERENCE,
     EXPONENTIAL_SCALE,
     EXPONENTIAL_SLOTS,
     LEAST_JACOBIAN_FACTOR,
@@ -20,8 +20,8 @@ from flce.backends.contract import (
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.pass_context import PassContext
 
-# A target never has this value.
-NO_TARGET = -(2**31)
+# An `ignore_index` that no target has.
+NO_IGNORE_INDEX = -(2**31)
 
 
 class Exponentials:
@@ -59,21 +59,22 @@ class Exponentials:
             if block_tokens != previous_tokens:
                 previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens, with_gradient=True)
                 state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
-            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile(classes)), state, block_factors)
+            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile_classes(classes)), state, block_factors)
             if ctx.local.is_sharded and classes.stop == ctx.vocab_size:
-                block_factors[0] = self._shard_factor(state[BASE], block_tokens, exps.dtype)
+                block_factors[0] = self._shard_factor(state[EXP_REFERENCE], block_tokens, exps.dtype)
 
-    def _shard_factor(self, base: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
-        """Return the factors of exponentials relative to `base`, (rows,). Factor times exponential is the derivative of
-        the shard's log-sum-exp with respect to a logit, before scale and softcap."""
-        assert self._context.out is not None
-        spec, normalizer = self._context.problem.spec, slice_columns(self._context.out.normalizer, tokens)
-        # Kernels divide exponentials of capped logits by scale * cap, unless it is tiny (`LEAST_JACOBIAN_FACTOR`).
+    def _shard_factor(self, reference: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
+        """Return the factors of exponentials relative to `reference`, (rows,). Factor * exponential is the derivative
+        of the shard's log-sum-exp with respect to a logit, before scale and softcap."""
+        ctx = self._context
+        assert ctx.local_out is not None
+        spec, normalizer = ctx.problem.spec, slice_columns(ctx.local_out.normalizer, tokens)
+        # With softcap kernels store exp(z - reference) * dz/da / (scale * cap), see `contract.LEAST_JACOBIAN_FACTOR`.
         jacobian_factor = spec.scale * spec.cap
         if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
             jacobian_factor = 1.0
-        base_minus_offset = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
-        return (base_minus_offset - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
+        reference_minus_offset = reference.where(reference != -torch.inf, 0.0) - normalizer[OFFSET]
+        return (reference_minus_offset - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
 
     def convert_to_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Overwrite exponentials of some rows and all classes with the gradient of the logits."""
@@ -81,12 +82,9 @@ class Exponentials:
         ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, tokens), ctx.statistics_call(tokens))
 
     def scale_rows(self, x: Tensor, tokens: slice, out: Tensor) -> Tensor:
-        """Write ``factors[0] * x`` to `out`, which may be `x`; 0 for dropped rows. Return `out`."""
-        # The factor of an ignored row is 0. If the row is not dropped it is read, so that a NaN in it reaches dW, as in
-        # every other schedule. Dropped rows have no factor.
-        has_dropped_rows = self._context.selection.num_rows_on_device is not None
-        ignore_index = self._context.problem.spec.ignore_index if has_dropped_rows else NO_TARGET
-        self._combine_rows(x, tokens, out, None, None, ignore_index)
+        """Write ``factors[0] * x`` to `out`, which may be `x`. Return `out`."""
+        # The factor of an ignored row is 0. The row is read, so that a NaN in it reaches dW, as in all other schedules.
+        self._combine_rows(x, tokens, out, None, None, NO_IGNORE_INDEX)
         return out
 
     def _combine_rows(

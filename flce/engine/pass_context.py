@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TileCall, TileClasses
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -45,7 +45,7 @@ class PassContext:
         in_registers: see `Plan.in_registers`.
         gradient_scale: () number by which sums of gradients are divided when they are rounded, see
             `Dtypes.unscales_sums`; None: 1.
-        row_gradient: (slots, rows), see `TileCall.row_gradient`; None: computed from the loss.
+        row_gradient: (slots, rows) factors, see `TileCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
     """
@@ -66,7 +66,7 @@ class PassContext:
         """The selected tokens."""
         self.normalizer: Tensor = self.local.local_normalizer
         """(slots, rows), of all classes."""
-        self.out: RowOutputs | None = self.local.local_out
+        self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
         self.vocab_size: int = self.problem.vocab_size
@@ -289,7 +289,7 @@ class PassContext:
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            self.backend.statistics(block_logits, call._replace(tile=self.tile(block)), state)
+            self.backend.statistics(block_logits, call._replace(tile=self.tile_classes(block)), state)
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
@@ -315,13 +315,13 @@ class PassContext:
 
     def statistics_call(self, tokens: slice, with_gradient: bool = False) -> TileCall:
         """Return the call that writes statistics of some rows for all classes. If the gradient of token weights is
-        needed, it is computed from losses without token weights: the call then passes them as upstream gradient.
-        `with_gradient`: the call also computes gradients."""
-        assert self.out is not None
+        needed, losses are unweighted, and token weights reach the gradient as `upstream`. `with_gradient`: the call
+        also computes gradients."""
+        assert self.local_out is not None
         weighted = not self.problem.token_weight_grad
         upstream = slice_columns(self.token_weights, tokens) if with_gradient and not weighted else None
-        inputs, out = self._row_inputs(tokens, weighted), self.out.select_rows(tokens)
-        return TileCall(inputs, self.problem.spec, self.tile(self.all_classes), out, upstream=upstream)
+        inputs, out = self._row_inputs(tokens, weighted), self.local_out.select_rows(tokens)
+        return TileCall(inputs, self.problem.spec, self.tile_classes(self.all_classes), out, upstream=upstream)
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
@@ -331,7 +331,7 @@ class PassContext:
         else:
             row_gradient = slice_columns(self._compute_row_gradient(chunk), offset_slice(tokens, -chunk.start))
         spec, normalizer = self.problem.spec, slice_columns(self.normalizer, tokens)
-        return TileCall(inputs, spec, self.tile(classes), None, normalizer, row_gradient=row_gradient)
+        return TileCall(inputs, spec, self.tile_classes(classes), None, normalizer, row_gradient=row_gradient)
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `TileCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
@@ -348,12 +348,12 @@ class PassContext:
         return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
 
     def _row_inputs(self, tokens: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
-        """Return the inputs of some rows. `scaled`: with loss scales and weights. A row gradient includes them. Only
-        label smoothing reads class weights in addition to the row gradient."""
+        """Return the inputs of some rows. `scaled`: False for a call with a row gradient, which includes loss scales,
+        token and class weights. Only label smoothing still reads class weights."""
         scales = self.local.local_scales.for_gradient() if scaled else None
         inputs = self.selection.row_inputs(tokens, scales, weighted and scaled)
         return inputs if scaled or self.problem.spec.label_smoothing else inputs._replace(class_weight=None)
 
-    def tile(self, classes: slice) -> Tile:
+    def tile_classes(self, classes: slice) -> TileClasses:
         size = classes.stop - classes.start
-        return Tile(classes.start, size, self.vocab_size, padded_cols(size))
+        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size))

@@ -82,13 +82,13 @@ def forward(
     spec, accum = logprob_spec(problem), accumulation_dtype(problem.dtype)
     none_ignored = vectors.check_targets(problem)
     vectors.check_candidates(candidates, problem.vocab_size)
-    problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
+    problem = replace(problem, inverse_temperature=vectors.check_inverse_temperature(problem.inverse_temperature))
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, not none_ignored and plan.case.skip_ignored, False)
-    rows = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
+    outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    local = build_local_problem(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     context = build_context(plan, runtime, local, top_k=top_k)
     plan.schedule.forward(context)
     context.local.merge_results(slice(0, selection.num_rows))
@@ -97,15 +97,16 @@ def forward(
     candidate_logprob = top_k_logprob = top_k_ids = None
     if candidates is not None:
         ids = selection.take(candidates)
-        values = _subtract_normalizer(_candidate_logits(context, ids), rows.normalizer)
+        values = _subtract_normalizer(_candidate_logits(context, ids), outputs.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.scatter(values.masked_fill_(~valid | (ids == NO_CANDIDATE), 0.0))
     if top_k is not None:
         top_k = context.local.merge_top_k(top_k)
-        values = _subtract_normalizer(spec.transform(top_k.logits, selection.row_factor), rows.normalizer)
+        z = spec.transform(top_k.logits, selection.inverse_temperature)
+        values = _subtract_normalizer(z, outputs.normalizer)
         top_k_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
         top_k_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
-    return TokenResults(selection.scatter_outputs(rows), candidate_logprob, top_k_logprob, top_k_ids)
+    return TokenResults(selection.scatter_outputs(outputs), candidate_logprob, top_k_logprob, top_k_ids)
 
 
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
         context.backend.row_products(context.selection.take(term.input), term.weight, local_ids, logits)
     if problem.linear_bias is not None:
         logits += problem.linear_bias[local_ids.clamp(0, context.vocab_size - 1)]
-    z = problem.spec.transform(logits, context.selection.row_factor)
+    z = problem.spec.transform(logits, context.selection.inverse_temperature)
     return context.local.sum_over_processes(z.masked_fill_(local_ids == NO_CANDIDATE, 0.0))
 
 
@@ -160,12 +161,7 @@ def backward(
     if candidate_grads is not None:
         candidate_grads = candidate_grads._replace(ids=local.local_ids(candidate_grads.ids))
     context = build_context(
-        plan,
-        runtime,
-        local,
-        gradient_scale=gradient_scale,
-        row_gradient=row_gradient,
-        candidate_grads=candidate_grads,
+        plan, runtime, local, gradient_scale=gradient_scale, row_gradient=row_gradient, candidate_grads=candidate_grads
     )
     plan.schedule.backward(context)
     return context.finish_gradients()
@@ -174,8 +170,8 @@ def backward(
 def _compute_row_gradient(
     runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
-    """Return `TileCall.row_gradient`, (slots, rows); NaN for wrong targets. It has the slot ENTROPY if entropies have a
-    gradient."""
+    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slot ENTROPY is included if
+    entropies have a gradient."""
     slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
     factors = runtime.arena.new((slots, selection.max_num_rows), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
@@ -203,12 +199,12 @@ def _compute_gradient_scale(
     selection: Selection, row_gradient: Tensor, candidate_grads: CandidateGrads | None
 ) -> Tensor:
     """Return the power of two, (), with which the largest gradient of float16 logits is near FLOAT16_GRAD_PEAK."""
-    spec, row_factor = selection.problem.spec, selection.row_factor
+    spec, inverse_temperature = selection.problem.spec, selection.inverse_temperature
     if not row_gradient.numel():
         return row_gradient.new_ones(())
     peak = row_gradient.nan_to_num(0.0, 0.0, 0.0).abs().max() * spec.typical_gradient
-    if row_factor is not None:
-        peak = peak * row_factor.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    if inverse_temperature is not None:
+        peak = peak * inverse_temperature.nan_to_num(0.0, 0.0, 0.0).abs().max()
     if candidate_grads is not None:
         peak = torch.maximum(peak, candidate_grads.values.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return vectors.floor_power_of_two(vectors.FLOAT16_GRAD_PEAK / peak)
@@ -228,6 +224,6 @@ def _compute_candidate_grads(
     if len(row_gradient) > ENTROPY:
         softmax_factor = softmax_factor - row_gradient[ENTROPY, :, None] * logprob.clamp(min=LEAST_LOGPROB)
     values += logprob.exp() * softmax_factor
-    values *= spec.jacobian(z, selection.row_factor)
+    values *= spec.jacobian(z, selection.inverse_temperature)
     valid = (selection.target != spec.ignore_index)[:, None]
     return CandidateGrads(ids, values.where(valid, 0.0))

@@ -70,7 +70,7 @@ class Selection:
             position = torch.where(valid, num_valid_up_to - 1, count + numbers - num_valid_up_to)
             return Selection(p, torch.empty_like(position).scatter_(0, position, numbers), DeviceInt(count))
         # The host waits for the number of rows, and the device is idle. The first logits should be launched as early as
-        # possible afterwards, so vectors and gradients are allocated after them.
+        # possible afterwards, so the vectors of selected rows, loss scales, dX and dW are computed at their first use.
         index = valid.nonzero()[:, 0]
         is_worth_gathering = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
         return Selection(p, index if is_worth_gathering else None)
@@ -103,10 +103,10 @@ class Selection:
         return None if weight is None else self.take(weight)
 
     @functools.cached_property
-    def row_factor(self) -> Tensor | None:
+    def inverse_temperature(self) -> Tensor | None:
         """(rows,) 1 / temperature of the selected rows."""
-        factor = self.problem.row_factor
-        return None if factor is None else self.take(factor)
+        inverse = self.problem.inverse_temperature
+        return None if inverse is None else self.take(inverse)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the selected rows of `x`, whose dimension `dim` has N rows."""
@@ -116,7 +116,7 @@ class Selection:
         """Return the inputs of some of the selected rows. `weighted`: with token weights, if there are any."""
         p = self.problem
         weight = self.token_weight if weighted and p.token_weight is not None else None
-        factor = self.row_factor if p.row_factor is not None else None
+        factor = self.inverse_temperature if p.inverse_temperature is not None else None
         weight, factor = (None if x is None else slice_columns(x, tokens) for x in (weight, factor))
         return RowInputs(slice_columns(self.target, tokens), weight, p.class_weight, p.linear_bias, scales, factor)
 

@@ -7,9 +7,9 @@ another shard, a class of the process's own shard replaces it (the stand-in). St
 for each row. One collective gathers the statistics of all shards, and every process merges them into the same results
 (`formulas.merge_shards`).
 
-The gradient of the logits is then computed from the row gradient (`TileCall.row_gradient`) and the normalizer of all
-classes. If kernels have written exponentials, the factor of a row is the factor for the shard alone, times the softmax
-factor and the probability of the shard's classes.
+The gradient of the logits is then computed from the row gradient (factors, `TileCall.row_gradient`) and the normalizer
+of all classes. If kernels have written exponentials, the factor of a row is the factor for the shard alone, times the
+softmax factor and the probability of the shard's classes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flce.backends.contract import (
     LOSS_GRADIENT_SLOTS,
     OFFSET,
     RowOutputs,
-    Tile,
     TileCall,
+    TileClasses,
     unsupported_by_fused_products,
 )
 from flce.backends.formulas import (
@@ -82,8 +82,8 @@ def shard_spec(spec: LossSpec) -> LossSpec:
 
 @dataclass
 class LocalProblem:
-    """Problem of a pass in this process, and the results of its rows. `full_*`, `out`, `scales` and `normalizer` are of
-    all classes; `problem`, `selection` and `local_*` are of the classes of this process. Here both are the same
+    """Problem of a pass in this process, and the results of its rows. `full_*`, `out`, `scales`, `normalizer`: of all
+    classes. `problem`, `selection`, `local_out`, `local_scales`: of the classes of this process. Here both are the same
     objects. `ShardProblem` has a part of the classes and overrides the methods that merge results of processes.
 
     Attributes:
@@ -115,7 +115,7 @@ class LocalProblem:
         self.local_out = self.out
         """Memory for statistics. None in backward."""
         self.local_scales, self.local_normalizer = self.scales, self.normalizer
-        """The gradient of the logits is computed from these."""
+        """The normalizer is of all classes, too, but with the normalizer of an empty shard every probability is 0."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -139,7 +139,7 @@ class LocalProblem:
         """Return the call of the full loss for results or gradients of some rows. Its tile has the classes of this
         process."""
         size = self.full_problem.local_vocab_size
-        tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
+        tile = TileClasses(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec
         upstream, normalizer = None if self.upstream is None else self.upstream[tokens], self.normalizer[:, tokens]
         return TileCall(inputs, spec, tile, None if out is None else out.select_rows(tokens), normalizer, upstream)
@@ -284,10 +284,10 @@ class ShardProblem(LocalProblem):
         # The logarithm of the probability of this shard's classes.
         shard_logprob = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
         # An empty shard, or a shard with only logits of -inf, has no probability. Its terms would be NaN.
-        has_probability, factor = shard_logprob != -torch.inf, call.inputs.row_factor
+        has_probability, inverse_temperature = shard_logprob != -torch.inf, call.inputs.inverse_temperature
         local_target_z = shard_results.offset + (shard_results.log_sum + shard_results.logprob)
         local_target_z = torch.where(has_probability, local_target_z, 0.0)
-        jacobian = call.spec.jacobian(local_target_z[:, None], factor)
+        jacobian = call.spec.jacobian(local_target_z[:, None], inverse_temperature)
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # softmax_factor * p - target_factor without cancellation: if a model is certain, p is nearly 1 and both factors
         # are nearly equal.
@@ -347,8 +347,8 @@ def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProb
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # The first process has all classes, so its slice also has length V. Processes with empty slices call the
-        # collective below, so all processes must. Empty shards contribute nothing.
+        # The first process has all classes. So a weight of length V is its slice, or all classes in any process.
+        # Processes that gave an empty slice call the collective, so all must. An empty shard sends nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))
 

@@ -129,8 +129,8 @@ class BlockSum(DwSum):
 class UnscaledSum(DwSum):
     """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded.
 
-    The fused product divides. The vendor's product does not. So it computes the block in float32, in several sub-blocks
-    of classes, in `memory`.
+    `memory` None: the epilogue of `Backend.unscaled_weight_gradient` divides. Otherwise the vendor's product writes
+    float32 sub-blocks of classes to `memory`.
     """
 
     def __init__(self, ctx: PassContext, term: int, classes: slice, memory: Tensor | None) -> None:
@@ -152,8 +152,8 @@ class UnscaledSum(DwSum):
         """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
         A sub-block has at most half of the bytes of the gradients of a block's logits. With larger sub-blocks, a budget
-        that is large enough for the logits of all classes would be too small for logits and a sub-block. The planner
-        would then choose several blocks, whose logits are computed twice, by products of other shapes.
+        for the logits of all classes would be too small for logits and a sub-block: the planner would choose several
+        blocks, whose logits are computed twice. The minimum is the float32 piece that all plans include, see `gemm`.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))

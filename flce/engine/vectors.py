@@ -28,10 +28,10 @@ def allocate_outputs(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
     return RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
 
 
-def pack_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
+def pack_outputs(outputs: RowOutputs) -> tuple[Tensor, ...]:
     """Return the outputs as custom operators return them: results that are not requested have shape (0,). No two
     tensors share memory."""
-    return tuple(rows.loss.new_empty(0) if t is None else t for t in rows)
+    return tuple(outputs.loss.new_empty(0) if t is None else t for t in outputs)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
@@ -41,11 +41,11 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty((*slots, *row_shape), dtype=dtype)
 
-    rows = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
+    outputs = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
     if p.spec.reduction != "none":
-        loss, z_loss = rows.losses
-        rows = rows.replace_losses(loss.new_empty(()), None if z_loss is None else z_loss.new_empty(()))
-    return pack_outputs(rows)
+        loss, z_loss = outputs.losses
+        outputs = outputs.replace_losses(loss.new_empty(()), None if z_loss is None else z_loss.new_empty(()))
+    return pack_outputs(outputs)
 
 
 @dataclass
@@ -198,22 +198,22 @@ def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
         )
 
 
-def check_row_factor(factor: Tensor | None) -> Tensor | None:
+def check_inverse_temperature(inverse: Tensor | None) -> Tensor | None:
     """Return ``1 / temperature`` of each row. Where it is not a finite number > 0, raise ValueError, or return NaN if
     the host must not read values."""
-    if factor is None:
+    if inverse is None:
         return None
-    is_valid = (factor > 0) & (factor < torch.inf)
-    if not can_read_values(factor.device):
-        return torch.where(is_valid, factor, torch.nan)
+    is_valid = (inverse > 0) & (inverse < torch.inf)
+    if not can_read_values(inverse.device):
+        return torch.where(is_valid, inverse, torch.nan)
     if not bool(is_valid.all()):
         position = int((~is_valid).nonzero()[0, 0])
-        temperature = float(1.0 / factor[position])
+        temperature = float(1.0 / inverse[position])
         raise ValueError(
             f"temperature must be a finite number > 0 for each token, got {temperature:g} at position {position} of "
             "the flattened temperature"
         )
-    return factor
+    return inverse
 
 
 def check_targets(p: RowProblem) -> bool:

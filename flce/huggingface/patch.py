@@ -116,12 +116,12 @@ class _Patch:
         must_be_lazy = (
             self.always_lazy
             or id(self) in _thread_state.patches_with_labels
+            # The first pass of a reentrant checkpoint has gradients disabled in training.
             or (module.training and is_reentrant(checkpoint))
         )
         if checkpoint is None:
             return must_be_lazy
-        # Checkpointing runs the head twice. The second pass cannot see the labels, and must return the same kind of
-        # logits as the first.
+        # Checkpointing runs the head twice. The second pass, without labels, must return logits of the same kind.
         lazy_patches = _lazy_patches_of_checkpoint.setdefault(checkpoint, set())
         if must_be_lazy:
             lazy_patches.add(id(self))
@@ -252,6 +252,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         has_replaced = product_mode is not None and bool(product_mode.replaced)
         if product_mode is not None and not (has_replaced or patch.is_head_called):
             _report_head_not_called(self, patch, outputs)
+        # Adapters outside of linear layers may be enabled later, see `has_adapter_parameters`.
         has_adapters = patch.head_modules is not None and patch.head_modules.has_adapter_parameters
         patch.has_vocabulary_products = has_replaced or not patch.is_head_called or has_adapters
         return outputs

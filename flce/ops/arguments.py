@@ -108,8 +108,8 @@ def check_linear_arguments(
         # Checked before the input is gathered, because the gathered input has no tangent.
         names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
         refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
-    shard, num_classes = None, len(linear_weight)
-    num_class_weights = num_classes
+    shard, vocab_size = None, len(linear_weight)
+    num_class_weights = vocab_size
     if sharded_head != NOT_SHARDED:
         if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
@@ -124,10 +124,10 @@ def check_linear_arguments(
         )
         input, linear_weight, linear_bias, adapters = given
         operands = {"input": input, "linear_weight": linear_weight, **_adapters_by_name(adapters)}
-        num_classes = shard.vocab_size
+        vocab_size = shard.vocab_size
         # Class weights cover the slice or all classes.
         if weight is None or weight.shape != (num_class_weights,):
-            num_class_weights = num_classes
+            num_class_weights = vocab_size
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -138,16 +138,16 @@ def check_linear_arguments(
         linear_bias = _cast_bias(linear_bias, input)
     if num_items is not None:
         num_items = num_items_tensor(num_items, spec, input)
-    leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
+    leading, (local_vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
     tokens = (*leading, *inner)
-    if not vocab_size or not input.shape[-1]:
+    if not local_vocab_size or not input.shape[-1]:
         raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
     adapters = tuple(zip(others[::2], others[1::2], strict=True))
     if adapters:
         _check_adapters(adapters, input, linear_weight)
     for name, tensor, shape in (
-        ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
-        ("linear_bias", linear_bias, (vocab_size, *inner)),
+        ("target", target, (*leading, local_vocab_size, *inner) if probabilities else tokens),
+        ("linear_bias", linear_bias, (local_vocab_size, *inner)),
         ("weight", weight, (num_class_weights,)),
         ("token_weight", token_weight, tokens),
     ):
@@ -159,7 +159,7 @@ def check_linear_arguments(
         _check_unfused(spec, probabilities)
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_unfused, shard,
-        num_classes,
+        vocab_size,
     )  # fmt: skip
 
 
@@ -527,10 +527,10 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def _cast_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
-    """Return the bias in the dtype of the logits. Autocast does not round it to a narrower dtype before."""
+    """Return the bias in the accumulation dtype. Dtypes that autocast would cast are accepted and not rounded first."""
     accum = accumulation_dtype(input.dtype)
-    narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
-    if not narrow and linear_bias.dtype not in (input.dtype, accum):
+    autocast_accepts = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
+    if not autocast_accepts and linear_bias.dtype not in (input.dtype, accum):
         raise TypeError(
             f"linear_bias must have the dtype of input, {input.dtype}, or {accum} (after autocast, where it is on), "
             f"got {linear_bias.dtype}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TileCall, TileClasses
 from flce.backends.formulas import Targets, write_empty_state, write_results
 from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
@@ -163,10 +163,10 @@ def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor
     write_results(results, call, Targets.from_call(call))
 
 
-def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> Tile:
+def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:
     # Memory after the last class of a row belongs to the user: kernels must not access it.
     cols = p.logits.shape[-1]
-    return Tile(p.start, cols, p.vocab_size, accessible_cols=cols, is_shard=bool(p.shard), keep_logits=keep_logits)
+    return TileClasses(p.start, cols, p.vocab_size, cols, is_shard=bool(p.shard), keep_logits=keep_logits)
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:

@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT")
 
 SCHEMA = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, Tensor? row_factor, Tensor? candidates, str settings"
+    "Tensor? token_weight, Tensor? num_items, Tensor? inverse_temperature, Tensor? candidates, str settings"
 )
 
 
@@ -46,7 +46,7 @@ class OperatorArguments(NamedTuple):
     class_weight: Tensor | None = None
     token_weight: Tensor | None = None
     num_items: Tensor | None = None
-    row_factor: Tensor | None = None
+    inverse_temperature: Tensor | None = None
     candidates: Tensor | None = None
     settings: Any = None
     """JSON of everything that is not a tensor: `LossSpec`, `ChunkOptions` and `_OtherSettings`."""
@@ -90,7 +90,7 @@ class OperatorArguments(NamedTuple):
         return LinearCall(problem, options, others.is_traced, self.candidates)
 
 
-_VECTORS = "target", "linear_bias", "class_weight", "token_weight", "num_items", "row_factor"
+_VECTORS = "target", "linear_bias", "class_weight", "token_weight", "num_items", "inverse_temperature"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class LinearCall:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors as `OperatorArguments.tensors` does."""
         p = self.problem
-        optional = p.linear_bias, p.class_weight, p.token_weight, p.num_items, p.row_factor, self.candidates
+        optional = p.linear_bias, p.class_weight, p.token_weight, p.num_items, p.inverse_temperature, self.candidates
         return (*[x for x, _ in p.terms], *[w for _, w in p.terms], p.target, *optional)
 
     @functools.cached_property

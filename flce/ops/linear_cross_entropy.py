@@ -156,8 +156,8 @@ def _compute_gradients(
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
-        # Write to new memory. dX and dW change dtype. The bias gradient keeps its dtype, but is copied too: a caller of
-        # the operator may hold it.
+        # All gradients are written to new memory: dX and dW change dtype, and the bias gradient, which is small, is
+        # copied for simplicity.
         factor, in_place = upstream / gradient_scale, False
     assert factor.dim() == 0, "forward gradients need an upstream gradient of shape ()"
     scaling: Any = get_backend(factor.device) if can_bypass else torch.ops.flce

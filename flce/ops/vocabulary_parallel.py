@@ -103,7 +103,7 @@ def prepare_sharded_head(
 
 
 def _class_arguments(cols: int, weight: Tensor | None, sharded_head: ShardedHeadArguments) -> dict[str, Any]:
-    """Return V, and for linear_weight and the class weights which classes they have: equal values in all processes."""
+    """Return V and texts that are equal in all processes if their kinds of slices agree, see `_check_agreement`."""
     group: Any = sharded_head.process_group
     total = total_vocab_size(cols, sharded_head.vocab_size, group)
     start, stop = shard_bounds(total, group.size(), group.rank())

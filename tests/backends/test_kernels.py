@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowOutputs, Tile
+from flce.backends.contract import RowOutputs, TileClasses
 from flce.backends.eager import TorchBackend
 from flce.backends.formulas import write_state_results
 from flce.core.gemm import padded_cols
@@ -64,7 +64,7 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     """Compare all results of the contract, with one tile and with three."""
     mine, theirs = kernels.TritonBackend(), TorchBackend()
 
-    def gradient_buffer(logits: Tensor, tile: Tile) -> Tensor:
+    def gradient_buffer(logits: Tensor, tile: TileClasses) -> Tensor:
         if grad_dtype in (None, logits.dtype):
             return logits
         return logits.new_full((len(logits), tile.accessible_cols), 55.0, dtype=grad_dtype)[:, : tile.cols]
@@ -164,7 +164,7 @@ def test_rows_in_two_levels(
     """Rows of (outer, inner, cols) have the results of (outer * inner, cols), and memory between them is unchanged."""
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
     rows = random_rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
-    tile = Tile(0, 37, 37, accessible_cols=37, keep_logits=True)
+    tile = TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True)
     expected, grad = rows.outputs(), torch.empty_like(rows.logits)
     rows.statistics(TorchBackend(), rows.logits, tile, None, expected)
     rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, rows.upstream)
@@ -180,7 +180,7 @@ def test_rows_in_two_levels(
         if layout != "in place":
             grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
             mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
-        rows.gradient(backend, logits, mine, Tile(0, 37, 37, accessible_cols=37), out.normalizer, rows.upstream)
+        rows.gradient(backend, logits, mine, TileClasses(0, 37, 37, accessible_cols=37), out.normalizer, rows.upstream)
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
         factor = torch.ones_like(rows.upstream)
         factor[2::3] = 0.25
@@ -439,7 +439,7 @@ def check_rows_anywhere(
 ) -> None:
     """Compare with PyTorch's backend in float64."""
     start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
-    tile = Tile(start, stop - start, rows.vocab, stop - start, is_shard=shard, keep_logits=mode != "both")
+    tile = TileClasses(start, stop - start, rows.vocab, stop - start, is_shard=shard, keep_logits=mode != "both")
 
     def statistics(backend: Any, rows: Rows, logits: Tensor) -> RowOutputs:
         out, state = rows.outputs(), rows.state() if shard else None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flce
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
+from flce.backends.contract import STATE_SLOTS, RowInputs, TileCall, TileClasses
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
@@ -66,14 +66,16 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     inputs = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).loss_scales(problem))
     whole, merged = (vectors.allocate_outputs(problem, rows, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
-    kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None)
+    kernels.statistics(
+        z, TileCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None
+    )
     shards = []
     for start, stop in itertools.pairwise(edges):
         state = torch.full((STATE_SLOTS, rows), 3.0, dtype=torch.float64, device=device)
         if start == stop:
             write_empty_state(state)
         else:
-            tile = Tile(start, stop - start, 37, accessible_cols=stop - start, is_shard=True, keep_logits=True)
+            tile = TileClasses(start, stop - start, 37, accessible_cols=stop - start, is_shard=True, keep_logits=True)
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
         made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
         shards.append(made)
@@ -81,7 +83,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
     sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
     owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1
-    call = TileCall(inputs, spec, Tile(0, 37, 37, accessible_cols=37), merged)
+    call = TileCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37), merged)
     write_results(merge_shards(stacked, widths, sums, owner), call, Targets.from_call(call))
     defined = has_softmax(z)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob"):

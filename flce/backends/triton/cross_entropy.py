@@ -10,10 +10,9 @@ The cross-entropy kernel has two passes over the row, each behind a compile-time
    it may be written in half precision (NARROWING), each row to the first half of its memory.
 
 A tile with only some of the classes cannot run both passes, because the gradient needs the sum of all exponentials.
-Such a tile can write EXPONENTIALS instead of the gradient: exp(z - b) dz/da, where the *base* b of a row is its largest
-logit in the first tile. The last tile writes the row's factors (`Backend.exponentials`). If a later tile has a logit
-beyond the range of the exponentials' dtype, the base is raised, and the row's exponentials of earlier tiles are scaled
-down.
+Such a tile can write EXPONENTIALS instead of the gradient: exp(z - b) dz/da. The *reference* b of a row is its largest
+logit in the first tile. The last tile writes the row's factors (`Backend.exponentials`). If a later logit is beyond the
+range of the exponentials' dtype, the reference is raised, and the row's exponentials of earlier tiles are scaled down.
 
 With ``z = softcap * tanh(logit_scale * (a + bias) / softcap) / temperature``, p = softmax(z), class weights w,
 smoothing e, target y, row scales A (cross entropy) and B (z-loss, coefficient c):
@@ -77,7 +76,7 @@ _SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
 _ARGMAX = tl.constexpr(contract.ARGMAX)
 _LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
 _SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
-_BASE = tl.constexpr(contract.BASE)
+_EXP_REFERENCE = tl.constexpr(contract.EXP_REFERENCE)
 _LEAST_JACOBIAN_FACTOR = tl.constexpr(contract.LEAST_JACOBIAN_FACTOR)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -182,7 +181,7 @@ def cross_entropy_kernel(
     bias_ptr,  # (cols,) of this tile
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
-    row_factor_ptr,  # (rows,)
+    inverse_temperature_ptr,  # (rows,)
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
@@ -232,7 +231,7 @@ def cross_entropy_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
-    HAS_ROW_FACTOR: tl.constexpr,
+    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ROW_GRADIENT: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
@@ -301,12 +300,12 @@ def cross_entropy_kernel(
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
 
-    if HAS_ROW_FACTOR:
-        row_factor = tl.load(row_factor_ptr + row)
+    if HAS_INVERSE_TEMPERATURE:
+        inverse_temperature = tl.load(inverse_temperature_ptr + row)
         if HAS_SOFTCAP:
-            cap *= row_factor
+            cap *= inverse_temperature
         else:
-            scale *= row_factor
+            scale *= inverse_temperature
 
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
@@ -503,24 +502,24 @@ def cross_entropy_kernel(
     if EXPONENTIALS:
         tl.static_assert(not (HAS_SOFTCAP and HAS_LABEL_SMOOTHING))
         if LOAD_STATE:
-            base = tl.load(state_ptr + _BASE * state_stride)
+            exp_reference = tl.load(state_ptr + _EXP_REFERENCE * state_stride)
             target_jacobian = tl.where(
                 target_in_tile, target_jacobian, tl.load(state_ptr + _TARGET_JACOBIAN * state_stride)
             )
         else:
-            base = row_max
-        if valid & (row_max - base > EXPONENTIAL_HEADROOM):
-            lowered = tl.exp2((base - row_max) * LOG2_E)
+            exp_reference = row_max
+        if valid & (row_max - exp_reference > EXPONENTIAL_HEADROOM):
+            lowered = tl.exp2((exp_reference - row_max) * LOG2_E)
             for start in range(0, column_start, LANES):  # few at a time: this is rare and should not need registers
                 columns = start + tl.arange(0, LANES)
                 before = grad_ptr - column_start + columns
                 here = columns < column_start
                 value = tl.load(before, mask=here, other=0.0).to(ACCUM) * lowered
                 tl.store(before, value.to(grad_ptr.dtype.element_ty), mask=here)
-            base = row_max
-        tl.store(state_ptr + _BASE * state_stride, base)
+            exp_reference = row_max
+        tl.store(state_ptr + _EXP_REFERENCE * state_stride, exp_reference)
         tl.store(state_ptr + _TARGET_JACOBIAN * state_stride, target_jacobian)
-        base = tl.where(base == float("-inf"), 0.0, base)
+        exp_reference = tl.where(exp_reference == float("-inf"), 0.0, exp_reference)
 
     if GRADIENT:
         entropy_factor = tl.full((), 0.0, ACCUM)
@@ -547,7 +546,8 @@ def cross_entropy_kernel(
                 # Exponentials are divided by jacobian_factor. If it is 0, the derivative is 0, so 1 is as right.
                 jacobian_factor = tl.where(tl.abs(jacobian_factor) > _LEAST_JACOBIAN_FACTOR, jacobian_factor, 1.0)
             if FINISH:
-                factor = softmax_term(base, row_max, log_sum, softmax_factor) * (jacobian_factor / EXPONENTIAL_SCALE)
+                factor = softmax_term(exp_reference, row_max, log_sum, softmax_factor)
+                factor *= jacobian_factor / EXPONENTIAL_SCALE
                 grad_at_target = logit_gradient(
                     softmax_term(target_logit, row_max, log_sum, softmax_factor), None, target_factor, target_jacobian,
                     HAS_SCALE or HAS_SOFTCAP, classes_factor=classes_factor * target_weight,
@@ -558,7 +558,7 @@ def cross_entropy_kernel(
                 tl.store(factors_ptr + factors_stride, tl.where(valid, grad_at_target, 0.0))
                 if HAS_LABEL_SMOOTHING:
                     tl.store(factors_ptr + 2 * factors_stride, classes_factor * jacobian_factor)
-            row_max = base
+            row_max = exp_reference
             log_sum = tl.full((), 0.0, ACCUM)
             softmax_factor = tl.full((), EXPONENTIAL_SCALE, ACCUM)
             if HAS_SOFTCAP:

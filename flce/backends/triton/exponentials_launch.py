@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import TargetTerms, Tile, TileCall
+from flce.backends.contract import TargetTerms, TileCall, TileClasses
 from flce.backends.triton import product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
@@ -148,13 +148,15 @@ def _exponentials(
         )
 
 
-def _tiles(exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int) -> Iterator[tuple[Tile, Tensor]]:
-    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: as few launches as possible,
-    because the second product is rarely needed."""
+def _tiles(
+    exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int
+) -> Iterator[tuple[TileClasses, Tensor]]:
+    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: few launches, because
+    retries are rare."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
-        single = [Tile(start, stop - start, vocab_size, stop - start)]
+        single = [TileClasses(start, stop - start, vocab_size, stop - start)]
         for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop

@@ -129,7 +129,7 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
         "bias": inputs.tile_bias(tile),
         "class_weight": inputs.class_weight,
         "token_weight": inputs.token_weight,
-        "row_factor": inputs.row_factor,
+        "inverse_temperature": inputs.inverse_temperature,
         "row_gradient": row_gradient,
         "scales": inputs.scales,
         "upstream": upstream,
@@ -149,7 +149,7 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
         **{name: getattr(spec, name) for name in NUMERIC_FIELDS},
     }
     flags = {f"HAS_{name.upper()}": numbers[name] != getattr(LossSpec, name) for name in NUMERIC_FIELDS}
-    flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.row_factor is not None
+    flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.inverse_temperature is not None
     flags["HAS_ENTROPY_GRADIENT"] = call.has_entropy_gradient
     return tensors, numbers, flags
 

@@ -34,8 +34,8 @@ from flce.backends.contract import (
     FUSED_PRODUCT_BLOCK,
     FUSED_PRODUCT_ROWS,
     LEAST_LOGPROB,
-    Tile,
     TileCall,
+    TileClasses,
     num_partial_statistics,
 )
 from flce.backends.triton.launch import Launch, build_launch, overlap_options
@@ -97,7 +97,7 @@ def product_kernel(
     target_logit_ptr,  # (rows,): written if the target is one of the columns
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of these columns
-    row_factor_ptr,  # (rows,)
+    inverse_temperature_ptr,  # (rows,)
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
@@ -118,7 +118,7 @@ def product_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_ROW_FACTOR: tl.constexpr,
+    HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
@@ -161,12 +161,12 @@ def product_kernel(
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
         row_scale = tl.full((ROWS,), scale, tl.float32)
         row_cap = tl.full((ROWS,), cap, tl.float32)
-        if HAS_ROW_FACTOR:
-            row_factor = tl.load(row_factor_ptr + row, mask=exists, other=1.0)
+        if HAS_INVERSE_TEMPERATURE:
+            inverse_temperature = tl.load(inverse_temperature_ptr + row, mask=exists, other=1.0)
             if HAS_SOFTCAP:
-                row_cap *= row_factor
+                row_cap *= inverse_temperature
             else:
-                row_scale *= row_factor
+                row_scale *= inverse_temperature
         z, jacobian = transform(
             a, bias_ptr, columns, present, row_scale[:, None], row_cap[:, None], tl.float32,
             HAS_SCALE, False, HAS_SOFTCAP,
@@ -401,7 +401,7 @@ def _statistics(
     )
 
 
-def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[Tile]:
+def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[TileClasses]:
     """Return tiles of the classes from `first` to `end`, with at most `max_cols` classes each.
 
     The tiles have full blocks, except the last tile, which has the rest: only this tile needs a mask, which costs up
@@ -409,7 +409,7 @@ def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[Tile]:
     """
     full_end = first + (end - first) // COLS * COLS
     borders = sorted({*range(first, full_end, max_cols), first, full_end, end})
-    return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
+    return [TileClasses(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
 def fused_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:

@@ -18,8 +18,8 @@ from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, fin
 class Blocks(Deferred):
     """Loop over blocks of classes, each with all tokens. Four products.
 
-    dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. Tiles are borrowed
-    from dW if borrowed tiles are larger.
+    dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. A tile is borrowed
+    from dW as long as it has more classes than the separate tile.
     """
 
     layout: BlockLayout

@@ -34,8 +34,8 @@ class Chunks(Schedule):
         logits, dlogits = ctx.new_overlapping_tiles(self.rows, ctx.vocab_size)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
-            rows = slice(0, chunk.stop - chunk.start)
-            tile_logits, tile_dlogits = slice_rows(logits, rows), slice_rows(dlogits, rows)
+            tile_rows = slice(0, chunk.stop - chunk.start)
+            tile_logits, tile_dlogits = slice_rows(logits, tile_rows), slice_rows(dlogits, tile_rows)
             ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, tile_logits)
             ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, chunk)
             add_tile(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
@@ -69,8 +69,8 @@ class NormalizedChunks(Chunks):
 
 @dataclass(frozen=True)
 class DeferredChunks(Deferred):
-    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token; also `Blocks` with all
-    classes. Four products."""
+    """Loop over chunks whose logits are computed twice, for an upstream gradient of each token. Four products.
+    `Blocks.from_size` returns it, too, if a block has all classes."""
 
     rows: int
 

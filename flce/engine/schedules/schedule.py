@@ -66,9 +66,9 @@ class Schedule:
         raise NotImplementedError
 
     def for_shard(self, c: Case) -> Schedule | None:
-        """Return the schedule of a process of a divided head with fewer classes, if `self` is the schedule of the
-        process with most classes. Both must call the same collectives for the same tokens. Return None if the planner
-        may choose any deferred schedule, because all deferred schedules call the same collectives."""
+        """Return the schedule for a process with fewer classes of a divided head. `self` is the schedule of the process
+        with most classes. Both must call the same collectives for the same tokens. Return None if the planner may
+        choose any deferred schedule, because all deferred schedules call the same collectives."""
         return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:

@@ -11,7 +11,7 @@ from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
 
 def statistics_schedule(c: Case, rows: int, cols: int) -> Statistics:
-    """Return the schedule for statistics. `rows`, `cols`: of a tile for gradients."""
+    """Return the schedule for statistics. `rows`, `cols`: see `Case.statistics_tile_size`."""
     if not c.supports_fused_products:
         return Statistics(*c.statistics_tile_size(rows, cols, False))
     # The fused product does not compute the largest logits of a row. They need another product.
