@@ -63,8 +63,8 @@ class _Patch:
     compiled_call_has_labels: bool = False
     """True if the call that ``torch.compile`` traces has labels. Outside of a trace, `_thread_state` stores this; a
     trace cannot read a thread-local variable."""
-    converts_outputs: bool = False
-    """True if a running `_Call` will convert the outputs of a compiled graph to tensors."""
+    running_calls: int = 0
+    """Number of running `_Call`s in all threads. They will convert the outputs of a compiled graph to tensors."""
     head_modules: HeadModules | None = None
     """The modules of the output embedding at the last search for heads."""
     has_vocabulary_products: bool | None = None
@@ -170,7 +170,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             if (
                 reason is not None
                 or is_partitioned(weight)
-                or (is_distributed and not (patch.compiled_call_has_labels or patch.converts_outputs))
+                or (is_distributed and not (patch.compiled_call_has_labels or patch.running_calls))
             ):
                 return F.linear(input, weight, bias)
             patch.usage.is_compiled = True
@@ -250,7 +250,8 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         with product_mode or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
         has_replaced = product_mode is not None and bool(product_mode.replaced)
-        if product_mode is not None and not (has_replaced or patch.is_head_called):
+        is_alone = patch.running_calls <= 1  # Replicas in other threads have the same `is_head_called`.
+        if product_mode is not None and is_alone and not (has_replaced or patch.is_head_called):
             _report_head_not_called(self, patch, outputs)
         # Adapters outside of linear layers may be enabled later, see `has_adapter_parameters`.
         has_adapters = patch.head_modules is not None and patch.head_modules.has_adapter_parameters
@@ -303,7 +304,7 @@ def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> C
             # A caller of the model is compiled. End the caller's graph here, so that this method runs in Python and
             # can convert plain objects to tensors (see `_Call`).
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
-            if patch is not None and not patch.converts_outputs:
+            if patch is not None and not patch.running_calls:
                 must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
                 if (must_be_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
                     torch._dynamo.graph_break()
@@ -340,9 +341,9 @@ class _Call:
     @skip_frame_and_callees
     def __init__(self, model: Any, patch: _Patch, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
         self.model, self.patch = model, patch
-        self.previous_thread_state, self.previous_converts_outputs = vars(_thread_state).copy(), patch.converts_outputs
+        self.previous_thread_state = vars(_thread_state).copy()
         self.has_converted = self.has_labels = False
-        patch.converts_outputs = True
+        patch.running_calls += 1
         _thread_state.entered_call = self
         if labels_slice is not None:
             _thread_state.running_model = model
@@ -390,7 +391,7 @@ class _Call:
     def restore(self) -> None:
         vars(_thread_state).clear()
         vars(_thread_state).update(self.previous_thread_state)
-        self.patch.converts_outputs = self.previous_converts_outputs
+        self.patch.running_calls -= 1
 
 
 def _without_logits(outputs: Any) -> Any:
