@@ -251,15 +251,13 @@ def _register() -> None:
         ctx.group = inputs[1]
 
     schema = "(Tensor x, str group) -> Tensor"
-    register_operator(
-        "reduce_scatter_sequence", schema, _reduce_scatter_sequence, lambda x, group: shape(x, group, False)
-    )
+    register_operator("scatter_sequence", schema, _reduce_scatter_sequence, lambda x, group: shape(x, group, False))
     register_operator(
         "gather_sequence",
         schema,
         _gather_sequence,
         lambda x, group: shape(x, group, True),
-        backward=lambda ctx, grad: (torch.ops.flce.reduce_scatter_sequence(grad, ctx.group), None),
+        backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
         setup_context=keep_group,
     )
 

@@ -47,7 +47,7 @@ DOCUMENTED = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), 
 OPERATORS = {
     *("linear_cross_entropy", "linear_cross_entropy_backward", "cross_entropy", "cross_entropy_backward"),
     *("softmax", "softmax_backward", "scale_", "scale_cast", "linear_logprobs", "linear_logprobs_backward"),
-    *("gather_sequence", "reduce_scatter_sequence"),
+    *("gather_sequence", "scatter_sequence"),
 }
 VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE"}
 
