@@ -36,7 +36,7 @@ class CountingArena(Arena):
         return tensor
 
     def count_temporary(self, size: int) -> None:
-        """Count temporary memory that a leaf allocates and frees."""
+        """Count temporary memory that one product or one operation of the backend allocates and frees."""
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + size)
 
     def _count_freed(self, size: int) -> None:

@@ -61,9 +61,9 @@ def place_tiles(
     if max_cols < FUSED_PRODUCT_BLOCK:
         return (TilePlacement(0, vocab_size, None),)
     num_block_columns, block_rows = ceil_div(vocab_size, FUSED_PRODUCT_BLOCK), ceil_div(rows, FUSED_PRODUCT_ROWS)
-    max_columns = max_cols // FUSED_PRODUCT_BLOCK
-    cols = _block_columns_of_borrowed_tile(num_block_columns, max_columns, count, block_rows, multiprocessors)
-    cols *= FUSED_PRODUCT_BLOCK
+    most = max_cols // FUSED_PRODUCT_BLOCK
+    block_columns = _block_columns_of_borrowed_tile(num_block_columns, most, count, block_rows, multiprocessors)
+    cols = block_columns * FUSED_PRODUCT_BLOCK
     tiles = []
     stop = borrowed_class = vocab_size
     for _ in range(count):

@@ -61,7 +61,7 @@ STATISTICS_ROWS_IN_REGISTERS = 8192
 # If all logits of a call have at most this many bytes, one pass over them in memory is used. For more logits, stored
 # exponentials need less memory:
 #
-# | float32, H200          | MiB  | times the bare products: pass | exponentials in registers |
+# | bfloat16 inputs, H200  | MiB  | times the bare products: pass | exponentials in registers |
 # |------------------------|------|-------------------------------|---------------------------|
 # |   64 x 4096 x 128256   |   31 | 1.05                          | 1.38                      |
 # |  512 x 2048 x 128256   |  251 | 1.21                          | 1.19, with host time 1.85 |
@@ -84,8 +84,8 @@ FEW_LOGITS_BYTES = 512 << 20
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
 # If the gradient of all logits of a call has at most this many bytes and gradients are deferred, forward and backward
-# compute all logits in one product. Two products of the same shape agree to the bit. If logits are in the thousands,
-# their last bits change a probability by a thousandth.
+# compute all logits in one product. Two products of the same shape agree to the bit. If logits have values in the
+# thousands, a difference in their last bits changes a probability by a thousandth.
 SINGLE_PRODUCT_BYTES = 16 << 20
 # If a tile has fewer than COLUMN_MULTIPLE classes, a block of its logits has at most 1 / NARROW_TILE_DIVISOR of the
 # tile's bytes. Only plans of the least memory have such tiles.
@@ -186,8 +186,8 @@ class Case:
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """True if rows of ignored tokens are dropped; "auto", on a CPU: if no gradient changes. On other devices "auto"
-        counts as False."""
+        """True if rows of ignored tokens are dropped. "auto" (only on a CPU): a call drops them unless dW would lose
+        a NaN (`selection._has_nonfinite_ignored_rows`). "auto" on other devices is False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and self.device_type != "cpu" else skip
 
@@ -260,7 +260,7 @@ class Case:
         """Return the numbers of tokens and classes of a tile for statistics. `rows`, `cols`: of a tile for gradients;
         without gradients rows * cols is the wanted number of logits in memory.
 
-        The tile may have the bytes of a tile for gradients or of the returned gradients, which are not allocated yet.
+        The tile may be as large as the tile for gradients or as all returned gradients: neither is allocated yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
         has_all_logits = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size

@@ -111,7 +111,8 @@ class Exponentials:
 
         Args:
             tiles: exponentials of consecutive classes; one tile if logits do not stay in registers.
-            residual: memory like `scaled` for the low-order part of dW; None: new memory.
+            residual: (rows, H) memory for what rounding removes from dW of classes that are targets, at most one class
+                for each row; None: new memory.
         """
         ctx = self._context
         grad = ctx.dw_memory(term)

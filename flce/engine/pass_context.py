@@ -23,7 +23,8 @@ from flce.engine.top_k import TopK
 
 
 class CandidateGrads(NamedTuple):
-    """Gradients of the logits of candidates. Equal ids of a row have equal values."""
+    """Gradients of the logits of candidates: classes that a caller of `linear_logprobs` names for each token. Equal ids
+    of a row have equal values."""
 
     ids: Tensor  # (rows, K)
     values: Tensor  # (rows, K)

@@ -115,7 +115,7 @@ class LocalProblem:
         self.local_out = self.out
         """Memory for statistics. None in backward."""
         self.local_scales, self.local_normalizer = self.scales, self.normalizer
-        """The normalizer is of all classes, too, but with the normalizer of an empty shard every probability is 0."""
+        """`local_normalizer` is of all classes. With the one of an empty shard every probability is 0."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -124,8 +124,8 @@ class LocalProblem:
         """Merge the results of some rows, and replace the factors of their exponentials.
 
         Args:
-            factors: (2 or 3, rows), see `Backend.exponentials`. On entry the first are the factors for the derivative
-                of the shard's own log-sum-exp. On return all are the factors for the full loss.
+            factors: (2 or 3, rows), see `Backend.exponentials`. On entry `factors[0]` belongs to the derivative
+                of the shard's own log-sum-exp. On return all rows belong to the full loss.
         """
 
     def compute_row_gradient(self, tokens: slice) -> Tensor:
@@ -347,8 +347,8 @@ def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProb
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # The first process has all classes. So a weight of length V is its slice, or all classes in any process.
-        # Processes that gave an empty slice call the collective, so all must. An empty shard sends nothing.
+        # The first process has all classes. So a weight of length V is its slice, or has all classes in any process: the
+        # length does not say which. Processes that gave an empty slice call the collective, so all must. An empty shard sends nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))
 

@@ -153,7 +153,7 @@ class UnscaledSum(DwSum):
 
         A sub-block has at most half of the bytes of the gradients of a block's logits. With larger sub-blocks, a budget
         for the logits of all classes would be too small for logits and a sub-block: the planner would choose several
-        blocks, whose logits are computed twice. The minimum is the float32 piece that all plans include, see `gemm`.
+        blocks, whose logits are computed twice. The minimum is the piece that all plans include for `gemm`.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))

@@ -70,8 +70,8 @@ class _Patch:
     has_vocabulary_products: bool | None = None
     """True if a call may compute logits by a product as wide as the vocabulary outside of the heads, see
     `VocabularyProductMode`. None: unknown until the next call."""
-    is_head_called: bool = False
-    """True if a head has run in the current call of the model."""
+    is_compiled_head_called: bool = False
+    """True if a head has run in a compiled graph. A graph cannot write to `_thread_state`."""
     usage: Usage = field(default_factory=Usage)
     """Counts of fused losses, of computed logits, and of runs of stock code."""
     lazy_contexts: int = 0
@@ -82,15 +82,16 @@ class _Patch:
     """True if `lazy_contexts` > 0 and `running_generate_calls` == 0. Stored, because the compiler would compile the
     model again for each new value of the two counts."""
 
-    def change_counts(self, *, lazy_contexts: int = 0, running_generate_calls: int = 0) -> None:
+    def change_counts(self, *, lazy_contexts: int = 0, running_generate_calls: int = 0, running_calls: int = 0) -> None:
         with _counts_lock:
             self.lazy_contexts += lazy_contexts
             self.running_generate_calls += running_generate_calls
+            self.running_calls += running_calls
             self.always_lazy = self.lazy_contexts > 0 and self.running_generate_calls == 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle. A loaded model is in no `lazy_logits` context, and searches its heads again."""
-        counts = {"lazy_contexts": 0, "running_generate_calls": 0, "always_lazy": False}
+        counts = {"lazy_contexts": 0, "running_generate_calls": 0, "running_calls": 0, "always_lazy": False}
         return {**vars(self), **counts, "head_modules": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
@@ -102,7 +103,7 @@ class _Patch:
         return _Patch(**self.__getstate__() | {"usage": copy.deepcopy(self.usage, memo)})
 
     def count_forward(self, backbone_module: nn.Module, args: Any) -> None:
-        """Count a forward of the backbone. A trainer with its own loss kernel calls the backbone without the head."""
+        """Count a forward. It is counted at the backbone because a trainer with its own loss kernel calls only that."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and private.get_tracing_state() is None:
             self.usage.on_forward_begin(backbone_module.training)
 
@@ -138,6 +139,8 @@ class _ThreadState(threading.local):
     replica runs in a separate thread."""
     runs_stock = False
     """True while a head runs stock code, so that `VocabularyProductMode` leaves the head's product unchanged."""
+    is_head_called = False
+    """True if a head has run in the current call of a model."""
     entered_call: _Call | None = None
     """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 
@@ -154,8 +157,11 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or is_exporting_or_tracing():
             return forward(self, input)
-        patch.is_head_called = True
         compiling = torch.compiler.is_compiling()
+        if compiling:
+            patch.is_compiled_head_called = True
+        else:
+            _thread_state.is_head_called = True
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
@@ -246,16 +252,16 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         if not patch.must_return_lazy(self):
             return forward(self, *args, **kwargs)
         product_mode = _make_product_mode(self, patch)
-        patch.is_head_called = False
+        patch.is_compiled_head_called = _thread_state.is_head_called = False
         with product_mode or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
         has_replaced = product_mode is not None and bool(product_mode.replaced)
-        is_alone = patch.running_calls <= 1  # Replicas in other threads have the same `is_head_called`.
-        if product_mode is not None and is_alone and not (has_replaced or patch.is_head_called):
+        is_head_called = patch.is_compiled_head_called or _thread_state.is_head_called
+        if product_mode is not None and not (has_replaced or is_head_called):
             _report_head_not_called(self, patch, outputs)
         # Adapters outside of linear layers may be enabled later, see `has_adapter_parameters`.
         has_adapters = patch.head_modules is not None and patch.head_modules.has_adapter_parameters
-        patch.has_vocabulary_products = has_replaced or not patch.is_head_called or has_adapters
+        patch.has_vocabulary_products = has_replaced or not is_head_called or has_adapters
         return outputs
 
     # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
@@ -343,7 +349,7 @@ class _Call:
         self.model, self.patch = model, patch
         self.previous_thread_state = vars(_thread_state).copy()
         self.has_converted = self.has_labels = False
-        patch.running_calls += 1
+        patch.change_counts(running_calls=1)
         _thread_state.entered_call = self
         if labels_slice is not None:
             _thread_state.running_model = model
@@ -391,7 +397,7 @@ class _Call:
     def restore(self) -> None:
         vars(_thread_state).clear()
         vars(_thread_state).update(self.previous_thread_state)
-        self.patch.running_calls -= 1
+        self.patch.change_counts(running_calls=-1)
 
 
 def _without_logits(outputs: Any) -> Any:
@@ -444,8 +450,8 @@ def _make_product_mode(model: Any, patch: _Patch) -> VocabularyProductMode | Non
     """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none."""
     is_enabled = patch.has_vocabulary_products
     if is_enabled is None:
-        # If layers of the model are compiled, they would be compiled twice, with the mode and without. Such a model
-        # gets the mode only after a call that has not run its head.
+        # A model with a linear output embedding probably runs a head. If then layers are compiled, they would be
+        # compiled twice, with the mode and without. It gets the mode only after a call that has not run its head.
         is_enabled = not (
             embedding_layers(model) and any(private.compiled_call(m) is not None for m in model.modules())
         )

@@ -52,8 +52,8 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
     logits = problem.logits
     if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
         check_overwritable(logits)
-        # If the logits are also a result of the autograd function, a later use of them raises an error. This is
-        # impossible for a view, and for logits that retain their gradient.
+        # If the autograd function also returns the logits, backward raises an error if they were used after the call. A
+        # view, or logits that retain their gradient, cannot be returned.
         returns_logits = logits._base is None and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem.token_weight, problem, returns_logits)
         *rows, _, _ = outputs[1:] if returns_logits else outputs

@@ -209,7 +209,8 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         rows, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, rows.normalizer)
-        # Every tensor that a node returns costs host time. The normalizer is needed for statistics only.
+        # Every tensor that a node returns costs host time. The caller needs the normalizer for statistics
+        # only; backward has it from `_save_for_backward`.
         return (*rows[:2], rows.normalizer if call.problem.spec.stats else None, *rows[3:])
 
     @staticmethod

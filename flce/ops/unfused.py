@@ -1,8 +1,8 @@
 """Losses that PyTorch's operators compute, with the logits, and several tensors of their size, in memory.
 
 `functional` calls this module where fused kernels save nothing: for class-probability targets, which are as large as
-the logits, and for K-dimensional heads, whose softmax runs over a strided dimension. Logits are at least float32: half
-precision is cast before the product, which copies the head. Differentiable any number of times.
+the logits, and for heads (V, d_1, ..., d_K, H), whose softmax runs over a strided dimension. Logits are at least
+float32: half precision is cast before the product, which copies the head. Differentiable any number of times.
 """
 
 from __future__ import annotations

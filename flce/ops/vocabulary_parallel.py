@@ -103,7 +103,8 @@ def prepare_sharded_head(
 
 
 def _class_arguments(cols: int, weight: Tensor | None, sharded_head: ShardedHeadArguments) -> dict[str, Any]:
-    """Return V and texts that are equal in all processes if their kinds of slices agree, see `_check_agreement`."""
+    """Return V, and for each weight a text: whether this process gave its slice or all classes. `_check_agreement`
+    compares these texts; the lengths may differ."""
     group: Any = sharded_head.process_group
     total = total_vocab_size(cols, sharded_head.vocab_size, group)
     start, stop = shard_bounds(total, group.size(), group.rank())

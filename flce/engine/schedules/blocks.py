@@ -160,7 +160,7 @@ class SeparatePasses(Deferred):
 
 
 def _block_layout(c: Case, cols: int) -> BlockLayout:
-    """Return the layout of blocks of at least `cols` classes."""
+    """Return the layout of blocks of `cols` classes, and of more classes where the tile is borrowed."""
     rows = c.chunk_rows
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
     return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.default_chunk_entries // rows)

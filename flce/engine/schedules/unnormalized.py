@@ -199,9 +199,9 @@ class Borrowed(Schedule):
         exponentials.compute_weight_gradient(0, tiles, scaled, residual)
 
     def for_shard(self, c: Case) -> Schedule:
-        candidates = [self.from_size(c, size) for size in self.sizes(c)]
+        schedules = [self.from_size(c, size) for size in self.sizes(c)]
         return min(
-            candidates,
+            schedules,
             key=lambda other: abs(len(other.tiles) - len(self.tiles)),
             default=Unnormalized(c.num_tokens),
         )
