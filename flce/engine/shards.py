@@ -348,8 +348,8 @@ def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProb
         if shard.max_local_vocab_size < p.vocab_size:
             return p
         # The first process has all classes. So a weight of length V is its slice, or has all classes in any process:
-        # the length does not say which. Processes that gave an empty slice call the collective, so all must. An empty shard
-        # sends nothing.
+        # the length does not say which. Processes that gave an empty slice call the collective, so all must. An empty
+        # shard sends nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))
 
