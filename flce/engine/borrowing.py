@@ -128,7 +128,7 @@ class BlockLayout:
 
 
 def dx_sum_start(num_tokens: int, vocab_size: int, sum_dtype: torch.dtype, dtype: torch.dtype) -> int:
-    """Return the first class from which on the memory of dW is large enough for a sum of dX."""
+    """Return the class where a sum of dX begins that is stored at the end of the memory of dW."""
     num_classes = ceil_div(num_tokens * sum_dtype.itemsize, dtype.itemsize)
     return max(0, vocab_size - num_classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 

@@ -65,7 +65,7 @@ class PassContext:
         self.problem: LinearCrossEntropyProblem = self.local.problem
         self.selection: Selection = self.local.selection
         """The selected tokens."""
-        self.normalizer: Tensor = self.local.local_normalizer
+        self.normalizer: Tensor = self.local.gradient_normalizer
         """(slots, rows), of all classes."""
         self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
@@ -250,10 +250,10 @@ class PassContext:
             yield tokens, classes, tile, tile
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
-        # Rows are aligned. If there are few rows, blocks have more classes.
-        max_row_parts = self._logits_per_block // COLUMN_MULTIPLE
-        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_row_parts)
-        cols = max_row_parts // rows * COLUMN_MULTIPLE
+        # The number of classes is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes.
+        max_rows = self._logits_per_block // COLUMN_MULTIPLE
+        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_rows)
+        cols = max_rows // rows * COLUMN_MULTIPLE
         for block_tokens in self.split_range(tokens, rows):
             tile_rows = offset_slice(block_tokens, -tokens.start)
             block_inputs = [slice_rows(x, tile_rows) for x in xs]

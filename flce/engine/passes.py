@@ -38,7 +38,7 @@ class Plan:
 
     case: Case
     strategy: str
-    """"tokens" or "vocab"."""
+    """"tokens" or "vocab": of the class that the planner chose; see `Blocks.from_size` for schedules of another."""
     schedule: Schedule
 
     @property

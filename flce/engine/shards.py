@@ -114,8 +114,9 @@ class LocalProblem:
         """Schedules process this problem and its selected tokens."""
         self.local_out = self.out
         """Memory for statistics. None in backward."""
-        self.local_scales, self.local_normalizer = self.scales, self.normalizer
-        """`local_normalizer` is of all classes. With the one of an empty shard every probability is 0."""
+        self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
+        """`gradient_normalizer` is the normalizer of all classes, from which this process computes gradients. In an
+        empty shard it makes every probability 0."""
 
     def merge_results(self, tokens: slice) -> None:
         """Merge the statistics of some rows of all processes into their results. One collective."""
@@ -124,8 +125,8 @@ class LocalProblem:
         """Merge the results of some rows, and replace the factors of their exponentials.
 
         Args:
-            factors: (2 or 3, rows), see `Backend.exponentials`. On entry `factors[0]` belongs to the derivative
-                of the shard's own log-sum-exp. On return all rows belong to the full loss.
+            factors: (slots, rows), see `Backend.exponentials`. On entry `factors[0]` belongs to the derivative of the
+                shard's own log-sum-exp. On return all factors are for the full loss.
         """
 
     def compute_row_gradient(self, tokens: slice) -> Tensor:
@@ -199,13 +200,13 @@ class ShardProblem(LocalProblem):
         # Scales of 1, and the sum of the shard's class weights.
         self.local_scales = LossScales(self.problem, self.scales.backend, needs_scales=True)
         # An empty shard has a stand-in class. Its logit may be the largest of all, but its probability must be 0.
-        self.local_normalizer = self.normalizer
+        self.gradient_normalizer = self.normalizer
         if shard.is_empty:
-            self.local_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
+            self.gradient_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
 
     def _local_target(self) -> Tensor:
-        """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes,
-        because the terms of equal targets are summed one after the other."""
+        """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes:
+        the target terms of one class in dW are added one after the other, which is slow for many rows."""
         target, ignored = self.full_problem.target, self.full_problem.spec.ignore_index
         local = self.local_ids(target)
         stand_in = torch.arange(len(target), device=target.device) % self.full_problem.local_vocab_size
@@ -347,8 +348,8 @@ def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProb
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # The first process has all classes. So a weight of length V is its slice, or has all classes in any process:
-        # the length does not say which. Processes that gave an empty slice call the collective, so all must. An empty
+        # The first process has all classes, so its weight of length V may be its slice or the weights of all classes.
+        # If it is the slice, the other processes gave empty slices and call the collective. So all call it. An empty
         # shard sends nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))

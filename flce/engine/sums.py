@@ -151,9 +151,8 @@ class UnscaledSum(DwSum):
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
         """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A sub-block has at most half of the bytes of the gradients of a block's logits. With larger sub-blocks, a budget
-        for the logits of all classes would be too small for logits and a sub-block: the planner would choose several
-        blocks, whose logits are computed twice. The minimum is the piece that all plans include for `gemm`.
+        A sub-block has at most half of the bytes of the gradients of a block's logits, so that it does not replace
+        one block of all classes by several in a budget. `gemm` allocates up to the minimum for some products anyway.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))

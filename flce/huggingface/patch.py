@@ -170,8 +170,8 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         weight, bias = self.weight, self.bias  # read once: each read of a parametrised weight computes it
         reason = reason_not_lazy(input, weight, bias)
         if compiling:
-            # If a compiled wrapper is not patched, its graph returns lazy logits as plain objects, not as tensors.
-            # DDP and FSDP could not register the hooks on them that distributed training needs.
+            # Without labels the gradient passes through the logits that the graph returns. If no patched method
+            # converts them (`_Call`), they are plain objects: DDP and FSDP could not register their hooks on them.
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if (
                 reason is not None
@@ -266,8 +266,8 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
 
     # Accelerate's mixed precision sets another `forward` on the instance. Only `__call__` of the class runs then.
     call_methods = {
-        "forward": _wrap_outermost(patched_forward, labels_slice),
-        "__call__": _wrap_outermost(original.__call__, labels_slice),
+        "forward": _wrap_call_method(patched_forward, labels_slice),
+        "__call__": _wrap_call_method(original.__call__, labels_slice),
     }
     return call_methods | _generate_methods(original)
 
@@ -275,7 +275,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
 def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
     """Return the methods of a patched wrapper of a model. ``torch.compile`` may compile the wrapper with the model."""
     return {
-        name: _wrap_outermost(getattr(original, name), None) for name in ("forward", "__call__")
+        name: _wrap_call_method(getattr(original, name), None) for name in ("forward", "__call__")
     } | _generate_methods(original)
 
 
@@ -301,8 +301,9 @@ def _with_stock_logits(generate: Callable[..., Any]) -> Callable[..., Any]:
     return stock_generate
 
 
-def _wrap_outermost(method: Callable[..., Any], labels_slice: slice | None) -> Callable[..., Any]:
-    """Wrap ``forward`` or ``__call__``. The outermost wrapped method begins a `_Call` and converts the outputs."""
+def _wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) -> Callable[..., Any]:
+    """Wrap ``forward`` or ``__call__`` of one module. The first of the two that runs begins a `_Call`. ``forward``
+    converts the outputs; if the class's ``forward`` does not run, ``__call__`` does."""
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -450,8 +451,9 @@ def _make_product_mode(model: Any, patch: _Patch) -> VocabularyProductMode | Non
     """Return a mode that replaces vocabulary products of one call by lazy logits, or None if there are none."""
     is_enabled = patch.has_vocabulary_products
     if is_enabled is None:
-        # A model with a linear output embedding probably runs a head. If then layers are compiled, they would be
-        # compiled twice, with the mode and without. It gets the mode only after a call that has not run its head.
+        # A model with a linear output embedding probably runs a head. If some of its layers are also compiled, they
+        # would be compiled twice: with the mode in the first call, and without it later. Such a model gets the mode
+        # only after a call that has not run its head.
         is_enabled = not (
             embedding_layers(model) and any(private.compiled_call(m) is not None for m in model.modules())
         )

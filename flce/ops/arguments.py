@@ -35,7 +35,7 @@ _OPTIONAL = {"linear_bias", "weight", "token_weight"}
 _INDEX_TENSORS = {"target", "candidates"}
 # Tensors that must be equal in all processes of a divided head.
 _REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
-# The usual mistake in calls that come from other libraries.
+# A hint in messages: calls that were written for other libraries often have another order.
 _ARGUMENT_ORDER = "hidden states come first, then linear_weight, then target"
 # PyTorch's functions that support every kind of derivative, for messages.
 _STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"

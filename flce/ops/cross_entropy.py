@@ -56,10 +56,10 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
         # view, or logits that retain their gradient, cannot be returned.
         returns_logits = logits._base is None and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem.token_weight, problem, returns_logits)
-        *rows, _, _ = outputs[1:] if returns_logits else outputs
+        *outputs, _, _ = outputs[1:] if returns_logits else outputs
     else:
-        *rows, _, _ = torch.ops.flce.cross_entropy(*_Arguments.from_problem(problem))
-    return RowOutputs.from_tensors(problem.spec, rows)
+        *outputs, _, _ = torch.ops.flce.cross_entropy(*_Arguments.from_problem(problem))
+    return RowOutputs.from_tensors(problem.spec, outputs)
 
 
 def check_overwritable(logits: Tensor) -> None:
@@ -295,13 +295,13 @@ def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: 
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, loss_scales, token_weight_grad = output
+    *outputs, loss_scales, token_weight_grad = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     arguments = _Arguments(*inputs)
     ctx.scalars = arguments[arguments._fields.index("spec") :]
     tensors = arguments[: -len(ctx.scalars)]
-    ctx.save_for_backward(RowOutputs(*rows).normalizer, loss_scales, token_weight_grad, *tensors)
+    ctx.save_for_backward(RowOutputs(*outputs).normalizer, loss_scales, token_weight_grad, *tensors)
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:

@@ -48,8 +48,8 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         if _can_bypass_dispatcher(tensors):
             return RowOutputs._make(flce_linear_cross_entropy.apply(call, *tensors))
         flops.update_active_counters()
-    *rows, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.to_arguments())
-    return RowOutputs.from_tensors(problem.spec, rows)
+    *outputs, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.to_arguments())
+    return RowOutputs.from_tensors(problem.spec, outputs)
 
 
 def _forward(*args: Any) -> tuple[Any, ...]:
@@ -92,9 +92,9 @@ def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, grads, gradient_scale, token_weight_grad = output
-    ctx.mark_non_differentiable(*rows[1:], *grads, gradient_scale, token_weight_grad)
-    call, normalizer = OperatorArguments(*inputs).to_call(), RowOutputs(*rows).normalizer
+    *outputs, grads, gradient_scale, token_weight_grad = output
+    ctx.mark_non_differentiable(*outputs[1:], *grads, gradient_scale, token_weight_grad)
+    call, normalizer = OperatorArguments(*inputs).to_call(), RowOutputs(*outputs).normalizer
     _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, normalizer)
 
 
@@ -206,12 +206,12 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
         register_skipped_frames()
-        rows, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
-        ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
-        _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, rows.normalizer)
+        outputs, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
+        ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
+        _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, outputs.normalizer)
         # Every tensor that a node returns costs host time. The caller needs the normalizer for statistics
         # only; backward has it from `_save_for_backward`.
-        return (*rows[:2], rows.normalizer if call.problem.spec.stats else None, *rows[3:])
+        return (*outputs[:2], outputs.normalizer if call.problem.spec.stats else None, *outputs[3:])
 
     @staticmethod
     @skip_frame_and_callees

@@ -70,10 +70,10 @@ def linear_logprobs(
 
 
 def _order_results(
-    rows: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any
+    outputs: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any
 ) -> LogprobResults:
-    """Return the values in the order of `LogprobResults`. `rows`: values in the order of `RowOutputs`."""
-    named = {**dict(zip(RowOutputs._fields, rows, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
+    """Return the values in the order of `LogprobResults`. `outputs`: values in the order of `RowOutputs`."""
+    named = {**dict(zip(RowOutputs._fields, outputs, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
     named |= {"top_k_logprob": top_k_logprob, "top_k_ids": top_k_ids}
     return LogprobResults(*[named[name] for name in LogprobResults._fields])
 
@@ -119,20 +119,20 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     plan, problem = _forward_and_backward_plans(call)[0], _without_gradients(call).problem
     if log.is_debug_enabled():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
-    rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
-    return _results(problem, rows, *others)
+    outputs, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
+    return _results(problem, outputs, *others)
 
 
 def _results(
     p: LinearCrossEntropyProblem,
-    rows: RowOutputs,
+    outputs: RowOutputs,
     candidate_logprob: Tensor | None,
     top_k_logprob: Tensor | None,
     top_k_ids: Tensor | None,
 ) -> LogprobResults:
-    lse = log_sum_exp(rows.normalizer) if "lse" in p.spec.stats else None
-    results = _order_results(rows, lse, candidate_logprob, top_k_logprob, top_k_ids)
-    return LogprobResults._make(rows.normalizer.new_empty(0) if t is None else t for t in results)
+    lse = log_sum_exp(outputs.normalizer) if "lse" in p.spec.stats else None
+    results = _order_results(outputs, lse, candidate_logprob, top_k_logprob, top_k_ids)
+    return LogprobResults._make(outputs.normalizer.new_empty(0) if t is None else t for t in results)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -145,9 +145,9 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     def entries(size: int, dtype: torch.dtype) -> Tensor | None:
         return like.new_empty((p.num_tokens, size), dtype=dtype) if size else None
 
-    rows = RowOutputs.allocate(spec, accum, new)
+    outputs = RowOutputs.allocate(spec, accum, new)
     top = entries(spec.top_k, accum), entries(spec.top_k, torch.int64)
-    return _results(p, rows, entries(spec.candidates, accum), *top)
+    return _results(p, outputs, entries(spec.candidates, accum), *top)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -183,7 +183,7 @@ def check_group(process_group: Any) -> None:
         )
 
 
-def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool = False) -> None:
+def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool = False) -> NoReturn:
     """Raise ValueError that names the arguments that need a process group."""
     given = [f"vocab_size={vocab_size}"] if vocab_size is not None else []
     given += ["sequence_parallel=True"] if sequence_parallel else []
