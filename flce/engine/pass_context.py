@@ -250,7 +250,7 @@ class PassContext:
             yield tokens, classes, tile, tile
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
-        # The number of classes is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes.
+        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes.
         max_rows = self._logits_per_block // COLUMN_MULTIPLE
         rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_rows)
         cols = max_rows // rows * COLUMN_MULTIPLE

@@ -38,7 +38,8 @@ class Plan:
 
     case: Case
     strategy: str
-    """"tokens" or "vocab": of the class that the planner chose; see `Blocks.from_size` for schedules of another."""
+    """"tokens" or "vocab": the strategy that the planner chose. That of `schedule` may differ: `Blocks.from_size`
+    ("vocab") returns `DeferredChunks` ("tokens") if a block has all classes."""
     schedule: Schedule
 
     @property

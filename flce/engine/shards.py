@@ -324,6 +324,7 @@ class ShardProblem(LocalProblem):
     # ---------------------------------------------------------------------------------------- sums over processes
 
     def start_dx_sum(self, term: int, dx: Tensor) -> None:
+        # With sequence parallelism the backward of `flce::gather_sequence` sums dX.
         if self.group.size() > 1 and not self.shard.sequence_parallel:
             self._dx_sums.setdefault(term, []).append(dist.all_reduce(dx, group=self.group, async_op=True))
 

@@ -151,8 +151,9 @@ class UnscaledSum(DwSum):
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
         """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A sub-block has at most half of the bytes of the gradients of a block's logits, so that it does not replace
-        one block of all classes by several in a budget. `gemm` allocates up to the minimum for some products anyway.
+        A sub-block has at most half of the bytes of the gradients of a block's logits, or DIVIDED_PIECE_BYTES, which
+        `gemm` allocates for some products anyway. With larger sub-blocks one block of all classes would exceed some
+        budgets, and the planner would choose several.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))

@@ -69,8 +69,8 @@ class LossScales:
 
     @functools.cached_property
     def for_loss(self) -> Tensor | None:
-        """Scales of the loss. None for statistics of unweighted classes: `reduce` then computes them in its own
-        kernel."""
+        """Scales of the loss. None if no kernel of the pass reads them and there are no class weights: `reduce`
+        then computes them in its own kernel."""
         needed = self.needs_scales or self.problem.class_weight is not None
         return self.backend.loss_scales(self.problem) if needed else None
 

@@ -18,8 +18,9 @@ from flce.engine.sums import DxSum, add_to_dw, add_to_dx, block_sum_builder, fin
 class Blocks(Deferred):
     """Loop over blocks of classes, each with all tokens. Four products.
 
-    dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. A tile is borrowed
-    from dW as long as it has more classes than the separate tile.
+    dW of a block is complete after the block. dX of all tokens is summed over blocks in float32. The first
+    blocks are as wide as the memory of dW behind them allows, and their tiles are borrowed from it. When such a block
+    would have no more than `layout.cols` classes, the others have `layout.cols`, and share a separate tile.
     """
 
     layout: BlockLayout
