@@ -124,8 +124,8 @@ class Dtypes:
 
     def logits_per_block(self, rows: int, cols: int, has_all_logits: bool) -> int:
         """Return the number of logits of a block for a tile of this size. A block has at most half of the tile's bytes,
-        except where one product `fits_single_product`. `has_all_logits`: True if the tile has all logits of the call, so that one product can repeat forward's product
-        to the bit."""
+        except where one product `fits_single_product`. `has_all_logits`: True if the tile has all logits of the call,
+        so that one product can repeat forward's product to the bit."""
         entries = rows * padded_cols(cols)
         if has_all_logits and self.fits_single_product(rows, cols):
             return entries
