@@ -95,8 +95,7 @@ def measured(run: Run) -> str:
         if case.own_products is False:
             plan = make_plan(replace(plan.case, has_fused_products=False))
         ms, floor_ms = (result.alone_ms or result.median_ms for result in (ours, floor))
-        same_plan = abs((ours.planned_bytes or 0) - plan.workspace_bytes) <= 0.01 * plan.workspace_bytes
-        if same_plan and ms is not None and floor_ms is not None:
+        if ours.planned_bytes == plan.workspace_bytes and ms is not None and floor_ms is not None:
             name = " x ".join(map(str, case.shape)) + ("" if trained else ", frozen head")
             figures = f"{ms / floor_ms:.2f}", f"{time_over_products(plan):.2f}", f"{plan.workspace_bytes / MIB:.0f}"
             rows.setdefault(name, [name, "no" if case.own_products is False else "yes", *figures])

@@ -225,16 +225,18 @@ class SortedTargets(NamedTuple):
 
 
 def _target_slots(target: Tensor, slots: Tensor, ignore_index: int) -> Iterator[Launch]:
-    args = {
-        "target_ptr": target,
-        "slot_ptr": slots,
-        "rows": len(target),
-        "vocab_size": len(slots),
-        "ignore_index": ignore_index,
-        "steps": len(target).bit_length(),
-    }
-    grid = (triton.cdiv(len(slots), SLOT_CLASSES),)
-    yield Launch(target_slots_kernel, grid, args, {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)})
+    yield build_launch(
+        target_slots_kernel,
+        (triton.cdiv(len(slots), SLOT_CLASSES),),
+        None,
+        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
+        target=target,
+        slot=slots,
+        rows=len(target),
+        vocab_size=len(slots),
+        ignore_index=ignore_index,
+        steps=len(target).bit_length(),
+    )
 
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
@@ -274,9 +276,8 @@ def _weight_gradient(
 ) -> Launch:
     programs = device_record(exps.device).multiprocessors
     options = {
-        "HAS_TARGETS": slots is not None, "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1",
-        "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP,
-        "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
+        "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1", "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,
+        "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip
     return build_launch(
         weight_gradient_kernel,

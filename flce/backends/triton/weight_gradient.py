@@ -67,7 +67,7 @@ def weight_gradient_kernel(
     rows,
     hidden,
     classes,
-    HAS_TARGETS: tl.constexpr,
+    HAS_SLOT: tl.constexpr,
     HAS_GRADIENT_SCALE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     CLASSES: tl.constexpr,
@@ -91,7 +91,7 @@ def weight_gradient_kernel(
             a *= 1.0 / tl.load(gradient_scale_ptr)
         rounded = a.to(grad_desc.dtype)
         grad_desc.store([class_start, col_start], rounded)
-        if HAS_TARGETS:
+        if HAS_SLOT:
             row = class_start + tl.arange(0, CLASSES)
             slot = tl.load(slot_ptr + row, mask=row < classes, other=-1)
             residual = (a - rounded.to(tl.float32)).to(rounded.dtype)
