@@ -14,6 +14,7 @@ import copy
 import datetime
 import gc
 import inspect
+import itertools
 import os
 import platform
 import re
@@ -705,13 +706,15 @@ def report(results: list[Result], command: str) -> str:
             reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
             text = f"{result.status}: {reason}" if reason else result.status
             lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {text} |")
-    lines += ["", "## Fused", "", "| architecture | classes |", "|---|---|"]
+    lines += ["", "## Fused", "", "| architecture | classes | architecture | classes |", "|---|---|---|---|"]
     classes: dict[str, list[str]] = {}
     for result in results:
         if result.status == FUSED:
             names = classes.setdefault(result.architecture.model_type, [])
             names += [result.architecture.class_name] * (result.architecture.class_name not in names)
-    lines += [f"| {model_type} | {', '.join(names)} |" for model_type, names in sorted(classes.items())]
+    cells = [f"| {model_type} | {', '.join(names)} " for model_type, names in sorted(classes.items())]
+    half = (len(cells) + 1) // 2
+    lines += [f"{left}{right}|" for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue="| | ")]
     return "\n".join(lines) + "\n"
 
 
