@@ -1,0 +1,369 @@
+"""Random arguments of losses and heads, their tensors, and the expected results with their bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.testing.oracle import shifted_target
+from flce.testing.problem import Problem, make_problem, run_oracle
+from tests.helpers import STATS
+from tests.search.bounds import Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
+from tests.search.driver import Errors, Mismatch
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
+# Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
+MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cuda torch": 1 << 20, "cuda triton": 1 << 24}
+
+LOSS_DEFAULTS: dict[str, Any] = {
+    "dtype": "float64",
+    "backend": "torch",
+    "vocab": 11,
+    "class_weight": False,
+    "token_weight": False,
+    "ignored": "none",
+    "ignore_index": -100,
+    "target_dtype": "int64",
+    "std": 2.0,
+    "seed": 0,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "z_loss": 0.0,
+    "num_items": None,
+    "shift": 0,
+    "stats": (),
+    "upstream": 1.0,
+}
+HEAD_DEFAULTS: dict[str, Any] = {
+    "leading": (5,),
+    "hidden": 6,
+    "bias": False,
+    "adapter_ranks": (),
+    "layout": "contiguous",
+    "rows_times": 1.0,
+    "offset": 0.0,
+    "grads": "xwbaBt",
+    "chunk_rows": None,
+    "beyond": None,
+    "strategy": "auto",
+    "skip_ignored": "auto",
+    "logits_dtype": None,
+    "accum_dtype": None,
+}
+LAYOUTS = ("contiguous", "offset", "transposed", "padded", "every second")
+GRADS = ("xwbaBt", "xwbaBt", "xwbaB", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", "")
+
+
+def size(rng: random.Random, most: int) -> int:
+    """Return a size from 1 to `most`: small, log-uniform, or around a power of two."""
+    how = rng.random()
+    if how < 0.3:
+        return rng.randint(1, min(most, 12))
+    if how < 0.65:
+        return min(most, round(2 ** rng.uniform(0, max(most, 1).bit_length())))
+    edges = [edge for edge in EDGES if edge <= most + 1] or [1]
+    return max(1, min(most, rng.choice(edges) + rng.choice([-1, 0, 1])))
+
+
+def draw_loss(rng: random.Random, device: str) -> dict[str, Any]:
+    """Draw the arguments of all losses. On a GPU few combinations of options, because each compiles its kernels."""
+    backend = rng.choices(["torch", "triton"], [75, 25] if device == "cpu" else [10, 90])[0]
+    options = rng if device == "cpu" else random.Random(rng.randrange(40))
+    rare = options.choice([0.15, 0.5]) if device == "cpu" else 0.25
+
+    def sometimes(*values: Any) -> Any:
+        return options.choice(values) if options.random() < rare else None
+
+    vocab = size(rng, MAX_LOGITS[f"{device} {backend}"] // 4)
+    reduction = options.choice(["mean", "sum", "none"])
+    upstream = rng.choice([1.0, 1.0, 1.0, 1.75, -0.5, 0.0, 1e-8, 2.0**16])
+    return {
+        "dtype": options.choices(list(DTYPES), [40, 25, 20, 15] if device == "cpu" else [5, 20, 45, 30])[0],
+        "backend": backend,
+        "vocab": vocab,
+        "class_weight": bool(sometimes(True)),
+        "token_weight": bool(sometimes(True)),
+        "ignored": rng.choice(["none", "none", "some", "most", "first", "last", "all"]),
+        "ignore_index": rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1]),
+        "target_dtype": rng.choice(["int64", "int64", "int32"]),
+        "std": rng.choice([0.0, 0.1, 2.0, 4.0, 30.0]),
+        "seed": rng.randrange(1 << 20),
+        "reduction": reduction,
+        "label_smoothing": sometimes(0.1, 0.9, 1.0) or 0.0,
+        "softcap": sometimes(0.5, 3.0, 30.0),
+        "logit_scale": sometimes(-0.7, 0.1, 2.5) or (0.0 if rng.random() < 0.02 else 1.0),
+        "temperature": sometimes(0.3, 3.0) or 1.0,
+        "z_loss": sometimes(1e-4, 0.5) or 0.0,
+        "num_items": rng.choice([None, 1, 13]) if reduction == "sum" else None,
+        "shift": rng.choice([0, 0, 0, 1, 2]),
+        "stats": tuple(name for name in STATS if options.random() < 0.15),
+        "upstream": upstream,
+    }
+
+
+def draw_head(rng: random.Random, device: str) -> dict[str, Any]:
+    call = draw_loss(rng, device)
+    most = MAX_LOGITS[f"{device} {call['backend']}"]
+    tokens = size(rng, max(1, min(most // call["vocab"], 300 if device == "cpu" else 8192)))
+    leading: tuple[int, ...] = rng.choice([(tokens,), (tokens,), (rng.randint(1, 3), -(-tokens // 3))])
+    if rng.random() < 0.03:
+        leading = rng.choice([(), (0,), (0, 3), (2, 0)])
+    hiddens = [1, 2, 3, 7, 8, 16, 24, 33, 64, 129] if device == "cpu" else [8, 64, 128, 129, 256, 511, 512, 1023, 1024]
+    how = rng.choice(["default", "default", "rows", "least", "roomy"])
+    strategy = rng.choice(["auto", "auto", "tokens", "vocab"])
+    half = call["dtype"] in ("bfloat16", "float16")
+    return {
+        **call,
+        "leading": leading,
+        "shift": min(call["shift"], *leading[-1:]) if leading else 0,
+        "hidden": rng.choice(hiddens[:7] if call["backend"] == "triton" and device == "cpu" else hiddens),
+        "bias": rng.random() < 0.2,
+        "adapter_ranks": rng.choice([(), (), (), (), (8,), (1, 5)]),
+        "layout": rng.choice(["contiguous", "contiguous", *LAYOUTS]),
+        "rows_times": rng.choice([1.0, 1.0, 1.0, 0.0, 30.0]),
+        "offset": rng.choice([0.0, 0.0, 0.0, 50.0]),
+        "grads": rng.choice(GRADS),
+        "chunk_rows": size(rng, 64 if device == "cpu" else 4096) if how == "rows" and strategy != "vocab" else None,
+        "beyond": {"least": 0, "roomy": rng.randrange(5000 if device == "cpu" else 1 << 26)}.get(how),
+        "strategy": strategy,
+        "skip_ignored": rng.choice(["auto", True, False]),
+        "logits_dtype": call["dtype"] if half and rng.random() < 0.1 else None,
+        "accum_dtype": "bfloat16" if call["dtype"] == "bfloat16" and rng.random() < 0.05 else None,
+    }
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Set the backend of all calls."""
+    before = os.environ.get("FLCE_BACKEND")
+    os.environ["FLCE_BACKEND"] = name
+    try:
+        yield
+    finally:
+        os.environ.pop("FLCE_BACKEND", None)
+        if before is not None:
+            os.environ["FLCE_BACKEND"] = before
+
+
+def place(t: Tensor, layout: str) -> Tensor:
+    """Return a tensor with the values of `t` and other strides or another storage offset."""
+    if layout == "offset":
+        return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+    if layout == "transposed" and t.dim() > 1:
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "padded" and t.dim():
+        return F.pad(t, (1, 2))[..., 1:-2]
+    if layout == "every second" and t.dim():
+        return t.repeat_interleave(2, -1)[..., ::2]
+    return t
+
+
+LOSS_ARGUMENTS = ("reduction", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "shift")
+
+
+def problem_of(call: dict[str, Any], leading: Sequence[int], device: str, **head: Any) -> Problem:
+    """Return the tensors of a call. Some rows are scaled, all logits may share an offset."""
+    kwargs = {name: call[name] for name in (*LOSS_ARGUMENTS, "ignore_index", "class_weight", "token_weight")}
+    if call["num_items"] is not None:
+        kwargs["num_items"] = call["num_items"]
+    generator = torch.Generator(device if device == "cuda" else "cpu").manual_seed(call["seed"])
+    shared = {name: call[name] for name in ("vocab", "std")} | {
+        "dtype": DTYPES[call["dtype"]],
+        "target_dtype": DTYPES.get(call["target_dtype"], getattr(torch, call["target_dtype"])),
+        "device": device,
+        "generator": generator,
+    }
+    p = make_problem(leading, **{"hidden": None, **head}, **shared, **kwargs)
+    ignored = torch.rand(p.target.shape, device=device, generator=generator)
+    count = p.target.numel()
+    position = torch.arange(count, device=device).view(p.target.shape)
+    masks = {
+        "none": ignored < 0,
+        "some": ignored < 0.3,
+        "most": ignored < 0.9,
+        "first": position < count // 2,
+        "last": position >= count // 2,
+        "all": ignored >= 0,
+    }
+    return replace(p, target=p.target.masked_fill(masks[call["ignored"]], call["ignore_index"]))
+
+
+def head_of(call: dict[str, Any], device: str) -> Problem:
+    p = problem_of(call, call["leading"], device, **{k: call[k] for k in ("hidden", "bias", "adapter_ranks")})
+    x, w = p.input, p.linear_weight
+    if call["rows_times"] != 1.0:
+        x = torch.where(
+            torch.arange(x[..., :1].numel(), device=device).view(x[..., :1].shape) % 5 == 2, call["rows_times"] * x, x
+        )
+    if call["offset"]:
+        x, w = x.clone(), w.clone()
+        x[..., 0], w[:, 0] = 1.0, call["offset"]
+    target = place(p.target, "every second" if call["layout"] == "padded" else "contiguous")
+    return replace(p, input=place(x, call["layout"]), linear_weight=place(w, call["layout"]), target=target)
+
+
+def upstream_of(call: dict[str, Any], p: Problem) -> Tensor:
+    """Return the upstream gradient, in the dtype of the loss."""
+    dtype = torch.float64 if p.input.dtype == torch.float64 else torch.float32
+    if call["reduction"] != "none":
+        return torch.tensor(call["upstream"], dtype=dtype, device=p.input.device)
+    count = p.target.numel()
+    each = torch.linspace(0.3, 1.3, count, dtype=dtype, device=p.input.device).view(p.target.shape)
+    return each * call["upstream"]
+
+
+def arithmetic(call: dict[str, Any], p: Problem, parts: int = 1, **more: Any) -> Arithmetic:
+    """Return the dtypes in which a call rounds."""
+    result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
+    on_gpu = p.input.device.type == "cuda" and p.has_head
+    return Arithmetic(
+        result=result,
+        rows=rows,
+        logits=DTYPES[call["logits_dtype"]] if on_gpu and call.get("logits_dtype") else rows,
+        gradients=result if on_gpu else rows,
+        sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
+        parts=parts,
+        roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
+        **more,
+    )
+
+
+class Expected:
+    """The oracle's results of a loss, and the bounds of their errors."""
+
+    def __init__(self, call: dict[str, Any], p: Problem, upstream: Tensor, how: Arithmetic) -> None:
+        self.p, self.how, u = p, how, how.u
+        self.oracle = run_oracle(p, grad_output=upstream)
+        kwargs = p.kwargs
+        y, valid = shifted_target(p.target.long(), kwargs["ignore_index"], kwargs["shift"])
+        self.rows = rows = valid.reshape(-1).nonzero().flatten()
+        y = y.reshape(-1)[rows]
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x.reshape(-1, x.shape[-1]).double()[rows]
+
+        self.of_rows = of_rows
+        weight = None if kwargs.get("weight") is None else kwargs["weight"].double()
+        bias = None if p.linear_bias is None else p.linear_bias.double()
+        terms = [(of_rows(a), w.double()) for a, w in ((p.input, p.linear_weight), *p.adapters)] if p.has_head else []
+        given = None if p.has_head else of_rows(p.input)
+        transform = {name: kwargs[name] for name in ("softcap", "logit_scale", "temperature")}
+        self.logits = logits = Logits(terms, bias, how, given=given, **transform)
+        loss: Loss = loss_of_rows(logits, y, how, weight, kwargs["label_smoothing"], kwargs["z_loss"])
+
+        one = logits.z.new_ones(())
+        scale = z_scale = one
+        if kwargs["reduction"] == "mean":
+            of_targets = torch.ones_like(logits.lse) if weight is None else weight[y]
+            scale, z_scale = 1.0 / of_targets.sum(), one / len(rows) if len(rows) else one
+        elif kwargs.get("num_items") is not None:
+            scale = z_scale = one / kwargs["num_items"]
+        of_token = torch.ones_like(logits.lse)
+        if p.token_weight is not None:
+            of_token = p.token_weight.double().reshape(-1)[rows]
+        self.losses = scale * loss.cross_entropy + z_scale * loss.z_loss
+        self.dlosses = scale * loss.dcross_entropy + z_scale * loss.dz_loss + 4.0 * u * self.losses.abs()
+        self.of_token, self.z_losses = of_token, z_scale * of_token * loss.z_loss
+        self.dz_losses = z_scale * of_token.abs() * (loss.dz_loss + 4.0 * u * loss.z_loss)
+        # Gradients.
+        self.upstream = upstream.double().expand(p.target.shape).reshape(-1)[rows]
+        row = self.upstream * of_token
+        softmax, direct = (scale * row[:, None] * part for part in (loss.gradient.softmax, loss.gradient.direct))
+        of_lse = (row * z_scale * 2.0 * kwargs["z_loss"])[:, None]
+        gradient = RowGradient(
+            softmax + of_lse * logits.lse[:, None], direct, of_lse=of_lse if kwargs["z_loss"] else None
+        )
+        self.gradients = Gradients(logits, gradient, how)
+
+    def to_positions(self, values: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return values of rows at the positions of the rows, and 0 at others."""
+        full = values.new_zeros(self.p.target.numel(), *values.shape[1:])
+        return full.index_copy_(0, self.rows, values).view(shape)
+
+    def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
+        """Compare the loss, and the statistics of a call with statistics."""
+        p, logits, oracle, u = self.p, self.logits, self.oracle, self.how.u
+        shape = p.target.shape
+        each, deach = self.losses * self.of_token, self.dlosses * self.of_token.abs()
+
+        def reduced(values: Tensor, of_values: Tensor) -> Tensor:
+            if p.kwargs["reduction"] == "none":
+                return self.to_positions(of_values, shape)
+            return sum_of_rows(values, of_values, u)
+
+        errors.compare(f"{prefix} loss", loss, oracle.loss, reduced(each, deach))
+        if not stats:
+            return
+        if p.kwargs["z_loss"]:
+            errors.compare(f"{prefix} z_loss", output.z_loss, oracle.z_loss, reduced(self.z_losses, self.dz_losses))
+        y = shifted_target(p.target.long(), p.kwargs["ignore_index"], p.kwargs["shift"])[0].reshape(-1)[self.rows]
+        bounds = {
+            "lse": logits.dlse,
+            "logprob": logits.dlogprob(y[:, None], u)[:, 0],
+            "entropy": logits.dentropy,
+        }
+        for name, bound in bounds.items():
+            if name in stats:
+                expected = getattr(oracle, name)
+                errors.compare(f"{prefix} {name}", getattr(output, name), expected, self.to_positions(bound, shape))
+        if "argmax" in stats:
+            compare_argmax(logits, output.argmax.reshape(-1)[self.rows], oracle.argmax.reshape(-1)[self.rows])
+        if "correct" in stats and "argmax" in stats:
+            target = shifted_target(p.target.long(), p.kwargs["ignore_index"], p.kwargs["shift"])[0]
+            valid = oracle.argmax >= 0
+            if not torch.equal(output.correct, (output.argmax == target) & valid):
+                raise Mismatch("correct", "differs from argmax == target")
+
+    def compare_gradients(
+        self, errors: Errors, prefix: str, grads: Mapping[str, Tensor | None], largest: float = 0.0
+    ) -> None:
+        """Compare gradients by letter; None: not requested."""
+        p, oracle, gradients = self.p, self.oracle, self.gradients
+        for name, grad in grads.items():
+            letter, number = name[0], int(name[1:] or 0)
+            if grad is None:
+                continue
+            if letter == "x":
+                expected = oracle.grad_input
+                bound = gradients.times_weight(p.linear_weight.double()) if p.has_head else gradients.element()
+            elif letter == "w":
+                expected, bound = oracle.grad_weight, gradients.transposed_times(self.of_rows(p.input))
+            elif letter == "b":
+                assert oracle.grad_bias is not None
+                expected = oracle.grad_bias
+                bound = gradients.transposed_times(self.logits.z.new_ones(len(self.rows), 1))[:, 0]
+            elif letter == "a":
+                expected = oracle.grad_adapters[number][0]
+                bound = gradients.times_weight(p.adapters[number][1].double())
+            elif letter == "B":
+                expected = oracle.grad_adapters[number][1]
+                bound = gradients.transposed_times(self.of_rows(p.adapters[number][0]))
+            else:
+                assert oracle.grad_token_weight is not None
+                expected, of_upstream = oracle.grad_token_weight, self.upstream.abs()
+                bound = of_upstream * self.dlosses + self.how.rounded(self.upstream * self.losses)
+            if letter in "xat":
+                bound = self.to_positions(bound, expected.shape)
+            errors.compare(f"{prefix} gradient {letter}", grad, expected, bound, largest)
+
+
+def compare_argmax(logits: Logits, got: Tensor, expected: Tensor) -> None:
+    """Compare indices. Two logits that differ by less than their errors may change places."""
+    z, dz = ((t.gather(1, got.clamp(0, t.shape[1] - 1)[:, None])[:, 0]) for t in (logits.z, logits.dz))
+    largest, of_largest = (t.gather(1, expected[:, None])[:, 0] for t in (logits.z, logits.dz))
+    wrong = (got != expected) & ~((largest - z <= dz + of_largest) & (dz + of_largest > 0) & (got >= 0))
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise Mismatch("argmax", f"{int(got[row])}, expected {int(expected[row])}")
