@@ -23,11 +23,7 @@ ONLY_ON_CPU = ("lazy",)
 
 def load(*names: str) -> dict[str, Kind]:
     """Import the modules of these kinds, by default of all."""
-    return {
-        name: importlib.import_module(MODULES[name]).KIND
-        for name in names or MODULES
-       
-    }
+    return {name: importlib.import_module(MODULES[name]).KIND for name in names or MODULES}
 
 
 def prepare(device: str) -> None:
