@@ -101,12 +101,16 @@ lint: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# The source distribution and its wheel, in dist/; built in a separate environment.
+# The source distribution and its wheel, in dist/, and the list of its dependencies (CycloneDX), in sbom/; built in a
+# separate environment.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
-	.cache/build/bin/python -m pip install --quiet build
-	rm -rf dist
+	.cache/build/bin/python -m pip install --quiet build 'cyclonedx-bom>=7'
+	rm -rf dist sbom
 	.cache/build/bin/python -m build
+	mkdir sbom
+	sed -n '/^dependencies/,/^]/ s/^ *"\([a-z]*>=[0-9.]*\).*/\1/p' pyproject.toml | .cache/build/bin/cyclonedx-py requirements \
+	    --pyproject pyproject.toml --mc-type library --output-reproducible -o sbom/flce.cdx.json -
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo.png demo-memory.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist sbom site *.egg-info demo.png demo-memory.png
