@@ -52,6 +52,10 @@ class World:
             raise AssertionError("\n".join(failures))
         return [value for _, value in results]
 
+    def processes_and_ends(self) -> list[tuple[Any, Connection]]:
+        """Return each process, and the connection to it."""
+        return list(zip(self._processes, self._ends, strict=True))
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

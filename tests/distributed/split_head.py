@@ -11,6 +11,8 @@ import itertools
 import math
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -560,6 +562,21 @@ def one_raises() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def last_is_killed() -> tuple[str, float]:
+    """Kill the last process of a group before its collective. Return the error of this process, and its seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    local = LocalShare(problem((3, 4), 16, 41), group)
+    local.loss()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        local.loss()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "none", time.monotonic() - start
 
 
 def dtensors() -> None:

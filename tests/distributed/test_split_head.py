@@ -5,6 +5,8 @@ Without a GPU: four processes, and pairs of them. With one GPU: two processes sh
 
 from __future__ import annotations
 
+import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -96,3 +98,35 @@ def test_one_process_raises() -> None:
         world.close()
     assert "process_group needs class-index targets" in errors[-1]
     assert all(text != "none" for text in errors)
+
+
+@no_gpu
+def test_random_programs(processes: World) -> None:
+    """`python -m tests.search --only divided` runs more of them."""
+    from tests.search import divided
+
+    for seed in range(15):
+        call = {**divided.DEFAULTS, **divided.draw(random.Random(seed), "cpu")}
+        found = set(processes.run(divided.program, call)) - {None, "refused"}
+        assert not found, f"{found}: {divided.KIND.line(call)}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="NCCL's watchdog ends processes instead of a wait")
+def test_a_killed_process_ends_the_others() -> None:
+    """Check that the other processes raise an error within the group's timeout of 10 seconds."""
+    world = new_world()
+    try:
+        world.run(split_head.sequence_first)
+        *others, last = world.processes_and_ends()
+        for _, end in (*others, last):
+            end.send((split_head.__name__, "last_is_killed", (), {}))
+        last[0].join(60)
+        assert last[0].exitcode == -signal.SIGKILL
+        for _, end in others:
+            assert end.poll(60)
+            text, (error, seconds) = end.recv()
+            assert text is None
+            assert error != "none"
+            assert seconds < 15
+    finally:
+        world.close()

@@ -203,7 +203,7 @@ def test_gradcheck(name: str, strategy: Any, torch_backend: str) -> None:
     options = flce.ChunkOptions(strategy=strategy)
 
     def loss(*_: Tensor) -> Any:
-        rest = {"linear_bias": p.linear_bias, "adapters": p.adapters, "options": options}
+        rest: Any = {"linear_bias": p.linear_bias, "adapters": p.adapters, "options": options}
         return flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, **rest, **p.kwargs)
 
     def outputs(*_: Tensor) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -243,7 +244,7 @@ def arithmetic(call: dict[str, Any], p: Problem, parts: int = 1, **more: Any) ->
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
-    def __init__(self, call: dict[str, Any], p: Problem, upstream: Tensor, how: Arithmetic) -> None:
+    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic) -> None:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
@@ -327,9 +328,14 @@ class Expected:
                 raise Mismatch("correct", "differs from argmax == target")
 
     def compare_gradients(
-        self, errors: Errors, prefix: str, grads: Mapping[str, Tensor | None], largest: float = 0.0
+        self,
+        errors: Errors,
+        prefix: str,
+        grads: Mapping[str, Tensor | None],
+        largest: float = 0.0,
+        shares: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
     ) -> None:
-        """Compare gradients by letter; None: not requested."""
+        """Compare gradients by letter; None: not requested. `shares`: functions that return a process's share."""
         p, oracle, gradients = self.p, self.oracle, self.gradients
         for name, grad in grads.items():
             letter, number = name[0], int(name[1:] or 0)
@@ -356,7 +362,8 @@ class Expected:
                 bound = of_upstream * self.dlosses + self.how.rounded(self.upstream * self.losses)
             if letter in "xat":
                 bound = self.to_positions(bound, expected.shape)
-            errors.compare(f"{prefix} gradient {letter}", grad, expected, bound, largest)
+            share = shares.get(name, lambda t: t)
+            errors.compare(f"{prefix} gradient {letter}", grad, share(expected), share(bound), largest)
 
 
 def compare_argmax(logits: Logits, got: Tensor, expected: Tensor) -> None:

@@ -113,7 +113,7 @@ class Kind:
             raise
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{str(error)[:300]} ({Path(place.filename).name}:{place.lineno})"
+            text = f"{str(error)[-300:]} ({Path(place.filename).name}:{place.lineno})"
             return Mismatch(type(error).__name__, text)
         return None
 

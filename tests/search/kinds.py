@@ -16,6 +16,7 @@ MODULES = {
     "softmax": "tests.search.softmax",
     "logprobs": "tests.search.logprobs",
     "lazy": "tests.search.lazy",
+    "divided": "tests.search.divided",
 }
 # Programs whose tensors are in CPU memory.
 ONLY_ON_CPU = ("lazy",)

@@ -181,7 +181,7 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
         if device == "cuda" and mode == "eager" and plan is not None:
             check_again(step, plan, results)
     loss, output, got = results
-    expected = Expected(call, rounded, upstream, arguments.arithmetic(call, rounded, parts))
+    expected = Expected(rounded, upstream, arguments.arithmetic(call, rounded, parts))
     prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])
     expected.compare_gradients(errors, prefix, got, torch.finfo(rounded.input.dtype).max)

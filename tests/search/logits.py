@@ -40,7 +40,7 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
         result = test_cross_entropy.run(p, call["layout"], stats=stats, grad_output=upstream, **how)
     # In place the gradient is rounded in forward, and multiplied in backward.
     once = arguments.arithmetic(call, p)
-    expected = Expected(call, p, upstream, replace(once, roundings=1 + call["inplace"]))
+    expected = Expected(p, upstream, replace(once, roundings=1 + call["inplace"]))
     prefix = f"logits {call['dtype']}"
     expected.compare_losses(errors, prefix, result.loss, result.output, stats)
     grads = {"x": result.grad_input, "t": result.grad_token_weight if call["weigh"] else None}
