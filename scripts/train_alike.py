@@ -6,7 +6,7 @@ All runs have the same weights, the same batches and AdamW. Runs of stock differ
 within a batch, and in random changes of the hidden states of at most half a rounding, because another order of sums
 seldom changes a number that is rounded to half precision. These runs give the spread. The reference is the mean of the
 runs of stock in float32. A run of flce is alike if its distance from the reference is at most three times the largest
-distance of a run of stock in the same dtype, up to each step. (In half precision stock rounds logits, and flce does not.)
+distance of a run of stock in the same dtype, up to each step. (In half precision only stock rounds logits.)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def train(
 ) -> list[float]:
     """Return the loss of each step. `options` None: stock. `order`: the number of an order of the tokens."""
     data, count = token_ids(vocab), batch[0] * batch[1]
-    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    sizes: Any = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden}
     model = tiny_model(seed=0, **sizes, max_position_embeddings=batch[1]).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16", init_scale=2.0**12)
