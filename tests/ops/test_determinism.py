@@ -27,7 +27,7 @@ def fingerprints(device: str) -> list[str]:
     for arguments in KINDS.values():
         p = make_problem(size[:1], *size[1:], device=device, **arguments)
         for strategy in ("tokens", "vocab"):
-            options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+            options = flce.ChunkOptions(strategy=strategy)
             r = run_fused(p, options=options, stats=("lse", "entropy", "argmax"))
             values = [r.loss, r.grad_input, r.grad_weight, r.grad_bias, *(t for pair in r.grad_adapters for t in pair)]
             values += [r.output.lse, r.output.entropy, r.output.argmax]

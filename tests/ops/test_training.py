@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from scripts import train_alike
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Use one thread: products of half precision on a CPU are slow if several wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 SMALL: dict[str, Any] = {"vocab": 512, "hidden": 32, "batch": (4, 32)}
 STEPS, ORDERS = 60, 3
