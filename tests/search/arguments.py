@@ -241,6 +241,60 @@ def arithmetic(call: dict[str, Any], p: Problem, parts: int = 1, **more: Any) ->
     )
 
 
+class Rows:
+    """The valid rows of a problem, and the logits of these rows with their errors."""
+
+    def __init__(self, p: Problem, how: Arithmetic, ignore_index: int, shift: int, **transform: Any) -> None:
+        self.p, self.how = p, how
+        target, self.valid = shifted_target(p.target.long(), ignore_index, shift)
+        self.index = self.valid.reshape(-1).nonzero().flatten()
+        self.target = self.of(target)
+        self.bias = None if p.linear_bias is None else p.linear_bias.double()
+        pairs = ((p.input, p.linear_weight), *p.adapters) if p.has_head else ()
+        self.terms = [(self.of(x.double(), 1), w.double()) for x, w in pairs]
+        given = None if p.has_head else self.of(p.input.double(), 1)
+        self.logits = Logits(self.terms, self.bias, how, given=given, **transform)
+
+    def of(self, x: Tensor, trailing: int = 0) -> Tensor:
+        """Return the valid rows of a tensor with a value, or `trailing` dimensions of values, for each position."""
+        return x.reshape(self.p.target.numel(), *x.shape[x.dim() - trailing :])[self.index]
+
+    def to_positions(self, values: Tensor) -> Tensor:
+        """Return values of rows at the positions of the rows, and 0 at others."""
+        full = values.new_zeros(self.p.target.numel(), *values.shape[1:])
+        return full.index_copy_(0, self.index, values).view((*self.p.target.shape, *values.shape[1:]))
+
+    def compare(self, errors: Errors, what: str, got: Tensor | None, expected: Tensor, bound: Tensor) -> None:
+        """Compare a result of each position. `expected`, `bound`: of the rows; other positions must be 0."""
+        got = None if got is None else got.detach()
+        errors.compare(what, got, self.to_positions(expected.detach()), self.to_positions(bound))
+
+    def compare_gradients(
+        self,
+        errors: Errors,
+        prefix: str,
+        gradients: Gradients,
+        grads: Mapping[str, Tensor | None],
+        exact: Mapping[str, Tensor],
+        shares: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+    ) -> None:
+        """Compare gradients by letter; None: not requested. `shares`: functions that return a process's share."""
+        for name, grad in grads.items():
+            if grad is None:
+                continue
+            number = int(name[1:] or -1) + 1
+            if name[0] in "xa":
+                bound = gradients.times_weight(self.terms[number][1]) if self.terms else gradients.element()
+                bound = self.to_positions(bound)
+            elif name == "b":
+                bound = gradients.transposed_times(self.logits.z.new_ones(len(self.index), 1))[:, 0]
+            else:
+                bound = gradients.transposed_times(self.terms[number][0])
+            share = shares.get(name, lambda t: t)
+            largest = torch.finfo(self.p.input.dtype).max
+            errors.compare(f"{prefix} gradient {name[0]}", grad, share(exact[name]), share(bound), largest)
+
+
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
@@ -248,38 +302,28 @@ class Expected:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
-        y, valid = shifted_target(p.target.long(), kwargs["ignore_index"], kwargs["shift"])
-        self.rows = rows = valid.reshape(-1).nonzero().flatten()
-        y = y.reshape(-1)[rows]
-
-        def of_rows(x: Tensor) -> Tensor:
-            return x.reshape(-1, x.shape[-1]).double()[rows]
-
-        self.of_rows = of_rows
+        transform = {name: kwargs[name] for name in ("softcap", "logit_scale", "temperature", "ignore_index", "shift")}
+        self.rows = Rows(p, how, **transform)
+        logits, y = self.rows.logits, self.rows.target
         weight = None if kwargs.get("weight") is None else kwargs["weight"].double()
-        bias = None if p.linear_bias is None else p.linear_bias.double()
-        terms = [(of_rows(a), w.double()) for a, w in ((p.input, p.linear_weight), *p.adapters)] if p.has_head else []
-        given = None if p.has_head else of_rows(p.input)
-        transform = {name: kwargs[name] for name in ("softcap", "logit_scale", "temperature")}
-        self.logits = logits = Logits(terms, bias, how, given=given, **transform)
         loss: Loss = loss_of_rows(logits, y, how, weight, kwargs["label_smoothing"], kwargs["z_loss"])
 
         one = logits.z.new_ones(())
         scale = z_scale = one
         if kwargs["reduction"] == "mean":
             of_targets = torch.ones_like(logits.lse) if weight is None else weight[y]
-            scale, z_scale = 1.0 / of_targets.sum(), one / len(rows) if len(rows) else one
+            scale, z_scale = 1.0 / of_targets.sum(), one / len(y) if len(y) else one
         elif kwargs.get("num_items") is not None:
             scale = z_scale = one / kwargs["num_items"]
         of_token = torch.ones_like(logits.lse)
         if p.token_weight is not None:
-            of_token = p.token_weight.double().reshape(-1)[rows]
+            of_token = self.rows.of(p.token_weight.double())
         self.losses = scale * loss.cross_entropy + z_scale * loss.z_loss
         self.dlosses = scale * loss.dcross_entropy + z_scale * loss.dz_loss + 4.0 * u * self.losses.abs()
         self.of_token, self.z_losses = of_token, z_scale * of_token * loss.z_loss
         self.dz_losses = z_scale * of_token.abs() * (loss.dz_loss + 4.0 * u * loss.z_loss)
         # Gradients.
-        self.upstream = upstream.double().expand(p.target.shape).reshape(-1)[rows]
+        self.upstream = self.rows.of(upstream.double().expand(p.target.shape))
         row = self.upstream * of_token
         softmax, direct = (scale * row[:, None] * part for part in (loss.gradient.softmax, loss.gradient.direct))
         of_lse = (row * z_scale * 2.0 * kwargs["z_loss"])[:, None]
@@ -288,82 +332,42 @@ class Expected:
         )
         self.gradients = Gradients(logits, gradient, how)
 
-    def to_positions(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return values of rows at the positions of the rows, and 0 at others."""
-        full = values.new_zeros(self.p.target.numel(), *values.shape[1:])
-        return full.index_copy_(0, self.rows, values).view(shape)
-
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""
-        p, logits, oracle, u = self.p, self.logits, self.oracle, self.how.u
-        shape = p.target.shape
-        each, deach = self.losses * self.of_token, self.dlosses * self.of_token.abs()
+        p, rows, oracle, u = self.p, self.rows, self.oracle, self.how.u
+        logits, to_positions = rows.logits, rows.to_positions
 
         def reduced(values: Tensor, of_values: Tensor) -> Tensor:
-            if p.kwargs["reduction"] == "none":
-                return self.to_positions(of_values, shape)
-            return sum_of_rows(values, of_values, u)
+            return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, u)
 
-        errors.compare(f"{prefix} loss", loss, oracle.loss, reduced(each, deach))
+        bound = reduced(self.losses * self.of_token, self.dlosses * self.of_token.abs())
+        errors.compare(f"{prefix} loss", loss, oracle.loss, bound)
         if not stats:
             return
         if p.kwargs["z_loss"]:
             errors.compare(f"{prefix} z_loss", output.z_loss, oracle.z_loss, reduced(self.z_losses, self.dz_losses))
-        y = shifted_target(p.target.long(), p.kwargs["ignore_index"], p.kwargs["shift"])[0].reshape(-1)[self.rows]
-        bounds = {
-            "lse": logits.dlse,
-            "logprob": logits.dlogprob(y[:, None], u)[:, 0],
-            "entropy": logits.dentropy,
-        }
-        for name, bound in bounds.items():
-            if name in stats:
-                expected = getattr(oracle, name)
-                errors.compare(f"{prefix} {name}", getattr(output, name), expected, self.to_positions(bound, shape))
+        logprob = logits.dlogprob(rows.target[:, None], u)[:, 0]
+        bounds = {"lse": logits.dlse, "logprob": logprob, "entropy": logits.dentropy}
+        for name in bounds.keys() & set(stats):
+            errors.compare(f"{prefix} {name}", getattr(output, name), getattr(oracle, name), to_positions(bounds[name]))
         if "argmax" in stats:
-            compare_argmax(logits, output.argmax.reshape(-1)[self.rows], oracle.argmax.reshape(-1)[self.rows])
-        if "correct" in stats and "argmax" in stats:
-            target = shifted_target(p.target.long(), p.kwargs["ignore_index"], p.kwargs["shift"])[0]
-            valid = oracle.argmax >= 0
-            if not torch.equal(output.correct, (output.argmax == target) & valid):
+            compare_argmax(logits, rows.of(output.argmax), rows.of(oracle.argmax))
+            if "correct" in stats and not torch.equal(rows.of(output.correct), rows.of(output.argmax) == rows.target):
                 raise Mismatch("correct", "differs from argmax == target")
 
-    def compare_gradients(
-        self,
-        errors: Errors,
-        prefix: str,
-        grads: Mapping[str, Tensor | None],
-        largest: float = 0.0,
-        shares: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
-    ) -> None:
-        """Compare gradients by letter; None: not requested. `shares`: functions that return a process's share."""
-        p, oracle, gradients = self.p, self.oracle, self.gradients
-        for name, grad in grads.items():
-            letter, number = name[0], int(name[1:] or 0)
-            if grad is None:
-                continue
-            if letter == "x":
-                expected = oracle.grad_input
-                bound = gradients.times_weight(p.linear_weight.double()) if p.has_head else gradients.element()
-            elif letter == "w":
-                expected, bound = oracle.grad_weight, gradients.transposed_times(self.of_rows(p.input))
-            elif letter == "b":
-                assert oracle.grad_bias is not None
-                expected = oracle.grad_bias
-                bound = gradients.transposed_times(self.logits.z.new_ones(len(self.rows), 1))[:, 0]
-            elif letter == "a":
-                expected = oracle.grad_adapters[number][0]
-                bound = gradients.times_weight(p.adapters[number][1].double())
-            elif letter == "B":
-                expected = oracle.grad_adapters[number][1]
-                bound = gradients.transposed_times(self.of_rows(p.adapters[number][0]))
-            else:
-                assert oracle.grad_token_weight is not None
-                expected, of_upstream = oracle.grad_token_weight, self.upstream.abs()
-                bound = of_upstream * self.dlosses + self.how.rounded(self.upstream * self.losses)
-            if letter in "xat":
-                bound = self.to_positions(bound, expected.shape)
-            share = shares.get(name, lambda t: t)
-            errors.compare(f"{prefix} gradient {letter}", grad, share(expected), share(bound), largest)
+    def compare_gradients(self, errors: Errors, prefix: str, grads: Mapping[str, Tensor | None], **shares: Any) -> None:
+        """Compare gradients by letter; None: not requested."""
+        oracle = self.oracle
+        exact: dict[str, Any] = {"x": oracle.grad_input, "w": oracle.grad_weight, "b": oracle.grad_bias}
+        for k, pair in enumerate(oracle.grad_adapters):
+            exact |= dict(zip((f"a{k}", f"B{k}"), pair, strict=True))
+        of_tokens = grads.get("t")
+        if of_tokens is not None:
+            bound = self.upstream.abs() * self.dlosses + self.how.rounded(self.upstream * self.losses)
+            exact_of_tokens = self.rows.of(oracle.grad_token_weight)  # type: ignore[arg-type]
+            self.rows.compare(errors, f"{prefix} gradient t", of_tokens, exact_of_tokens, bound)
+        rest = {name: grad for name, grad in grads.items() if name != "t"}
+        self.rows.compare_gradients(errors, prefix, self.gradients, rest, exact, **shares)
 
 
 def compare_argmax(logits: Logits, got: Tensor, expected: Tensor) -> None:

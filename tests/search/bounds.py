@@ -90,7 +90,7 @@ class Logits:
         # The formula of tanh subtracts from 1, so that its error is absolute.
         of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
-        of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs()) + CHAIN * u
+        of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs()) + 2.0 * CHAIN * u
         self.djacobian = CHAIN * u * self.jacobian.abs()
         if softcap is not None:
             self.djacobian = self.djacobian + abs(logit_scale) / temperature * 2.0 * tanh.abs() * of_tanh
@@ -130,6 +130,7 @@ class RowGradient:
     direct: Tensor  # (N, V), of targets, candidates and all classes
     entropy: Tensor | None = None  # (N, 1)
     of_lse: Tensor | None = None  # (N, 1) the part of `softmax` that contains the log-sum-exp as a factor
+    size: Tensor | None = None  # (N, 1) the sum of the sizes of the terms of `softmax`, if they may cancel
 
 
 class Gradients:
@@ -157,9 +158,13 @@ class Gradients:
         self.independent = error
         # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
         common = size if row.entropy is not None else smooth
-        self.common = [(common * jacobian, torch.expm1(logits.dlog_sum.clamp(max=50.0)))]
+        # If logits are equal, the roundings of their exponentials are equal, too.
+        of_rows = logits.dlog_sum + u * (3.0 + logits.log_sum)
+        self.common = [(common * jacobian, torch.expm1(of_rows.clamp(max=50.0)))]
         if row.entropy is not None:
             self.common.append((p * row.entropy * jacobian, logits.dentropy))
+        if row.size is not None:
+            self.common.append((p * row.size * jacobian, 2.0 * CHAIN * u * torch.ones_like(logits.lse)))
         if row.of_lse is not None:
             self.common.append((p * row.of_lse * jacobian, logits.dlse))
 

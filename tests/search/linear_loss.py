@@ -184,7 +184,7 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
     expected = Expected(rounded, upstream, arguments.arithmetic(call, rounded, parts))
     prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])
-    expected.compare_gradients(errors, prefix, got, torch.finfo(rounded.input.dtype).max)
+    expected.compare_gradients(errors, prefix, got)
 
 
 KIND = Kind("operator", {**LOSS_DEFAULTS, **HEAD_DEFAULTS, "mode": "eager"}, draw, check, share=4.0)

@@ -13,8 +13,8 @@ from flce.core.problem import OUTPUTS
 from flce.testing.oracle import dense_logits, shifted_target, token_results
 from tests.helpers import least_budget
 from tests.search import arguments
-from tests.search.arguments import HEAD_DEFAULTS, LOSS_DEFAULTS, compare_argmax
-from tests.search.bounds import Gradients, Logits, RowGradient
+from tests.search.arguments import HEAD_DEFAULTS, LOSS_DEFAULTS, Rows, compare_argmax
+from tests.search.bounds import Gradients, RowGradient
 from tests.search.driver import Call, Errors, Kind, Mismatch
 
 ARGUMENTS: tuple[str, ...] = (
@@ -116,25 +116,17 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
 
     # Expected results of the valid rows.
     how = arguments.arithmetic({**call, "upstream": 1.0}, p)
-    target, valid = shifted_target(p.target.long(), call["ignore_index"], call["shift"])
-    rows = valid.reshape(-1).nonzero().flatten()
-    count = p.target.numel()
-
-    def of_rows(x: Tensor, trailing: int = 0) -> Tensor:
-        """Return the valid rows of a tensor with a value, or `trailing` dimensions of values, for each position."""
-        return x.reshape(count, *x.shape[x.dim() - trailing :])[rows]
-
-    y, ids = of_rows(target), of_rows(candidates, 1)
-    terms = [(of_rows(a.double(), 1), w.double()) for a, w in ((p.input, p.linear_weight), *p.adapters)]
-    bias = None if p.linear_bias is None else p.linear_bias.double()
-    each = of_rows(temperature.double())[:, None] if call["row_temperature"] else temperature
-    transform = {"softcap": call["softcap"], "logit_scale": call["logit_scale"], "temperature": each}
-    wide = [(x.clone().requires_grad_(), w.clone().requires_grad_()) for x, w in terms]
-    wide_bias = None if bias is None else bias.clone().requires_grad_()
+    transform = {name: call[name] for name in ("softcap", "logit_scale", "temperature")}
+    if call["row_temperature"]:
+        valid = shifted_target(p.target.long(), call["ignore_index"], call["shift"])[1]
+        transform["temperature"] = temperature.double()[valid][:, None]
+    rows = Rows(p, how, call["ignore_index"], call["shift"], **transform)
+    logits, y, ids = rows.logits, rows.target, rows.of(candidates, 1)
+    wide = [(x.clone().requires_grad_(), w.clone().requires_grad_()) for x, w in rows.terms]
+    wide_bias = None if rows.bias is None else rows.bias.clone().requires_grad_()
     (x, w), *pairs = wide
     z = dense_logits(x, w, wide_bias, adapters=pairs, **transform)
     expected = token_results(z, y, ids, ignore_index=-(2**40))
-    logits = Logits(terms, bias, how, **transform)
     u, squares = how.u, (2.0 * logits.logp).softmax(-1)
     steps = u * (z.shape[1] + 4.0)
     bounds = {
@@ -151,53 +143,39 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
     expected["mean_logit"], expected["log_sum_sq_prob"] = z.mean(-1), (2.0 * z.log_softmax(-1)).logsumexp(-1)
     prefix = f"logprobs {call['dtype']}"
     for name, bound in bounds.items():
-        got = getattr(out, name)
-        if got is not None:
-            if got.detach()[~valid].count_nonzero():
-                raise Mismatch(name, "an ignored position is not 0")
-            errors.compare(f"{prefix} {name}", of_rows(got.detach(), bound.dim() - 1), expected[name], bound)
+        if getattr(out, name) is not None:
+            rows.compare(errors, f"{prefix} {name}", getattr(out, name), expected[name], bound)
     if out.argmax is not None:
-        compare_argmax(logits, of_rows(out.argmax), z.detach().argmax(-1))
+        compare_argmax(logits, rows.of(out.argmax), z.detach().argmax(-1))
     if call["top_k"]:
         assert out.top_k_logprob is not None
         assert out.top_k_ids is not None
-        values, order = of_rows(out.top_k_logprob.detach(), 1), logits.logp.sort(-1, descending=True)
+        order = logits.logp.sort(-1, descending=True)
         bound = logits.dlogprob(order.indices[:, : call["top_k"]], u) + logits.dz.amax(-1, keepdim=True)
-        errors.compare(f"{prefix} top_k", values, order.values[:, : call["top_k"]], bound)
-        taken = logits.logp.gather(1, of_rows(out.top_k_ids, 1))
-        errors.compare(f"{prefix} top_k_ids", values, taken, bound)
-
+        rows.compare(errors, f"{prefix} top_k", out.top_k_logprob, order.values[:, : call["top_k"]], bound)
+        taken = logits.logp.gather(1, rows.of(out.top_k_ids, 1))
+        rows.compare(errors, f"{prefix} top_k_ids", out.top_k_logprob, taken, bound)
     if not found:
         return
-    upstreams = {name: of_rows(each.double(), name == "candidate_logprob") for name, each in upstream.items()}
+    upstreams = {name: rows.of(each.double(), name == "candidate_logprob") for name, each in upstream.items()}
     wanted = [t for pair in wide for t in pair] + ([] if wide_bias is None else [wide_bias])
     names = ["x", "w", *(f"{letter}{k}" for k in range(len(p.adapters)) for letter in "aB")]
     total = torch.stack([(expected[name] * each).sum() for name, each in upstreams.items()]).sum()
     exact = dict(zip([*names, "b"], torch.autograd.grad(total, wanted), strict=False))
+    exact = {name: rows.to_positions(grad) if name[0] in "xa" else grad for name, grad in exact.items()}
     zero = torch.zeros_like(logits.lse)
     direct = torch.zeros_like(logits.z)
     on_target, on_lse = upstreams.get("logprob", zero), upstreams.get("lse", zero)
     direct.scatter_add_(1, y[:, None], on_target[:, None])
     on_candidates = upstreams.get("candidate_logprob")
-    softmax = on_lse - on_target
+    softmax, size = on_lse - on_target, on_lse.abs() + on_target.abs()
     if on_candidates is not None:
         on_candidates = on_candidates * (ids >= 0)
         direct.scatter_add_(1, ids.clamp(min=0), on_candidates)
-        softmax = softmax - on_candidates.sum(-1)
+        softmax, size = softmax - on_candidates.sum(-1), size + on_candidates.abs().sum(-1)
     entropy = -upstreams["entropy"][:, None] if "entropy" in upstreams else None
-    gradients = Gradients(logits, RowGradient(softmax[:, None], direct, entropy), how)
-    largest = torch.finfo(p.input.dtype).max
-    for name, got in found.items():
-        if name[0] in "xa":
-            if got[~valid].count_nonzero():
-                raise Mismatch(f"gradient {name}", "an ignored position is not 0")
-            w = p.linear_weight if name == "x" else p.adapters[int(name[1:])][1]
-            got, bound = of_rows(got, 1), gradients.times_weight(w.double())
-        elif name == "b":
-            bound = gradients.transposed_times(logits.z.new_ones(len(rows), 1))[:, 0]
-        else:
-            bound = gradients.transposed_times(terms[0 if name == "w" else 1 + int(name[1:])][0])
-        errors.compare(f"{prefix} gradient {name[0]}", got, exact[name], bound, largest)
+    gradients = Gradients(logits, RowGradient(softmax[:, None], direct, entropy, size=size[:, None]), how)
+    rows.compare_gradients(errors, prefix, gradients, found, exact)
 
 
 KIND = Kind("logprobs", DEFAULTS, draw, check, share=2.0)
