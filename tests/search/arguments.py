@@ -365,7 +365,9 @@ class Expected:
         if of_tokens is not None:
             bound = self.upstream.abs() * self.dlosses + self.how.rounded(self.upstream * self.losses)
             exact_of_tokens = self.rows.of(oracle.grad_token_weight)  # type: ignore[arg-type]
-            self.rows.compare(errors, f"{prefix} gradient t", of_tokens, exact_of_tokens, bound)
+            exact_of_tokens, bound = (self.rows.to_positions(t) for t in (exact_of_tokens, bound))
+            largest = torch.finfo(of_tokens.dtype).max
+            errors.compare(f"{prefix} gradient t", of_tokens, exact_of_tokens, bound, largest)
         rest = {name: grad for name, grad in grads.items() if name != "t"}
         self.rows.compare_gradients(errors, prefix, self.gradients, rest, exact, **shares)
 

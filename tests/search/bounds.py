@@ -45,6 +45,8 @@ class Arithmetic:
         """Return the error of rounding a result: relative, or absolute below the normal numbers."""
         info = torch.finfo(self.result)
         least = info.tiny * (info.eps if self.result == torch.float16 else 1.0)
+        # The squares of smaller errors are 0 in float64.
+        least = 1e-150 if self.result == torch.float64 else least
         return self.roundings * (max(unit(self.result), self.u) * x.abs() + least)
 
 
@@ -92,7 +94,8 @@ class Logits:
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
         of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs()) + 2.0 * CHAIN * u
         self.djacobian = CHAIN * u * self.jacobian.abs()
-        if softcap is not None:
+        self.has_softcap = softcap is not None
+        if self.has_softcap:
             self.djacobian = self.djacobian + abs(logit_scale) / temperature * 2.0 * tanh.abs() * of_tanh
 
         self.lse = self.z.logsumexp(-1)
@@ -163,6 +166,8 @@ class Gradients:
         self.common = [(common * jacobian, torch.expm1(of_rows.clamp(max=50.0)))]
         if row.entropy is not None:
             self.common.append((p * row.entropy * jacobian, logits.dentropy))
+        if logits.has_softcap:  # saturated logits are equal
+            self.common += [(part, logits.djacobian.amax(-1)) for part in (smooth, row.direct)]
         if row.size is not None:
             self.common.append((p * row.size * jacobian, 2.0 * CHAIN * u * torch.ones_like(logits.lse)))
         if row.of_lse is not None:
