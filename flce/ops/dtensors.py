@@ -130,7 +130,7 @@ class _Layout(NamedTuple):
         if not is_dtensor(like):
             return value
         shape = (*self.shape, *value.shape[len(self.shape) :])
-        placed: Tensor = _from_local(value, shape, self.mesh, self.tokens).redistribute(placements=like.placements)
+        placed: Tensor = from_local(value, shape, self.mesh, self.tokens).redistribute(placements=like.placements)
         return placed
 
     def _require_dtensor(self, name: str, x: Any, like: str) -> Any:
@@ -190,7 +190,7 @@ def _shift_before_division(target: Any, arguments: dict[str, Any], layout: _Layo
     placements = [p if p.is_replicate() or p.dim != last else Replicate() for p in layout.tokens]
     local = wait_for(target.redistribute(placements=placements).to_local())
     local = shift_target(local, shift, -100 if ignore_index is None else ignore_index)
-    return {"shift": 0, "target": _from_local(local, target.shape, layout.mesh, placements)}
+    return {"shift": 0, "target": from_local(local, target.shape, layout.mesh, placements)}
 
 
 def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
     return {"reduction": "sum", "num_items": layout.sum(count)}
 
 
-def _from_local(local: Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
-    """Return a DTensor of this shape. PyTorch cannot infer the shape if shares have unequal sizes."""
+def from_local(local: Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """Return a contiguous DTensor of this shape. PyTorch cannot infer the shape if shares have unequal sizes."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()

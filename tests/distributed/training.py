@@ -211,7 +211,11 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    groups: dict[Any, list[Tensor]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault(getattr(p, "device_mesh", None), []).append(p)  # a fused step needs DTensors of one mesh
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-2, fused=True)
 
 
 def train(
@@ -220,6 +224,7 @@ def train(
     optimizer: Any = None,
     backward: Callable[[Tensor], Any] = Tensor.backward,
     micro: int = 1,
+    batch: Callable[[int, int], Tensor] = batch,
     context: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
 ) -> dict[str, Any]:
     """Return the losses of this rank over some optimizer steps, and the gradients of the first step.
@@ -230,6 +235,7 @@ def train(
         optimizer: the optimizer. None: AdamW.
         backward: the function that runs the backward pass of a loss.
         micro: the number of micro-batches of a step.
+        batch: returns the batch of a rank and a micro-batch.
         context: returns the context of a micro-batch. Its argument is True for the last micro-batch of a step.
     """
     optimizer = optimizer or adamw(model)
@@ -497,18 +503,11 @@ def transformers_fsdp(loss: str) -> None:
 
 
 def transformers_tensor_parallel(loss: str) -> None:
-    """Check the warning in the first call: each process has a shard of the head, and gathers all logits."""
     stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
-    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"))
-    with pytest.warns(NotFusedWarning, match="tensor parallelism"):
-        got = LOSSES[loss](model, batch(0, 0))
-    torch.testing.assert_close(got, LOSSES[loss](stock, batch(0, 0)))
-    got.backward()
-    report = flce.report(model)
-    assert (report.fused, list(report.stock.values())) == (0, [1]), report
-    flce.patch_model(model, on_materialize="raise")
-    with pytest.raises(flce.huggingface.MaterializedLogitsError, match="tensor parallelism"):
-        LOSSES[loss](model, batch(0, 0))
+    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"), on_materialize="raise")
+    same = functools.partial(train, loss=LOSSES[loss], batch=lambda rank, step: batch(0, step))
+    check_same(same(model), same(stock))
+    check_fused(model)
 
 
 # -------------------------------------------------------------------------------------------------------- late reads
@@ -673,22 +672,16 @@ def data_parallel() -> int:
     return peak
 
 
-def tensor_parallel(loss: str) -> tuple[int, set[str]]:
+def tensor_parallel(loss: str) -> None:
     """Compare the loss and the gradients of a head that is divided by classes, whose logits are gathered."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     stock, patched = stock_and_patched()
     parallelize_module(patched, _mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    values = [LOSSES[loss](model, batch(0, 0)) for model in (patched, stock)]
-    torch.testing.assert_close(*values)
-    for value in values:
-        value.backward()
-    for got, correct in zip(patched.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(gather_full(got.grad), correct.grad)
-    with pytest.warns(NotFusedWarning, match="DTensor"):  # the second forward pass warns
-        LOSSES[loss](patched, batch(0, 1))
-    return flce.report(patched).fused, set(flce.report(patched).stock)
+    same = functools.partial(train, loss=LOSSES[loss], batch=lambda rank, step: batch(0, step))
+    check_same(same(patched), same(stock))
+    check_fused(patched, 0 if loss in ("materialized", "real logits") else STEPS)
 
 
 # --------------------------------------------------------------------------------------------------------- pipelines
