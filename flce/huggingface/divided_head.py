@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -28,7 +27,8 @@ class HeadDivision:
     Attributes:
         mesh: the device mesh, of one dimension.
         vocab_size: V.
-        placement: placement of the logits if they are a DTensor; None if they are a tensor of all classes.
+        placement: placement of the logits if they are a DTensor, ``Shard(-1)`` or ``Replicate()``; None if they are a
+            tensor of all classes.
     """
 
     mesh: Any
@@ -101,9 +101,7 @@ def is_divided(weight: Any) -> bool:
     return is_dtensor(weight) and [(type(p), p.is_shard(0)) for p in weight.placements] == [(Shard, True)]
 
 
-def divide_head(
-    hidden: Any, weight: Any, bias: Any
-) -> tuple[tuple[Tensor, Tensor, Tensor | None], HeadDivision]:
+def divide_head(hidden: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor | None], HeadDivision]:
     """Return hidden states, weight and bias of this process, and the division of the head.
 
     Args:
@@ -116,7 +114,7 @@ def divide_head(
     if is_dtensor(hidden):
         hidden = wait_for(hidden.redistribute(placements=[Replicate()]).to_local())
     local_bias = None if bias is None else bias.to_local()
-    division = HeadDivision(weight.device_mesh, len(weight), Shard(hidden.dim() - 1))
+    division = HeadDivision(weight.device_mesh, len(weight), Shard(-1))
     return (hidden, weight.to_local(), local_bias), division
 
 

@@ -77,7 +77,7 @@ class HeadCall:
         model: nn.Module | None,
         parameters: Sequence[Tensor | None] = (None, None),
     ) -> None:
-        """``parameters``: if the head is divided, the DTensors that ``weight`` and ``bias`` are the local tensors of."""
+        """``parameters``: if the head is divided, the DTensors of which ``weight`` and ``bias`` are local tensors."""
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -208,7 +208,9 @@ def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
         # An in-place write to a view gives the view a new node in the graph, without its hooks. Hooks of the base stay.
         # The base of a DTensor's local tensor is outside of the graph.
         base = _base_or_self(value)
-        (base if base.requires_grad else value).register_hook(unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls)))
+        (base if base.requires_grad else value).register_hook(
+            unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls))
+        )
     return value
 
 

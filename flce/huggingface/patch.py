@@ -496,7 +496,7 @@ def _find_new_heads(model: Any, patch: _Patch) -> None:
         heads = find_heads(model)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
-    for head in patch.head_modules.heads():
+    for head in patch.head_modules.heads():  # tensor parallelism may be applied after `patch_model`
         _patch_instance_forward(head)
 
 
@@ -588,7 +588,10 @@ def patch_model(
             _apply_patch([language_model], _model_methods, patch)
             backbone(language_model).register_forward_pre_hook(patch.count_forward)
         others = modules_except(model, [*language_models, *map(model.get_submodule, unpatchable)])
-        _apply_patch(find_heads(language_model, others), _head_methods, patch)
+        heads = find_heads(language_model, others)
+        _apply_patch(heads, _head_methods, patch)
+        for head in heads:
+            _patch_instance_forward(head)
     if not any(model is other for other in language_models) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
     return model

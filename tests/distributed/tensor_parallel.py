@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
-    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -31,12 +30,14 @@ from tests.distributed.training import (
     adamw,
     batch,
     check_fused,
+    check_late_reads,
     check_same,
     device,
     from_transformers,
     gather_full,
     shifted,
     tiny_llama,
+    with_labels,
     with_lora,
 )
 
@@ -90,10 +91,13 @@ def _checkpointed(model: Any) -> Any:
     return _transformers(tp_size=2)(model)
 
 
+ADAPTED = "base_model.model.lm_head.base_layer"
+
 STYLES: dict[str, Callable[[Any], Any]] = {
     "gathered": _pytorch(lambda: {"lm_head": GATHERED}),
     "patched after": _pytorch(lambda: {"lm_head": GATHERED}, patch_first=False),
     "DTensor": _pytorch(lambda: {"lm_head": DTENSOR}),
+    "adapted head": _pytorch(lambda: {ADAPTED: GATHERED}),
     # The head waits for the gather of its input, which PyTorch starts without waiting.
     "gathered input": _pytorch(
         lambda: {
@@ -150,10 +154,13 @@ def compare(style: str, loss: str, trained: str = "all", **config: Any) -> None:
     warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
     torch._dynamo.reset()
     stock = tiny_llama(num_key_value_heads=2, **config)
-    if trained != "all":
-        stock = with_lora(trained)(stock)
-    copied = copy.deepcopy(stock)
-    model = STYLES[style](copied)
+    model = copy.deepcopy(stock)
+    if trained == "head":  # PEFT supports no adapter on a head that is divided already
+        stock, model = with_lora(trained)(stock), with_lora(trained)(model)
+    model = STYLES[style](model)
+    if trained == "backbone":  # PEFT draws the adapters of a divided layer for each process
+        stock = flce.unpatch_model(STYLES[style](stock))
+        stock, model = with_lora(trained)(stock), with_lora(trained)(model)
     data_ranks = dist.get_world_size() // 2 if " x " in style else 1
     mine = dist.get_rank() // 2 if data_ranks > 1 else 0
     got, expected = _train(model, loss, range(mine, mine + 1), style), _train(stock, loss, range(data_ranks))
@@ -163,3 +170,80 @@ def compare(style: str, loss: str, trained: str = "all", **config: Any) -> None:
         got["losses"] = (losses / dist.get_world_size()).tolist()
     check_same(got, expected, 1e-5)
     check_fused(model, 0 if loss in ("materialized", "real logits") else STEPS)
+
+
+def transformers_details() -> None:
+    """Check evaluation, generation, late reads and `unpatch_model` of a model with Transformers' ``forward``."""
+    stock = tiny_llama(num_key_value_heads=2)
+    model = from_transformers(stock, tp_size=2, tp_plan="auto")
+    ids, original = batch(0, 0), model.lm_head.forward
+    flce.patch_model(model, on_materialize="raise")
+    assert flce.patch_model(model, on_materialize="raise").lm_head.forward is not original
+    expected = stock(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        outputs = model.eval()(input_ids=ids, labels=ids)
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        assert torch.equal(outputs.logits.argmax(-1), expected.logits.argmax(-1))
+        assert not flce.huggingface.lazy.is_lazy(model(input_ids=ids).logits)
+        with flce.huggingface.lazy_logits(model):
+            logits = model(input_ids=ids).logits[:, 1:]
+            torch.testing.assert_close(logits.logsumexp(-1), expected.logits[:, 1:].logsumexp(-1))
+            settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids[:1], **settings), stock.eval().generate(ids[:1], **settings))
+    check_fused(model, 3)
+    flce.patch_model(model.train(), on_materialize="ignore")
+    check_late_reads(model, expected.logits.detach(), Tensor.backward, adamw(model).step, rank=0)
+    flce.patch_model(model, on_materialize="raise")
+    with pytest.raises(MaterializedLogitsError, match=r"torch.Tensor.square"):
+        model(input_ids=ids).logits.square()
+    flce.unpatch_model(model)
+    assert model.lm_head.forward is original
+    assert type(model(input_ids=ids).logits) is Tensor
+
+
+def dtensor_logits() -> None:
+    """Check that logits are a DTensor where stock's are, and their placements."""
+    stock = tiny_llama(vocab_size=97)
+    model = STYLES["DTensor"](copy.deepcopy(stock))
+    flce.patch_model(model, on_materialize="ignore")
+    ids = batch(0, 0)
+    expected = stock(input_ids=ids).logits
+    logits: Any = model(input_ids=ids).logits
+    assert isinstance(logits, DTensor)
+    assert isinstance(logits, Tensor)
+    assert (logits.placements, tuple(logits.shape)) == ((Shard(2),), tuple(expected.shape))
+    flat: Any = logits.flatten(0, 1)
+    assert flat.placements == (Shard(1),)
+    assert logits.redistribute(placements=[Shard(-1)]) is logits
+    with loss_parallel():
+        loss: Any = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        assert isinstance(loss, DTensor)
+        loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(expected.flatten(0, 1), ids.flatten()))
+    best = logits.argmax(-1)
+    assert isinstance(best, DTensor)
+    assert torch.equal(best.full_tensor(), expected.argmax(-1))
+    full: Any = logits.full_tensor()
+    assert not isinstance(full, DTensor)
+    torch.testing.assert_close(full.logsumexp(-1), expected.logsumexp(-1))
+    assert not flce.report(model).materialized
+    torch.testing.assert_close(full.materialize(), expected)
+    local = model(input_ids=ids).logits.to_local()
+    torch.testing.assert_close(local, expected.chunk(2, -1)[dist.get_rank()])
+    by_token = model(input_ids=ids).logits.redistribute(placements=[Shard(0)])
+    torch.testing.assert_close(by_token.to_local(), expected.chunk(2)[dist.get_rank()])
+    assert len(flce.report(model).materialized) == 3
+    assert "LazyLogits" in repr(model(input_ids=ids).logits)
+
+
+def memory() -> None:
+    """Check that no process allocates logits, of all classes or of its own."""
+    model = tiny_llama(vocab_size=16001, num_hidden_layers=1)
+    model = STYLES["gathered"](model)
+    flce.patch_model(model, options=flce.ChunkOptions(max_workspace_bytes=1 << 20), on_materialize="raise")
+    ids = torch.arange(400, device=device())[None] % 97
+    with_labels(model, ids).backward()
+    model.zero_grad()
+    peak = flce.profile_memory(lambda: with_labels(model, ids).backward(), device=device()).peak
+    gradients = sum(p.numel() * 4 for p in model.parameters()) - 16001 * 32 * 2
+    assert peak < gradients + (5 << 20) < 16001 * 400 * 2, peak  # half of the logits in float32

@@ -104,12 +104,6 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
-@pytest.mark.parametrize("loss", CALLS)
-def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
-    pytest.importorskip("transformers", minversion="5.20")
-    pair.run(training.transformers_tensor_parallel, loss)
-
-
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
@@ -135,19 +129,8 @@ def test_one_gather_a_loss(pair: World, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", CALLS)
-def test_tensor_parallelism_runs_stock_with_a_reason(pair: World, loss: str) -> None:
-    for fused, reasons in pair.run(training.tensor_parallel, loss):
-        assert fused == 0
-        assert ["tensor parallelism" in reason for reason in reasons] == [True]
-
-
-def test_hybrid_sharding() -> None:
-    four = World(4, "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= 4 else "gloo")
-    try:
-        for loss in CALLS:
-            four.run(training.compare, "hybrid", loss)
-    finally:
-        four.close()
+def test_hybrid_sharding(four: World, loss: str) -> None:
+    four.run(training.compare, "hybrid", loss)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
+from flce.huggingface import MaterializedLogitsWarning
 from tests.huggingface.conftest import SIZES
 
 V, STEPS = SIZES["vocab_size"], 3
@@ -224,7 +224,6 @@ def train(
     optimizer: Any = None,
     backward: Callable[[Tensor], Any] = Tensor.backward,
     micro: int = 1,
-    batch: Callable[[int, int], Tensor] = batch,
     context: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
 ) -> dict[str, Any]:
     """Return the losses of this rank over some optimizer steps, and the gradients of the first step.
@@ -235,7 +234,6 @@ def train(
         optimizer: the optimizer. None: AdamW.
         backward: the function that runs the backward pass of a loss.
         micro: the number of micro-batches of a step.
-        batch: returns the batch of a rank and a micro-batch.
         context: returns the context of a micro-batch. Its argument is True for the last micro-batch of a step.
     """
     optimizer = optimizer or adamw(model)
@@ -502,20 +500,21 @@ def transformers_fsdp(loss: str) -> None:
     check_fused(model)
 
 
-def transformers_tensor_parallel(loss: str) -> None:
-    stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
-    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"), on_materialize="raise")
-    same = functools.partial(train, loss=LOSSES[loss], batch=lambda rank, step: batch(0, step))
-    check_same(same(model), same(stock))
-    check_fused(model)
-
-
 # -------------------------------------------------------------------------------------------------------- late reads
 
 
-def check_late_reads(model: Any, expected: Tensor, backward: Callable[[Tensor], Any], step: Callable[[], Any]) -> None:
-    """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
-    ids = batch(dist.get_rank(), 0)
+def check_late_reads(
+    model: Any,
+    expected: Tensor,
+    backward: Callable[[Tensor], Any],
+    step: Callable[[], Any],
+    rank: int | None = None,
+) -> None:
+    """Read logits after backward and after the next forward pass. After an optimizer step it is an error.
+
+    ``rank``: the rank whose batch each process has. None: its own rank.
+    """
+    ids = batch(dist.get_rank() if rank is None else rank, 0)
 
     def logits_after_backward() -> Tensor:
         outputs = model(input_ids=ids, labels=ids)
@@ -670,18 +669,6 @@ def data_parallel() -> int:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     assert "logits" not in outputs
     return peak
-
-
-def tensor_parallel(loss: str) -> None:
-    """Compare the loss and the gradients of a head that is divided by classes, whose logits are gathered."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    stock, patched = stock_and_patched()
-    parallelize_module(patched, _mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    same = functools.partial(train, loss=LOSSES[loss], batch=lambda rank, step: batch(0, step))
-    check_same(same(patched), same(stock))
-    check_fused(patched, 0 if loss in ("materialized", "real logits") else STEPS)
 
 
 # --------------------------------------------------------------------------------------------------------- pipelines

@@ -112,7 +112,7 @@ def _add_adapter(state: LazyState, other: LazyState) -> Any:
 
 
 def _divided_as(state: LazyState, division: HeadDivision | None) -> LazyState:
-    """Return the state of an adapter with the classes of this process, if the head is divided and the adapter is not."""
+    """Return the state with the classes of this process, if only the other state is divided: ``division``."""
     if division is None or state.division is not None:
         return state
     terms = [term.map_tensors(division.slice_of, "weight", "bias") for term in state.terms]

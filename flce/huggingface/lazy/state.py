@@ -182,8 +182,10 @@ class LazyState:
     def shape(self) -> torch.Size:
         head = self.terms[0]
         assert head.hidden is not None
+        assert head.weight is not None
         tokens = head.hidden.shape[:-1]
-        return tokens if self.is_single_class else torch.Size((*tokens, self.vocab_size))
+        vocab_size = head.weight.shape[0] if self.division is None else self.division.vocab_size
+        return tokens if self.is_single_class else torch.Size((*tokens, vocab_size))
 
     @property
     def ndim(self) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flce.core import private
+from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import gather_weights, run_wrapper_hooks
 from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase, View, make_lazy, materialize_and_report
 from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
-from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_from_node
 from flce.torch_ops.frames import skip_frame_and_callees
@@ -139,8 +139,8 @@ CLASS_BY_COMPILING[False] = LazyLogits
 class LazyDTensor(LazyLogits):
     """Lazy logits of a divided head that are a DTensor in stock, sharded over classes or replicated."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """The class for ``isinstance``: Transformers and training loops test whether logits are a DTensor."""
         from torch.distributed.tensor import DTensor
 
@@ -157,14 +157,21 @@ class LazyDTensor(LazyLogits):
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        return (self._division.placement,)
+        from torch.distributed.tensor import Shard
+
+        placement = self._division.placement
+        return (placement if placement.is_replicate() else Shard(self.dim() - 1),)
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
         """Return lazy logits with other placements, or a real DTensor if the placements do not divide the classes."""
+        from torch.distributed.tensor import Shard
+
         (placement,) = self.placements if placements is None else placements
-        is_lazy_placement = placement.is_replicate() or placement.is_shard(self.dim() - 1) or placement.is_shard(-1)
+        if placement.is_shard(self.dim() - 1):
+            placement = Shard(-1)
+        is_lazy_placement = placement.is_replicate() or placement.is_shard(-1)
         if self._get_real() is None and is_lazy_placement and device_mesh in (None, self.device_mesh):
-            return self if self.placements == (placement,) else self._with_placement(placement)
+            return self if self._division.placement == placement else self._with_placement(placement)
         real = materialize_arguments(self, "DTensor.redistribute")
         return real.redistribute(device_mesh, placements, **kwargs)
 
@@ -195,7 +202,7 @@ class _LogitsNode(torch.autograd.Function):
             ctx.mark_dirty(lazy)
             return lazy
         logits: LazyLogits = private.make_wrapper_subclass(
-            LazyDTensor if state.is_dtensor else LazyLogits,
+            LazyDTensor if state.division is not None and state.is_dtensor else LazyLogits,
             meta_tensor.shape,
             strides=meta_tensor.stride(),
             storage_offset=meta_tensor.storage_offset(),
