@@ -34,8 +34,9 @@ CASES_OF_FOUR = [
 
 
 def skip_old_transformers(style: str) -> None:
+    """Skip what Transformers itself cannot do: 5.17 does not load a model on a mesh of two dimensions."""
     if style.startswith("transformers"):
-        pytest.importorskip("transformers", minversion="5.17")
+        pytest.importorskip("transformers", minversion="5.20" if " x " in style else "5.17")
 
 
 @pytest.mark.parametrize("arguments", CASES, ids=", ".join)
