@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import training
+from tests.distributed import own_tokens, training
 from tests.distributed.pair import World
 from tests.helpers import skip_without_gradient_edges
 
@@ -151,6 +151,16 @@ def test_fsdp1(pair: World, loss: str, original: bool, settings: Any) -> None:
         assert counts["fused"] >= training.STEPS
         assert counts["stock"] == 0
         assert warned == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
+
+
+@pytest.mark.parametrize("wrapping", ["DDP", "tail, resharded"])
+def test_mean_over_the_tokens_of_all_processes(pair: World, wrapping: str) -> None:
+    """Check unequal numbers of labels, and a process without labels."""
+    pair.run(own_tokens.sequences, wrapping)
+
+
+def test_mean_over_pieces_of_sequences(pair: World) -> None:
+    pair.run(own_tokens.pieces, "DDP")
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
