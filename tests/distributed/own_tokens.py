@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from tests.distributed.training import WRAPPINGS, LastStage, batch, check_fused, device, gather_full, tiny_llama
+from tests.distributed.pipelines import LastStage
+from tests.distributed.training import WRAPPINGS, batch, check_fused, device, gather_full, tiny_llama
 
 
 def labels_of(rank: int) -> Tensor:
@@ -69,9 +70,7 @@ def pieces(wrapping: str) -> None:
     for k in range(2):
         logits = model(x[k : k + 1])
         (F.cross_entropy(logits.flatten(0, 1), y[k], reduction="sum") / num_items).backward()
-        flce.fused_linear_cross_entropy(
-            features[k], weight, y[k], reduction="sum", num_items=num_items
-        ).backward()
+        flce.fused_linear_cross_entropy(features[k], weight, y[k], reduction="sum", num_items=num_items).backward()
     check_gradients(model, stock)
     check_fused(model, 2)
     assert weight.grad is not None

@@ -9,7 +9,6 @@ import torch
 
 from tests.distributed import own_tokens, training
 from tests.distributed.pair import World
-from tests.helpers import skip_without_gradient_edges
 
 CALLS = ["labels", "own loss"]
 # Every path of a gradient out of lazy logits: with a gathered weight, with a freed weight, and through DDP's sink.
@@ -171,10 +170,3 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
-
-
-@pytest.mark.parametrize("schedule", training.PIPELINES)
-def test_pipelines(pair: World, schedule: str) -> None:
-    if "ZeroBubble" in schedule or "ZBV" in schedule:
-        skip_without_gradient_edges()
-    pair.run(training.pipelined, schedule)
