@@ -42,6 +42,7 @@ from flce.huggingface.find_heads import (
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
+from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
@@ -420,7 +421,7 @@ class _Call:
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
         is_gathered = self.has_labels and getattr(self.model, "_is_replica", False) and torch.is_grad_enabled()
-        return _without_logits(outputs) if is_gathered else outputs
+        return without_logits(outputs) if is_gathered else outputs
 
     def _as_tensors(self, value: Any) -> Any:
         """Replace each `TracedLazyLogits` in ``value`` by a tensor. Mappings are changed in place."""
@@ -451,22 +452,6 @@ class _Call:
         vars(_thread_state).clear()
         vars(_thread_state).update(self.previous_thread_state)
         self.patch.change_counts(running_calls=-1)
-
-
-def _without_logits(outputs: Any) -> Any:
-    """Return the outputs without lazy logits, and warn if there are any."""
-    is_dict = isinstance(outputs, dict)
-    values = outputs.values() if is_dict else outputs if type(outputs) in (tuple, list) else ()
-    if not any(map(is_lazy, values)):
-        return outputs
-    find_caller().warn(
-        "nn.DataParallel would gather the logits of all GPUs on one GPU, so a model patched by flce returns no logits "
-        "in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-        UserWarning,
-    )
-    if is_dict:
-        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
-    return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
 def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
