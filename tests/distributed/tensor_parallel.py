@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -255,3 +257,34 @@ def memory() -> None:
     peak = flce.profile_memory(lambda: with_labels(model, ids).backward(), device=device()).peak
     gradients = sum(p.numel() * 4 for p in model.parameters()) - 16001 * 32 * 2
     assert peak < gradients + (5 << 20) < 16001 * 400 * 2, peak  # half of the logits in float32
+
+
+class Head(nn.Module):
+    """Embedding and head with few classes, of which some processes have none."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(classes, 32), nn.Linear(32, classes)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=self.lm_head(self.embedding(input_ids)))
+
+
+def few_classes() -> None:
+    """Check a head with a bias, and processes without classes."""
+    for loss, classes in itertools.product(("own loss", "lse and gather", "entropies", "real logits"), (3, 9)):
+        torch.manual_seed(0)
+        stock = Head(classes).to(device())
+        model = parallelize_module(copy.deepcopy(stock), _mesh(dist.get_world_size()), {"lm_head": GATHERED})
+        flce.patch_model(model, on_materialize="ignore")
+        ids = batch(0, 0) % classes
+        values = [ALL_LOSSES[loss](each, ids) for each in (model, stock)]
+        torch.testing.assert_close(*values)
+        for value in values:
+            value.backward()
+        for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(gather_full(got.grad), expected.grad, rtol=1e-4, atol=1e-6)
+        assert flce.report(model).fused, loss

@@ -59,6 +59,10 @@ def test_meshes_of_several_dimensions(four: World, arguments: tuple[str, ...]) -
     four.run(tensor_parallel.compare, *arguments)
 
 
+def test_few_classes(four: World) -> None:
+    four.run(tensor_parallel.few_classes)
+
+
 def test_details_of_transformers(pair: World) -> None:
     skip_old_transformers("transformers")
     pair.run(tensor_parallel.transformers_details)
