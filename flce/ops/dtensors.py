@@ -201,6 +201,9 @@ def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
             "reduction='mean' of tokens that are divided over a mesh supports neither class probabilities nor weight "
             "together with z_loss: give reduction='sum' and num_items"
         )
+    vocab_size = call["vocab_size"] or len(call["linear_weight"])
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(f"weight must have shape {(vocab_size,)}, all classes, got {tuple(weight.shape)}")
     valid = target != (-100 if call["ignore_index"] is None else call["ignore_index"])
     counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1)]
     count = counted.sum(dtype=accumulation_dtype(call["input"].dtype))

@@ -35,6 +35,7 @@ def errors() -> None:
         distribute_tensor(p.input, mesh, [Shard(1)]),
         distribute_tensor(p.linear_weight, mesh, [Replicate()]),
     )
+    labels = distribute_tensor(p.target, mesh, [Shard(1)])
     refused: list[tuple[str, dict[str, Any]]] = [
         ("input has placements", {"input": distribute_tensor(p.input, mesh, [Shard(2)])}),
         ("linear_weight must be Shard", {"linear_weight": distribute_tensor(p.linear_weight, mesh, [Shard(1)])}),
@@ -42,6 +43,10 @@ def errors() -> None:
         ("linear_bias must be a DTensor on the mesh of linear_weight", {"linear_bias": p.linear_weight[:, 0]}),
         (r"adapters\[0\]\[0\] must be a DTensor on the mesh of input", {"adapters": [(p.input, weight)]}),
         ("target must be a DTensor on the mesh of input", {"input": tokens, "linear_weight": plain}),
+        (
+            r"weight must have shape \(41,\), all classes, got \(40,\)",
+            {"input": tokens, "linear_weight": plain, "target": labels, "weight": p.linear_weight[:40, 0]},
+        ),
     ]
     for message, given in refused:
         with pytest.raises(ValueError, match=message):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import flce
 from tests.distributed.pipelines import LastStage
-from tests.distributed.training import WRAPPINGS, batch, check_fused, device, gather_full, tiny_llama
+from tests.distributed.training import WRAPPINGS, V, batch, check_fused, device, gather_full, tiny_llama
 
 
 def labels_of(rank: int) -> Tensor:
@@ -76,3 +76,50 @@ def pieces(wrapping: str) -> None:
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
     torch.testing.assert_close(weight.grad / size, stock.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+class AttentionModel(nn.Module):
+    """Model of one attention, whose sequences context parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projection = nn.Embedding(V, 128), nn.Linear(128, 3 * 128)
+        self.lm_head = nn.Linear(128, V, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        projected = self.projection(self.embedding(ids)).unflatten(-1, (3, 4, 32))
+        query, key, value = (x.transpose(1, 2).contiguous() for x in projected.unbind(2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits: Tensor = self.lm_head(attended.transpose(1, 2).flatten(2))
+        return logits
+
+
+def context_parallel() -> None:
+    """Compare PyTorch's context parallelism with one process, for labels in few of the pieces."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as divide
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    stock = AttentionModel().to(device(), torch.bfloat16)
+    model = flce.patch_model(copy.deepcopy(stock), on_materialize="raise")
+    ids = torch.randint(V, (2, 128 * size), device=device())
+    shift_labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    shift_labels[:, : 100 * size] = -100
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.cross_entropy(stock(ids).flatten(0, 1).float(), shift_labels.flatten()).backward()
+        mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("cp",))
+        with divide(mesh, buffers=[ids, shift_labels], buffer_seq_dims=[1, 1]):
+            num_items = flce.global_num_items(shift_labels) / size
+            loss = F.cross_entropy(model(ids).flatten(0, 1), shift_labels.flatten(), reduction="sum")
+            (loss / num_items).backward()
+    for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        dist.all_reduce(got.grad)
+        assert (got.grad / size - expected.grad).norm() <= 3e-2 * expected.grad.norm()
+    check_fused(model, 1)

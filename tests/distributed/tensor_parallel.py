@@ -286,5 +286,6 @@ def few_classes() -> None:
         for value in values:
             value.backward()
         for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
+            assert got.grad is not None
             torch.testing.assert_close(gather_full(got.grad), expected.grad, rtol=1e-4, atol=1e-6)
         assert flce.report(model).fused, loss

@@ -167,6 +167,12 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.gpu
 @two_gpus
+def test_context_parallelism(pair: World) -> None:
+    pair.run(own_tokens.context_parallel)
+
+
+@pytest.mark.gpu
+@two_gpus
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
