@@ -130,4 +130,4 @@ class HeadProductMode(TorchFunctionMode):
         self._replace = replace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self._replace if func is F.linear else func)(*args, **(kwargs or {}))
+        return self._replace(*args) if func is F.linear and not kwargs else func(*args, **(kwargs or {}))

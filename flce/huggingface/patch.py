@@ -167,8 +167,8 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             patch.is_compiled_head_called = True
         else:
             _thread_state.is_head_called = True
-        if self is _thread_state.head_in_mode:
-            return forward(self, input)  # `HeadProductMode` returns the lazy logits
+            if self is _thread_state.head_in_mode:
+                return forward(self, input)  # `HeadProductMode` returns the lazy logits
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
