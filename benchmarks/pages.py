@@ -1,29 +1,37 @@
 """Tables in README.md and docs/, written from result files, so that pages and results cannot disagree.
 
-    python -m benchmarks pages README.md docs/performance.md docs/devices.md
+    python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md
 
 rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, with a KIND of
-`KINDS`, or with `<!-- KIND -->`, with a KIND of `PLANNED`, which needs no results. It ends before the next empty line.
+`KINDS`, or with `<!-- KIND -->`, with a KIND of `UNNAMED`, which names no file. It ends before the next empty line. If
+the file does not exist, the block says so.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
+from benchmarks.gains import gains
+from benchmarks.grpo import GRPO
+from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
 from benchmarks.operator import OPERATOR, error_columns, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import Table, format_or_dash
-from benchmarks.targets import CURVE_SHAPES
+from benchmarks.small_card import SMALL_CARD
+from benchmarks.tables import NONE, Table, format_or_dash
+from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL
 from flce.core.sizes import GIB
 from flce.planning.search import MEMORY_SHARE
 
 ROOT = Path(__file__).parents[1]
+RESULTS = "benchmarks/results"
 BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 # Budgets of the table of all sizes; the picture also has the others.
@@ -48,20 +56,27 @@ def head_entries(run: Run) -> list[Entry]:
 
 
 def heads(run: Run) -> Table:
-    """Return the table of milliseconds and workspace, two columns for each size."""
+    """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
     entries = head_entries(run)
-    names = [name for entry in entries for name in (f"{' x '.join(map(str, entry.case.shape))}, ms", "workspace, MiB")]
+    names = [name for entry in entries for name in (f"{shape_of(entry)}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries for cell in head_cells(entry.by_name(name)))]
+        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
         for name, title in shown(entries).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
 
 
-def head_cells(result: BenchResult) -> tuple[str, str]:
-    time = WHY_NOT.get(result.status, tables.milliseconds(result.median_ms))
-    return time, tables.mebibytes(result.workspace_bytes)
+def shape_of(entry: Entry) -> str:
+    return " x ".join(map(str, entry.case.shape))
+
+
+def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
+    """Return the time, with its multiple of the bare products in brackets, and the workspace."""
+    time = tables.milliseconds(result.median_ms)
+    if time != NONE and result.family != "floor":
+        time += f" ({tables.ratio(result.median_ms, products_ms(entry))})"
+    return WHY_NOT.get(result.status, time), tables.mebibytes(result.workspace_bytes)
 
 
 def head(run: Run) -> Table:
@@ -78,12 +93,12 @@ def head(run: Run) -> Table:
     return tables.tabulate("", listed, columns, [])
 
 
-def models(run: Run, settings: int | None = None) -> Table:
-    """Return the table of tokens a second and peak memory of all or of the first `settings` settings."""
+def models(run: Run) -> Table:
+    """Return the table of tokens a second and peak memory."""
     cases = {(entry.case.setting, entry.case.model): entry for entry in run.cases}
     names = dict.fromkeys(model for _, model in cases)
     rows = []
-    for setting in list(dict.fromkeys(setting for setting, _ in cases))[:settings]:
+    for setting in dict.fromkeys(setting for setting, _ in cases):
         entries = [cases[setting, model] for model in names]
         for index, (name, title) in enumerate(shown(entries).items()):
             cells = [cell for entry in entries for cell in model_cells(entry, entry.by_name(name))]
@@ -97,20 +112,118 @@ def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
     return WHY_NOT.get(result.status, tokens), peak
 
 
+def rivals(run: Run) -> Table:
+    """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
+    entries = [entry for entry in run.cases if entry.case.label == PEERS_LABEL]
+    names = {name: title for name, title in shown(entries).items() if contender_of_budget(name) is None}
+    names = {name: title for name, title in names.items() if not name.startswith("floor")}
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        time = tables.ratio(result.median_ms, products_ms(entry))
+        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+
+    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    return Table("", [tables.SHAPE, *names.values()], rows)
+
+
+def errors(run: Run) -> Table:
+    """Return the table of relative errors against float64: three columns for each case that has errors."""
+    entries = [entry for entry in run.cases if entry.case.errors]
+    found = [result for result in entries[0].results if result.errors and result.family != "repeat"]
+    listed = {r.contender: short_title(r) for r in found if contender_of_budget(r.contender) is None}
+    columns = [f"{entry.case.dtype}, {name}" for entry in entries for name in error_columns()]
+    rows = [
+        [title, *(show(entry.by_name(name)) for entry in entries for show in error_columns().values())]
+        for name, title in listed.items()
+    ]
+    return Table("", ["", *columns], rows)
+
+
+def logprobs(run: Run) -> Table:
+    """Return the table of multiples of the bare products and, in brackets, MiB: a column for each size."""
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        floor = entry.by_name("floor-forward") if result.contender == "ours-forward" else entry.by_name("floor")
+        time = tables.ratio(result.median_ms, floor.median_ms)
+        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+
+    names = {name: title for name, title in shown(run.cases).items() if not name.startswith("floor")}
+    rows = [[title, *(cell(entry, entry.by_name(name)) for entry in run.cases)] for name, title in names.items()]
+    return Table("", ["", *map(shape_of, run.cases)], rows)
+
+
+def grpo(run: Run) -> Table:
+    """Return the table of milliseconds and, in brackets, GiB at the peak: a row for each part of a step."""
+
+    def cell(result: BenchResult) -> str:
+        peak = format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes)
+        return f"{tables.milliseconds(result.median_ms)} ({peak})" if result.samples_ms else NONE
+
+    names = shown(run.cases)
+    rows = [[entry.case.part, *(cell(entry.by_name(name)) for name in names)] for entry in run.cases]
+    return Table("", ["", *names.values()], rows)
+
+
+def small_card(run: Run) -> Table:
+    """Return the table of the longest sequences that train on a small card, measured and planned."""
+    rows = []
+    for entry in run.cases:
+        parts = [f"LoRA of rank {entry.case.lora_rank}" if entry.case.lora_rank else "all weights"]
+        setting = ", ".join(parts + ["no checkpointing"] * (not entry.case.checkpointing))
+        for index, r in enumerate(result for result in entry.results if result.tokens):
+            counts = map(format_or_dash("{:,}".format), (r.tokens, r.predicted_tokens))
+            share = tables.ratio(r.predicted_tokens, r.tokens)
+            rows.append(["" if index else setting, r.title, *counts, share])
+    return Table("", ["", "", "measured", "`flce plan`", "planned / measured"], rows)
+
+
+def plan(file: Path, parts: bool = True) -> str:
+    """Return the table of the steps of a stored result of ``flce plan --json``, in GiB; with the parts of each peak."""
+    steps: list[dict[str, Any]] = json.loads(file.read_text())["steps"]
+    titles = [
+        f"{'patched' if step['patched'] else 'stock'}{', checkpointing' * step['checkpointing']}" for step in steps
+    ]
+    names = [name for name in steps[0]["parts"] if any(step["parts"][name] for step in steps)] if parts else []
+    gibibytes = [[f"{size / GIB:.2f}" for size in (s["peak_bytes"], *map(s["parts"].get, names))] for s in steps]
+    rows = [[name, *cells] for name, *cells in zip(["peak", *names], *gibibytes, strict=True)]
+    longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps]
+    return Table("", ["GiB", *titles], [*rows, ["longest sequence, tokens", *longest]]).grid()
+
+
 def measured(run: Run) -> str:
     return "\n".join([f"Measured {run.head['date'][:10]} on {tables.measured_on(run)}", *tables.absences(run)])
 
 
-KINDS: dict[str, tuple[Benchmark, Callable[[Run], str]]] = {
-    "heads": (OPERATOR, lambda run: heads(run).grid()),
-    "head": (OPERATOR, lambda run: head(run).grid()),
-    "heads-measured": (OPERATOR, measured),
-    "device-plans-measured": (OPERATOR, device_plans.measured),
-    "models": (MODEL, lambda run: models(run).grid()),
-    "models-first": (MODEL, lambda run: models(run, 1).grid()),
-    "models-measured": (MODEL, measured),
+def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Callable[[Path], str]:
+    """Return a function from a result file of the benchmark to the text of a block."""
+
+    def text(file: Path) -> str:
+        written = write(benchmark.load(file))
+        return written.grid() if isinstance(written, Table) else written
+
+    return text
+
+
+KINDS: dict[str, Callable[[Path], str]] = {
+    "heads": from_run(OPERATOR, heads),
+    "head": from_run(OPERATOR, head),
+    "rivals": from_run(OPERATOR, rivals),
+    "errors": from_run(OPERATOR, errors),
+    "heads-measured": from_run(OPERATOR, measured),
+    "device-plans-measured": from_run(OPERATOR, device_plans.measured),
+    "models": from_run(MODEL, models),
+    "models-measured": from_run(MODEL, measured),
+    "logprobs": from_run(LOGPROBS, logprobs),
+    "logprobs-measured": from_run(LOGPROBS, measured),
+    "grpo": from_run(GRPO, grpo),
+    "grpo-measured": from_run(GRPO, measured),
+    "small-card": from_run(SMALL_CARD, small_card),
+    "small-card-measured": from_run(SMALL_CARD, measured),
+    "plan": plan,
+    "plan-peaks": lambda file: plan(file, parts=False),
 }
-PLANNED: dict[str, Callable[[], str]] = {
+UNNAMED: dict[str, Callable[[], str]] = {
+    "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
     "device-plans-training": lambda: device_plans.plans(frozen=False),
     "device-plans-lora": lambda: device_plans.plans(frozen=True),
@@ -123,8 +236,11 @@ def fill_page(page: str) -> str:
 
     def rewrite(block: re.Match[str]) -> str:
         if block["file"] is None:
-            return f"{block['first']}{PLANNED[block['kind']]()}\n"
-        benchmark, write = KINDS[block["kind"]]
-        return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
+            text = UNNAMED[block["kind"]]()
+        elif (file := ROOT / block["file"]).exists():
+            text = KINDS[block["kind"]](file)
+        else:
+            text = f"(Not measured yet: this table is made from `{block['file']}`.)"
+        return f"{block['first']}{text}\n"
 
     return BLOCK.sub(rewrite, page)
