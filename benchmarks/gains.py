@@ -29,7 +29,7 @@ OF_A_HEAD = {
     "cce": "Cut Cross-Entropy",
     "stock": "stock",
 }
-OF_TOKENS = {"trl": "TRL", "liger-hopper": "Liger's Hopper kernel", "liger": "Liger's GRPO loss", "verl": "verl"}
+OF_TOKENS = {"trl": "TRL", "liger-hopper": "Liger's Hopper kernel", "verl": "verl"}
 OF_A_GRPO_STEP = {"trl": "TRL", "liger": "Liger's GRPO loss", "stock": "all logits"}
 
 LONGEST: Figure = lambda entry, result: tables.format_or_dash("{:,}".format)(result.tokens)  # noqa: E731
@@ -79,7 +79,6 @@ FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
 GAINS = (
     Gain(f"Longest sequence of {LLAMA} in 23 GiB, tokens", *CARD, FULL),
     Gain("the same without checkpointing", *CARD, {**FULL, "checkpointing": False}),
-    Gain("the same with LoRA of rank 16, and checkpointing", *CARD, {**FULL, "lora_rank": 16}),
     Gain(f"Training step of {LLAMA}, 4 x 8192 tokens, tokens/s", *STEP, SPEED, IN_A_MODEL, FULL),
     Gain("its peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL),
     Gain("Training step of Qwen3-0.6B, tokens/s", *STEP, SPEED, IN_A_MODEL, {**FULL, "model": "Qwen3-0.6B"}),

@@ -173,5 +173,5 @@ def check_command(app: Any, words: list[str]) -> None:
 
 def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) < 120
-    assert [line for line in lines if len(line) > 120] == []
+    assert len(lines) <= 110
+    assert [line for line in lines if len(line) > 120 and line[0] != "|"] == []
