@@ -29,10 +29,12 @@ from benchmarks.tables import NONE, Table, format_or_dash
 from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL
 from flce.core.sizes import GIB
 from flce.planning.search import MEMORY_SHARE
+from flce.tools.machine import PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
 BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
+COMPARED = ("torch", "triton", "transformers", "trl", "nvidia-cutlass-dsl", *PEERS)
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 # Budgets of the table of all sizes; the picture also has the others.
 BUDGETS = {budget_name(mib) for mib in (4, 16, 64, 256)}
@@ -57,11 +59,20 @@ def head_entries(run: Run) -> list[Entry]:
 
 def heads(run: Run) -> Table:
     """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
-    entries = head_entries(run)
-    names = [name for entry in entries for name in (f"{shape_of(entry)}, ms", "workspace, MiB")]
+    return times({shape_of(entry): entry for entry in head_entries(run)})
+
+
+def dtypes(run: Run) -> Table:
+    """Return the same table of the first size, with two columns for each dtype."""
+    first = run.cases[0].case.shape
+    return times({entry.case.dtype: entry for entry in run.cases if entry.case.shape == first})
+
+
+def times(entries: dict[str, Entry]) -> Table:
+    names = [column for name in entries for column in (f"{name}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
-        for name, title in shown(entries).items()
+        [title, *(cell for entry in entries.values() for cell in head_cells(entry, entry.by_name(name)))]
+        for name, title in shown(list(entries.values())).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
@@ -74,23 +85,9 @@ def shape_of(entry: Entry) -> str:
 def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
     """Return the time, with its multiple of the bare products in brackets, and the workspace."""
     time = tables.milliseconds(result.median_ms)
-    if time != NONE and result.family != "floor":
+    if time != NONE and result.family != "floor" and products_ms(entry):
         time += f" ({tables.ratio(result.median_ms, products_ms(entry))})"
     return WHY_NOT.get(result.status, time), tables.mebibytes(result.workspace_bytes)
-
-
-def head(run: Run) -> Table:
-    """Return the table of time, workspace and errors of gradients at the first size, without budgets."""
-    entry = head_entries(run)[0]
-    timed = [result for result in entry.results if result.samples_ms and result.family not in ("repeat", "floor")]
-    columns: tables.Columns = {
-        "": short_title,
-        "time / the three bare products": lambda r: tables.ratio(r.median_ms, products_ms(entry)),
-        "workspace, MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        **{f"error of {name}": show for name, show in error_columns().items() if name != "loss"},
-    }
-    listed = [result for result in timed if contender_of_budget(result.contender) is None]
-    return tables.tabulate("", listed, columns, [])
 
 
 def models(run: Run) -> Table:
@@ -191,7 +188,11 @@ def plan(file: Path, parts: bool = True) -> str:
 
 
 def measured(run: Run) -> str:
-    return "\n".join([f"Measured {run.head['date'][:10]} on {tables.measured_on(run)}", *tables.absences(run)])
+    """Return the date, the device, the versions of the compared libraries, and the contenders that are missing."""
+    versions = {name: version for name, version in run.head["versions"].items() if name in COMPARED}
+    head = {**run.head, "versions": versions}
+    on = tables.measured_on(Run(run.kind, head))
+    return "\n".join([f"Measured {run.head['date'][:10]} on {on}", *tables.absences(run)])
 
 
 def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Callable[[Path], str]:
@@ -206,7 +207,7 @@ def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Calla
 
 KINDS: dict[str, Callable[[Path], str]] = {
     "heads": from_run(OPERATOR, heads),
-    "head": from_run(OPERATOR, head),
+    "dtypes": from_run(OPERATOR, dtypes),
     "rivals": from_run(OPERATOR, rivals),
     "errors": from_run(OPERATOR, errors),
     "heads-measured": from_run(OPERATOR, measured),
