@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flce
 from flce.testing.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,11 @@ REASON = re.compile(r'\{ *notest="([^"]+)" *\}')
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page. ``output`` is the text that the page shows as its output, "" if there is none."""
+    """A block of a page. ``output`` is the text that the page shows as its output, "" if there is none. ``section`` is
+    the number of headings before it."""
 
     line: int
+    section: int
     language: str
     info: str
     code: str
@@ -51,7 +54,9 @@ def blocks(text: str, *languages: str) -> list[Block]:
     found = []
     for match in BLOCK.finditer(text):
         code, output = (re.sub(f"^{match[1]}", "", part or "", flags=re.M) for part in match.group("code", "output"))
-        block = Block(text.count("\n", 0, match.start()) + 1, match["language"], match["info"], code, output)
+        before = re.sub(r"^ *```.*?^ *```$", "", text[: match.start()], flags=re.M | re.S)
+        place = text.count("\n", 0, match.start()) + 1, len(re.findall("^#+ ", before, re.M))
+        block = Block(*place, match["language"], match["info"], code, output)
         if block.language in languages and not REASON.search(block.info):
             found.append(block)
     return found
@@ -77,9 +82,9 @@ def examples(folder: Path) -> dict[str, Callable[[], Any]]:
         tiny_model().save_pretrained(folder / "model")
         return folder / "model"
 
-    def small_model() -> Any:
+    def patched_model() -> Any:
         pytest.importorskip("transformers")
-        return tiny_model().train()
+        return flce.patch_model(tiny_model().train())
 
     return {
         "hidden": lambda: torch.randn(2, 6, 16, requires_grad=True),
@@ -88,7 +93,7 @@ def examples(folder: Path) -> dict[str, Callable[[], Any]]:
         "targets": lambda: torch.randint(100, (2, 6)),
         "input_ids": lambda: torch.randint(64, (2, 8)),
         "labels": lambda: torch.randint(64, (2, 8)),
-        "model": small_model,
+        "model": patched_model,
         "path": saved_model,
         "Trainer": lambda: transformers("Trainer"),
         "SFTTrainer": lambda: transformers("Trainer"),
@@ -101,6 +106,7 @@ def examples(folder: Path) -> dict[str, Callable[[], Any]]:
 def restored_state(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a page changes outside of its names. A page about processes gets a group of this process."""
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints a warning to stdout, if it is installed
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     level, has_processes = logging.getLogger("flce").level, "torch.distributed" in text
     if has_processes:
@@ -120,20 +126,23 @@ def restored_state(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the blocks of a page one after the other, with the names of the blocks before."""
+    """Run the blocks of a page one after the other, with the names of the blocks before. Values of `examples` are new
+    in each section."""
     run_page(page.read_text(), str(page.relative_to(ROOT)), tmp_path, monkeypatch)
 
 
 def run_page(text: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    given, missing, values = dict[str, Any](), [], examples(folder)
+    missing, values, section = list[str](), examples(folder), 0
     with restored_state(text, folder, monkeypatch):
         for block in blocks(text, "python", "py"):
+            if block.section != section:
+                section, names = block.section, {name: names[name] for name in names.keys() - values.keys()}
             tree = ast.parse(block.code, f"{where}:{block.line}")
             used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             for name in used & values.keys():
-                if names.get(name) is given.get(name):  # not defined by the page: a new value for each block
-                    names[name] = given[name] = values[name]()
+                if name not in names:
+                    names[name] = values[name]()
             printed = io.StringIO()
             torch.manual_seed(0)
             try:
