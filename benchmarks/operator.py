@@ -75,7 +75,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "cpu": lambda: plan_cases(CPU, rounds=9, seconds=15.0),
     "targets": lambda: TARGETS_PLAN,
     "peers": lambda: EXACTNESS_PLAN + PEER_PLAN,
-    "h200-errors": lambda: EXACTNESS_PLAN,
     "h200": lambda: TARGETS_PLAN + EXACTNESS_PLAN + PEER_PLAN,
     # Small calls, and a large one. Two minutes of one large GPU.
     "h200-small": lambda: plan_cases(map(call_case, targets.SMALL), 25, 0.5) + plan_cases([call_case(MAIN)], 25, 1.2),

@@ -2,7 +2,7 @@
 
     python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md
 
-rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, with a KIND of
+rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json ... -->`, with a KIND of
 `KINDS`, or with `<!-- KIND -->`, with a KIND of `UNNAMED`, which names no file. It ends before the next empty line. If
 the file does not exist, the block says so.
 """
@@ -28,12 +28,11 @@ from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
 from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL
 from flce.core.sizes import GIB
-from flce.planning.search import MEMORY_SHARE
 from flce.tools.machine import PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "benchmarks/results"
-BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
+BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?P<files>(?: \S+\.json)*) -->\n)(?:.+\n)*")
 COMPARED = ("torch", "triton", "transformers", "trl", "nvidia-cutlass-dsl", *PEERS)
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 # Budgets of the table of all sizes; the picture also has the others.
@@ -59,20 +58,11 @@ def head_entries(run: Run) -> list[Entry]:
 
 def heads(run: Run) -> Table:
     """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
-    return times({shape_of(entry): entry for entry in head_entries(run)})
-
-
-def dtypes(run: Run) -> Table:
-    """Return the same table of the first size, with two columns for each dtype."""
-    first = run.cases[0].case.shape
-    return times({entry.case.dtype: entry for entry in run.cases if entry.case.shape == first})
-
-
-def times(entries: dict[str, Entry]) -> Table:
-    names = [column for name in entries for column in (f"{name}, ms", "workspace, MiB")]
+    entries = head_entries(run)
+    names = [column for entry in entries for column in (f"{shape_of(entry)}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries.values() for cell in head_cells(entry, entry.by_name(name)))]
-        for name, title in shown(list(entries.values())).items()
+        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
+        for name, title in shown(entries).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
@@ -85,7 +75,7 @@ def shape_of(entry: Entry) -> str:
 def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
     """Return the time, with its multiple of the bare products in brackets, and the workspace."""
     time = tables.milliseconds(result.median_ms)
-    if time != NONE and result.family != "floor" and products_ms(entry):
+    if time != NONE and result.family != "floor":
         time += f" ({tables.ratio(result.median_ms, products_ms(entry))})"
     return WHY_NOT.get(result.status, time), tables.mebibytes(result.workspace_bytes)
 
@@ -174,17 +164,34 @@ def small_card(run: Run) -> Table:
     return Table("", ["", "", "measured", "`flce plan`", "planned / measured"], rows)
 
 
-def plan(file: Path, parts: bool = True) -> str:
-    """Return the table of the steps of a stored result of ``flce plan --json``, in GiB; with the parts of each peak."""
-    steps: list[dict[str, Any]] = json.loads(file.read_text())["steps"]
-    titles = [
-        f"{'patched' if step['patched'] else 'stock'}{', checkpointing' * step['checkpointing']}" for step in steps
-    ]
-    names = [name for name in steps[0]["parts"] if any(step["parts"][name] for step in steps)] if parts else []
-    gibibytes = [[f"{size / GIB:.2f}" for size in (s["peak_bytes"], *map(s["parts"].get, names))] for s in steps]
-    rows = [[name, *cells] for name, *cells in zip(["peak", *names], *gibibytes, strict=True)]
-    longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps]
-    return Table("", ["GiB", *titles], [*rows, ["longest sequence, tokens", *longest]]).grid()
+def plan(file: Path) -> str:
+    """Return the table of the steps of a stored output of ``flce plan --json``, in GiB, with the parts of each peak."""
+    steps = steps_of(file)
+    names = [name for name in next(iter(steps.values()))["parts"] if any(s["parts"][name] for s in steps.values())]
+    return plan_table(steps, names)
+
+
+def plans_side_by_side(*files: Path) -> str:
+    """Return the table of the peaks of several stored outputs of ``flce plan --json --sharding``, in GiB."""
+    found = {}
+    for file in files:
+        sharding = json.loads(file.read_text())["training"]["sharding"]
+        found.update({f"{sharding}, {title}": step for title, step in steps_of(file).items()})
+    return plan_table(found, [])
+
+
+def steps_of(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the steps of a stored output, by their titles."""
+    steps = json.loads(file.read_text())["steps"]
+    return {f"{'patched' if s['patched'] else 'stock'}{', checkpointing' * s['checkpointing']}": s for s in steps}
+
+
+def plan_table(steps: dict[str, dict[str, Any]], parts: Sequence[str]) -> str:
+    sizes = [[step["peak_bytes"], *map(step["parts"].get, parts)] for step in steps.values()]
+    gibibytes = [[f"{size / GIB:.2f}" for size in column] for column in sizes]
+    rows = [[name, *cells] for name, *cells in zip(["peak", *parts], *gibibytes, strict=True)]
+    longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps.values()]
+    return Table("", ["GiB", *steps], [*rows, ["longest sequence, tokens", *longest]]).grid()
 
 
 def measured(run: Run) -> str:
@@ -205,9 +212,8 @@ def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Calla
     return text
 
 
-KINDS: dict[str, Callable[[Path], str]] = {
+KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
-    "dtypes": from_run(OPERATOR, dtypes),
     "rivals": from_run(OPERATOR, rivals),
     "errors": from_run(OPERATOR, errors),
     "heads-measured": from_run(OPERATOR, measured),
@@ -221,14 +227,13 @@ KINDS: dict[str, Callable[[Path], str]] = {
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,
-    "plan-peaks": lambda file: plan(file, parts=False),
+    "plan-sharded": plans_side_by_side,
 }
 UNNAMED: dict[str, Callable[[], str]] = {
     "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
     "device-plans-training": lambda: device_plans.plans(frozen=False),
     "device-plans-lora": lambda: device_plans.plans(frozen=True),
-    "device-plans-twice-the-memory": lambda: device_plans.plans(frozen=False, share=2 * MEMORY_SHARE),
 }
 
 
@@ -236,12 +241,11 @@ def fill_page(page: str) -> str:
     """Return the page with its blocks rewritten from their files."""
 
     def rewrite(block: re.Match[str]) -> str:
-        if block["file"] is None:
-            text = UNNAMED[block["kind"]]()
-        elif (file := ROOT / block["file"]).exists():
-            text = KINDS[block["kind"]](file)
+        files = [ROOT / name for name in block["files"].split()]
+        if missing := [file.relative_to(ROOT).as_posix() for file in files if not file.exists()]:
+            text = f"(Not measured yet: this table is made from `{'`, `'.join(missing)}`.)"
         else:
-            text = f"(Not measured yet: this table is made from `{block['file']}`.)"
+            text = KINDS[block["kind"]](*files) if files else UNNAMED[block["kind"]]()
         return f"{block['first']}{text}\n"
 
     return BLOCK.sub(rewrite, page)

@@ -9,7 +9,6 @@
 #     operator     targets of the operator, its exactness, and the peers; about five minutes
 #     targets      only the targets; fails if a workspace differs from its plan
 #     peers        only the exactness and the peers
-#     errors       only the exactness: the errors of flce and of the peers against float64; half a minute
 #     rivals       the newest kernels of PyTorch, Liger and QuACK, and flce in their workspace; three minutes
 #     calls        small calls and a large one: from an idle GPU, in a CUDA graph, and of the host; two minutes
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
@@ -245,7 +244,6 @@ for name in $parts; do
         targets) benchmark operator operator targets 240 ;;
         peers) benchmark operator operator peers 500 ;;
         calls) benchmark calls operator h200-small 145 ;;
-        errors) benchmark errors operator h200-errors 120 ;;
         rivals) benchmark rivals operator h200-rivals 240 ;;
         curve) benchmark curve operator h200-curve 240 ;;
         pages)
@@ -285,7 +283,7 @@ for name in $parts; do
 done
 
 measured=()
-for name in model grpo logits rows logprobs calls errors rivals exact curve operator; do
+for name in model grpo logits rows logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
