@@ -2,9 +2,9 @@
 
     python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md
 
-rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json ... -->`, with a KIND of
-`KINDS`, or with `<!-- KIND -->`, with a KIND of `UNNAMED`, which names no file. It ends before the next empty line. If
-the file does not exist, the block says so.
+rewrites each block of a page. A block begins with a line `<!-- KIND FILE ... -->`, with a KIND of `KINDS` and result
+files, or with `<!-- KIND -->`, with a KIND of `UNNAMED`. It ends before the next empty line. If a file does not exist,
+the block says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
 from benchmarks.gains import gains
-from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
 from benchmarks.operator import OPERATOR, error_columns, products_ms
@@ -139,18 +138,6 @@ def logprobs(run: Run) -> Table:
     return Table("", ["", *map(shape_of, run.cases)], rows)
 
 
-def grpo(run: Run) -> Table:
-    """Return the table of milliseconds and, in brackets, GiB at the peak: a row for each part of a step."""
-
-    def cell(result: BenchResult) -> str:
-        peak = format_or_dash(lambda size: f"{size / GIB:.1f}")(result.peak_bytes)
-        return f"{tables.milliseconds(result.median_ms)} ({peak})" if result.samples_ms else NONE
-
-    names = shown(run.cases)
-    rows = [[entry.case.part, *(cell(entry.by_name(name)) for name in names)] for entry in run.cases]
-    return Table("", ["", *names.values()], rows)
-
-
 def small_card(run: Run) -> Table:
     """Return the table of the longest sequences that train on a small card, measured and planned."""
     rows = []
@@ -219,11 +206,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "heads-measured": from_run(OPERATOR, measured),
     "device-plans-measured": from_run(OPERATOR, device_plans.measured),
     "models": from_run(MODEL, models),
-    "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),
     "logprobs-measured": from_run(LOGPROBS, measured),
-    "grpo": from_run(GRPO, grpo),
-    "grpo-measured": from_run(GRPO, measured),
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,

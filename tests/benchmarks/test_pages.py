@@ -18,7 +18,6 @@ from benchmarks import pages
 from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.gains import SPEED, Gain, gradient_error
-from benchmarks.grpo import GrpoCase
 from benchmarks.models import MODEL, QUOTED, SETTINGS
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import BLOCK, KINDS, ROOT, UNNAMED, fill_page
@@ -28,10 +27,10 @@ from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
 from tests.benchmarks.made_up import HEAD
 
-PAGES = {"README": 1, "docs/performance": 7, "docs/devices": 4, "docs/memory": 4, "docs/numerics": 1}
+PAGES = {"README": 1, "docs/performance": 6, "docs/devices": 4, "docs/memory": 4, "docs/numerics": 1}
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
-OTHER_FILES = {"models": "model", "grpo": "grpo", "logprobs": "logprobs", "small-card": "small-card", "plan": "plan"}
+OTHER_FILES = {"models": "model", "logprobs": "logprobs", "small-card": "small-card", "plan": "plan"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -82,7 +81,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(run_of("model", *steps), tmp_path / "model.json")
     card = [replace(steps[0].results[0], tokens=1000, predicted_tokens=900), steps[0].results[1]]
     save(run_of("small-card", Entry(replace(FULL, model="Qwen3-0.6B"), card)), tmp_path / "small-card.json")
-    save(run_of("grpo", Entry(GrpoCase("Llama-3.2-1B", 8, 4096), steps[0].results)), tmp_path / "grpo.json")
     floors = [result("floor", "products", "floor", (10.0, 0)), result("floor-forward", "one", "floor", (4.0, 0))]
     calls = [result("ours", "flce", "ours", (11.0, MIB)), result("ours-forward", "forward", "ours", (5.0, MIB))]
     save(run_of("logprobs", Entry(curve_case(SHAPES[0]), [*floors, *calls])), tmp_path / "logprobs.json")
@@ -114,11 +112,10 @@ def test_blocks_are_made_from_their_files(page: Path) -> None:
         assert text.count("|  | stock | out of memory | - | out of memory | - |") == 1
         assert "\n|  | bfloat16, loss | bfloat16, dX | bfloat16, dW |\n" in text
         assert "\n| flce | 1.10 (1.00) |\n| forward | 1.25 (1.00) |\n" in text  # log-probabilities
-        assert "\n| training step | 500.0 (5.0) | 1000 (9.0) |\n" in text
         assert "\n| all weights, no checkpointing | flce | 1,000 | 900 | 0.90 |\n" in text
         assert "\n| GiB | patched |\n|---|---:|\n| peak | 3.00 |\n| loss | 1.00 |\n" in text
         assert "\n| GiB | fsdp, patched |\n|---|---:|\n| peak | 3.00 |\n| longest sequence, tokens | - |\n" in text
-        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 5
+        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 3
         assert "\nNot measured: CCE (cce): as planned\n" in text
         assert "again" not in text
 
