@@ -1,6 +1,7 @@
 """Tables in README.md and docs/, written from result files, so that pages and results cannot disagree.
 
-    python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md
+    python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md \
+        benchmarks/notes.md
 
 rewrites each block of a page. A block begins with a line `<!-- KIND FILE ... -->`, with a KIND of `KINDS` and result
 files, or with `<!-- KIND -->`, with a KIND of `UNNAMED`. It ends before the next empty line. If a file does not exist,
@@ -21,11 +22,11 @@ from benchmarks.contenders import budget_name, contender_of_budget
 from benchmarks.gains import gains
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
-from benchmarks.operator import OPERATOR, error_columns, products_ms
+from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
-from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL
+from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL, target_tables
 from flce.core.sizes import GIB
 from flce.tools.machine import PEERS
 
@@ -109,6 +110,16 @@ def rivals(run: Run) -> Table:
         return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
     rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    return Table("", [tables.SHAPE, *names.values()], rows)
+
+
+def calls(run: Run) -> Table:
+    """Return the table of calls from an idle GPU: multiples of the bare products as called and alone, and host ms."""
+    entries = [entry for entry in run.cases if entry.case.calls]
+    titles = [re.sub(", bfloat16|, as called", "", entry.case.title) for entry in entries]
+    names = shown(entries)
+    cells = [[format_times(entry, entry.by_name(name)) for name in names] for entry in entries]
+    rows = [[title, *row] for title, row in zip(titles, cells, strict=True)]
     return Table("", [tables.SHAPE, *names.values()], rows)
 
 
@@ -203,6 +214,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
     "rivals": from_run(OPERATOR, rivals),
     "errors": from_run(OPERATOR, errors),
+    "calls": from_run(OPERATOR, calls),
+    "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),
     "heads-measured": from_run(OPERATOR, measured),
     "device-plans-measured": from_run(OPERATOR, device_plans.measured),
     "models": from_run(MODEL, models),

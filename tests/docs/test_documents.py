@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "notes.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMANDS = re.compile(r"^( *)```(?:sh|console)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
