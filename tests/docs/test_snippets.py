@@ -106,6 +106,9 @@ def examples(folder: Path) -> dict[str, Callable[[], Any]]:
 def restored_state(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a page changes outside of its names. A page about processes gets a group of this process."""
     monkeypatch.chdir(folder)
+    # As on a user's machine without a GPU.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints a warning to stdout, if it is installed
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     level, has_processes = logging.getLogger("flce").level, "torch.distributed" in text

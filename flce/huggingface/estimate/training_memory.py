@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
+from flce.huggingface.estimate.adapters import Lora, add_adapters, quantize_linear_layers
 from flce.huggingface.estimate.language_model import (
     StepInputs,
     format_in_one_line,
@@ -95,6 +96,9 @@ class Training:
     shards: int = 1
     """The number of processes over which the embedding and the head are divided by classes."""
     sharding: Sharding | None = None
+    lora: Lora | None = None
+    load_in_4bit: bool = False
+    """True if the frozen linear layers except the head are stored in 4 bits. Needs `lora`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class LongestSequence:
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
-    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs.
+    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs, and
+    AdapterError if PEFT cannot add the adapters.
     """
 
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
@@ -150,6 +155,12 @@ class TrainingMemory:
         with _without_warnings():
             process_config = shard_config(config, training.shards) if training.shards > 1 else config
             self.model: Any = make_model(process_config, training.dtype)
+            self.num_parameters = sum(p.numel() for p in self.model.parameters())
+            """Without adapters."""
+            if training.load_in_4bit:
+                quantize_linear_layers(self.model)
+            if training.lora is not None:
+                add_adapters(self.model, training.lora)
         self.inputs = StepInputs(self.model)
         head = self._head()
         if training.frozen_head and head is not None:

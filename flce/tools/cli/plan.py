@@ -41,7 +41,13 @@ NOTE = (
     "further memory: see {page}."
 )
 # Options of a training step. The plan of a loss alone does not have them.
-STEP_OPTIONS = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
+STEP_OPTIONS = (
+    *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
+    *("lora", "lora_targets", "load_in_4bit"),
+)
+# Lengths that are tried for a variant, in the mean, and the duration in seconds from which the user is told.
+USUAL_TRIES = 6
+LONG_SECONDS = 10
 
 
 def plan(
@@ -86,6 +92,16 @@ def plan(
         int | None,
         typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
+    lora: Annotated[
+        int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, as PEFT adds them.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="LAYERS", help="all-linear, or q_proj,v_proj, say.", show_default="PEFT's of the model"),
+    ] = None,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Linear layers but the head in 4 bits, by bitsandbytes.")
+    ] = False,
     budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Limit of the workspace of flce's loss.")] = None,
     json: Json = False,
 ) -> None:
@@ -96,6 +112,7 @@ def plan(
     import torch
 
     import flce
+    from flce.huggingface.estimate.adapters import Lora
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import kind_text, resolve_device
@@ -111,6 +128,10 @@ def plan(
         raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
     if sharding is not None and shards is not None:
         raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
+    if lora is None and (lora_targets is not None or load_in_4bit):
+        raise usage_error("--load-in-4bit" if load_in_4bit else "--lora-targets", "needs --lora: give a rank, such as 16")
+    if lora is not None and (sharding is not None or shards is not None):
+        raise usage_error("--lora", "plans a step on one GPU: leave out --gpus, --sharding and --shards")
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -132,7 +153,8 @@ def plan(
         assert model is not None
         step_settings = optimizer.value, frozen_head, accumulation, options, shards or 1
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
-        training = Training(batch_size, weights, products, *step_settings, divided)
+        adapters = None if lora is None else Lora(lora, lora_targets)
+        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit)
         result |= _plan_steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
         print_json(result)
@@ -183,11 +205,15 @@ def _plan_steps(
         missing = "needs Transformers 5: pip install -U transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
+    from flce.huggingface.estimate.adapters import AdapterError
     from flce.huggingface.estimate.language_model import load_config
     from flce.huggingface.estimate.rehearsal import BudgetError
     from flce.huggingface.estimate.training_memory import MAX_TOKENS, StepError
 
-    measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    try:
+        measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    except AdapterError as error:
+        raise usage_error("--lora" if training.lora.targets is None else "--lora-targets", f"{error}") from None
     variants = [each for each in measured.variants if checkpointing in (None, each.checkpointing)]
     kind = type(measured.model).__name__
     if not variants:
