@@ -22,13 +22,14 @@ LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
 IN_A_MODEL = {"ours-liger-layers": "flce with Liger's layers", "liger": "all of Liger", **LIGERS_LOSS}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
-    "torch-kernel": "PyTorch's `linear_cross_entropy`",
+    "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
     "liger-hopper": "Liger's Hopper kernel",
     "quack": "QuACK",
     "liger": "Liger",
     "cce": "Cut Cross-Entropy",
     "stock": "stock",
 }
+NEWEST = {name: OF_A_HEAD[name] for name in ("torch-kernel", "liger-hopper", "quack")}
 OF_TOKENS = {"trl": "TRL", "liger-hopper": "Liger's Hopper kernel", "verl": "verl"}
 OF_A_GRPO_STEP = {"trl": "TRL", "liger": "Liger's GRPO loss", "stock": "all logits"}
 
@@ -86,6 +87,7 @@ GAINS = (
     Gain(f"{TITLE_OF_HEAD}, time over its three bare products", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
     Gain("its workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
     Gain("relative error of its gradients against float64", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
+    Gain("the same head beside the newest kernels, time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
         "Log-probabilities and entropies, 8192 x 4096 x 128256, time over four products",
         *(LOGPROBS, "h100-logprobs-1.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
@@ -98,6 +100,6 @@ GAINS = (
 
 
 def gains(folder: Path, link: str) -> str:
-    """Return the table from the result files of the folder, to which pages have the path `link`."""
-    rows = [gain.row(folder, link) for gain in GAINS]
+    """Return the table from the result files of the folder, to which pages have the path `link`. Skip missing files."""
+    rows = [gain.row(folder, link) for gain in GAINS if (folder / gain.file).exists()]
     return Table("", ["", "flce", "others", "measured"], rows).grid()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import pages
 from benchmarks.benchmark import save
 from benchmarks.cli import app
-from benchmarks.gains import SPEED, Gain, gradient_error
+from benchmarks.gains import SPEED, Gain, gains, gradient_error
 from benchmarks.models import MODEL, QUOTED, SETTINGS
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import BLOCK, KINDS, ROOT, UNNAMED, fill_page
@@ -134,3 +134,4 @@ def test_a_gain_is_a_row_of_one_file(page: Path) -> None:
     first = {"shape": SHAPES[0]}
     error = Gain("error", OPERATOR, "operator.json", gradient_error, others, first).row(page.parent, "results")
     assert error[1:3] == ["1.8e-03", "stock 1.8e-03"]
+    assert gains(page.parent, "results").count("\n") == 1  # only the head: no file of the README is in this folder
