@@ -18,7 +18,7 @@ from torch import Tensor, nn
 BLOCK_ENTRIES = 64
 
 
-class AdapterError(ValueError):
+class AdapterError(RuntimeError):
     """PEFT is missing, or does not find the layers."""
 
 
