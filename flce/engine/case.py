@@ -30,7 +30,7 @@ class DefaultBytes:
     statistics: int | None  # maximum size in a forward without gradients; None: as with gradients
 
 
-# Measured on an H200, in half precision (docs/notes.md):
+# Measured on an H200, in half precision (benchmarks/notes.md):
 #
 # | field      | tile, in 2 bytes each            | compared to other sizes                                            |
 # |------------|----------------------------------|--------------------------------------------------------------------|

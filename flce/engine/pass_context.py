@@ -77,6 +77,8 @@ class PassContext:
         """Terms whose dX is needed."""
         self.dw_terms = [k for k, needed in enumerate(needs.weights) if needed]
         """Terms whose dW is needed."""
+        self.dx_has_selected_rows = self.selection.index is None
+        """False if a tile of gathered rows is added to rows of a dX of all rows."""
         self._dx: dict[int, Tensor] = {}
         self._dw: dict[int, Tensor] = {}
         self._db: Tensor | None = None
@@ -195,16 +197,31 @@ class PassContext:
         self._gathered = None
 
     def dx_memory(self, term: int) -> Tensor:
-        """Return the memory of dX of a term, (N, H). It is allocated at first use, after the first logits were
-        launched."""
+        """Return the memory of dX of a term, (N, H), or of its sum (`start_dx_sums`). It is allocated at first use, after
+        the first logits were launched."""
         if term not in self._dx:
-            self.allocate_dx(term, self.dtypes.grads)
+            # Dropped rows must be zero: no tile writes them.
+            zero = self.selection.index is not None or self.selection.num_rows == 0
+            self._dx[term] = self.arena.new(self.terms[term].input.shape, self.dtypes.grads, zero)
         return self._dx[term]
 
-    def allocate_dx(self, term: int, dtype: torch.dtype) -> None:
-        # Dropped rows must be zero: no tile writes them.
-        zero = self.selection.index is not None or self.selection.num_rows == 0
-        self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype, zero)
+    def start_dx_sums(self) -> None:
+        """Allocate a sum of dX of each term, (selected rows, H), for a loop over blocks of classes."""
+        # Adding each block to gathered rows of (N, H) took 0.26 ms a block, 13 ms of a call of 48 ms (16384 of 32768
+        # rows, H = 2048, V = 128256, H100).
+        self.dx_has_selected_rows = True
+        for k in self.dx_terms:
+            shape = self.selection.num_rows, self.terms[k].input.shape[1]
+            self._dx[k] = self.arena.new(shape, self.dtypes.sums, zero=shape[0] == 0)
+
+    def finish_dx_sums(self) -> None:
+        """Round the sums of `start_dx_sums`. If rows are gathered, copy them to dX of all rows."""
+        for k in self.dx_terms:
+            self._dx[k] = self.unscale_and_round_to(self._dx[k], self.problem.dtype)
+            if self.selection.index is not None:
+                selected, shape = self._dx[k], self.terms[k].input.shape
+                self._dx[k] = self.arena.new(shape, selected.dtype, zero=True)
+                self.scatter_rows(selected, self._dx[k], slice(0, len(selected)))
 
     def set_dx_memory(self, term: int, memory: Tensor) -> None:
         self._dx[term] = memory

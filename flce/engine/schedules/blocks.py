@@ -42,11 +42,9 @@ class Blocks(Deferred):
         return cls(statistics, _block_layout(c, size))
 
     def backward(self, ctx: PassContext) -> None:
-        for k in ctx.dx_terms:
-            ctx.allocate_dx(k, ctx.dtypes.sums)
+        ctx.start_dx_sums()
         compute_blocks(ctx, self.layout, 0, ctx.vocab_size)
-        for k in ctx.dx_terms:
-            ctx.set_dx_memory(k, ctx.unscale_and_round_to(ctx.dx_memory(k), ctx.problem.dtype))
+        ctx.finish_dx_sums()
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.layout.rows, self.layout.block_widths(c.vocab_size)
