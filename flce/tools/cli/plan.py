@@ -47,7 +47,7 @@ STEP_OPTIONS = (
     *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
     *("lora", "lora_targets", "load_in_4bit"),
 )
-# Lengths that are tried for a variant, in the mean, and the duration in seconds from which the user is told.
+# Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
 USUAL_TRIES = 5
 LONG_SECONDS = 10
 
