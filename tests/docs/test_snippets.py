@@ -99,7 +99,7 @@ def run_commands(code: str, folder: Path) -> None:
         print(testing.CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, words).stdout, end="")
 
 
-def run_page(text: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_page(text: str, where: str, folder: Path) -> None:
     """Run the blocks one after the other, with the names of the blocks before. `examples` are new in each section."""
     names: dict[str, Any] = {"__name__": "__main__"}
     missing, values = list[str](), examples(folder)
@@ -137,24 +137,23 @@ def run_page(text: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     with restored_state(text, tmp_path, monkeypatch):
-        run_page(text, str(page.relative_to(ROOT)), tmp_path, monkeypatch)
+        run_page(text, str(page.relative_to(ROOT)), tmp_path)
 
 
-PAGE = '```python\nimport flce\nprint("one")\n```\n\n```text\none\n```\n\n```python { notest="needs a GPU" }\nunknown\n```\n'
+PAGE = '```python\nprint("one")\n```\n\n```text\none\n```\n\n```python { notest="needs a GPU" }\nunknown\n```\n'
 COMMAND = "\n```console\n$ flce --version\n```\n\n```text\nflce ...\n```\n"
 
 
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("", "", None),
-        ("one\n```\n\n```python {", "two\n```\n\n```python {", r"page.md:1 prints\none\n"),
-        ('{ notest="needs a GPU" }', "", "page.md:10: name 'unknown' is not defined. Show its import"),
-        ("```text\none\n```", "", "page.md:1 prints\none"),
-        ("flce ...", "other", "page.md:14 prints\nflce 0"),
+        ("```text\none\n", "```text\ntwo\n", r"page.md:1 prints\none\n"),
+        ("```text\none\n```", "", r"page.md:1 prints\none\n"),
+        ('{ notest="needs a GPU" }', "", "page.md:9: name 'unknown' is not defined. Show its import"),
+        ("flce ...", "other", r"page.md:13 prints\nflce 0"),
     ],
 )
-def test_the_runner(old: str, new: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raises = pytest.raises(pytest.fail.Exception, match=message) if message else contextlib.nullcontext()
-    with raises:
-        run_page((PAGE + COMMAND).replace(old, new, 1), "page.md", tmp_path, monkeypatch)
+def test_wrong_pages(old: str, new: str, message: str, tmp_path: Path) -> None:
+    run_page(PAGE + COMMAND, "page.md", tmp_path)
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run_page((PAGE + COMMAND).replace(old, new), "page.md", tmp_path)

@@ -152,8 +152,9 @@ def test_the_address(tmp_path: Path) -> None:
     (step,) = re.findall(r"- name: The address of the project\n +run: \|\n((?: {10}.*\n)+)", release)
     environment = {**os.environ, "GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/flce"}
     subprocess.run(["bash", "-euc", step], cwd=tmp_path, env=environment, check=True)
-    for name, line in (("CITATION.cff", 'repository-code: "{}"'), ("pyproject.toml", '[project.urls]\nHomepage = "{}"')):
-        assert f"\n{line.format('https://github.com/owner/flce')}\n" in (tmp_path / name).read_text()
+    address = '"https://github.com/owner/flce"'
+    assert f"\nrepository-code: {address}\n" in (tmp_path / "CITATION.cff").read_text()
+    assert f"\n[project.urls]\nHomepage = {address}\n" in (tmp_path / "pyproject.toml").read_text()
 
 
 def test_locate_page(monkeypatch: pytest.MonkeyPatch) -> None:

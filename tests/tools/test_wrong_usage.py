@@ -35,23 +35,12 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ((*LARGE, "--budget", ""), "expected a size such as"),
         ((*LARGE, "--budget", "1MiB"), "'--budget': is too small for this loss: give at least 1.26MiB"),
         ((*LARGE, "--shards", "1000000"), "'--shards': expected at most 128,256, the classes of the head, got"),
-        ((*LARGE, "--lora", "16"), "--lora': needs --model"),
-        ((*MODEL, ".", "--lora", "0"), "Invalid value for '--lora'"),
         ((*MODEL, ".", "--lora-targets", "all-linear"), "'--lora-targets': needs --lora: give a rank"),
         ((*MODEL, ".", "--load-in-4bit"), "'--load-in-4bit': needs --lora: give a rank"),
         ((*MODEL, ".", "--lora", "8", "--shards", "2"), "'--lora': plans a step on one GPU"),
-        (
-            (*MODEL, "{folder}/small.json", "--lora", "8", "--lora-targets", "nope"),
-            "'--lora, --lora-targets': a llama has no layers 'nope' for adapters",
-        ),
-        (
-            (*MODEL, "{folder}/small.json", "--shards", "32001"),
-            "'--shards': expected at most 32,000, the classes of the head, got 32,001",
-        ),
-        (
-            (*MODEL, "{folder}/gpt2.json", "--seq-len", "2048"),
-            "'--seq-len': a GPT2LMHeadModel has 1,024 positions, and 2,048 do not fit",
-        ),
+        ((*MODEL, "{folder}/small.json", "--lora", "8", "--lora-targets", "no"), "a llama has no layers 'no' for"),
+        ((*MODEL, "{folder}/small.json", "--shards", "32001"), "'--shards': expected at most 32,000, the classes of"),
+        ((*MODEL, "{folder}/gpt2.json", "--seq-len", "2048"), "'--seq-len': a GPT2LMHeadModel has 1,024 positions"),
         ((*LARGE, "--optimizer", "lion"), "'lion' is not one of"),
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
         ((*LARGE, "--autocast", "bfloat16"), "needs --dtype float32, got --dtype bfloat16"),
@@ -144,15 +133,13 @@ def test_ctrl_c(runs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_a_narrow_terminal_and_a_closed_pipe() -> None:
-    """Check that help of 40 columns has all names of options, and that a closed pipe ends a command with 141."""
-    command = [sys.executable, "-m", "flce", "plan", "--help"]
-    environment = {**os.environ, "COLUMNS": "40"}
-    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=60).stdout
-    assert {f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters} - {"--context"} <= {
-        word.partition("/")[0] for word in shown.split()
-    }
+    """Check that help of 40 columns has the names of all options, and that a closed pipe ends a command with 141."""
+    command, environment = [sys.executable, "-m", "flce", "plan", "--help"], {**os.environ, "COLUMNS": "40"}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    options = {f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters} - {"--context"}
+    assert options <= {word.partition("/")[0] for word in shown.split()}
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60)
-    os.close(writer)
+    with open(writer, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (CLOSED_PIPE, b"")
