@@ -197,8 +197,8 @@ class PassContext:
         self._gathered = None
 
     def dx_memory(self, term: int) -> Tensor:
-        """Return the memory of dX of a term, (N, H), or of its sum (`start_dx_sums`). It is allocated at first use, after
-        the first logits were launched."""
+        """Return the memory of dX of a term, (N, H), or of its sum (`start_dx_sums`). The memory is allocated at first
+        use, after the first logits were launched."""
         if term not in self._dx:
             # Dropped rows must be zero: no tile writes them.
             zero = self.selection.index is not None or self.selection.num_rows == 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +20,7 @@ QUIET = {"DS_ACCELERATOR": "cpu"}  # otherwise DeepSpeed prints a warning to std
 
 def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
     """Run `finetune.py`, and check that the loss is fused and that the saved model has changed."""
-    spec = importlib.util.spec_from_file_location("quick_start", ROOT / "scripts" / "quick_start.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main(tmp_path)
+    runpy.run_path(str(ROOT / "scripts" / "quick_start.py"))["main"](tmp_path)
     commands = [line.partition(" #")[0].split() for line in (tmp_path / "quick_start.sh").read_text().splitlines()]
     assert len(commands) <= 2
     assert commands[0][:2] == ["pip", "install"]

@@ -27,7 +27,7 @@ import flce
 from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
-from flce.core.problem import LossSpec, Needs
+from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES
 from flce.engine.schedules.blocks import Blocks, SeparatePasses
@@ -138,6 +138,16 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     # Chunks have equal lengths, which may differ a little between the two numbers of tokens.
     slack = 0.15 * few.workspace_bytes if rows is None else 0
     assert growth <= per_token * 99 * n + slack
+
+
+@pytest.mark.parametrize("num_tokens, most_mib", [(32768, 512), (65536, 1024)])
+def test_blocks_of_log_probabilities_are_wide(num_tokens: int, most_mib: int) -> None:
+    """With dropped rows too, each block reads and writes the sum of dX once: many narrow blocks would be slow."""
+    loss = flce.plan(num_tokens, 2048, 128256, torch.bfloat16, device_kind="H100", reduction="none").case
+    options = flce.ChunkOptions(skip_ignored=True)
+    plan = search.make_plan(replace(loss, spec=LogprobSpec(stats=("entropy",)), options=options))
+    assert min(plan.schedule.tile_sizes(plan.case)[1][:-1]) >= 3072
+    assert plan.workspace_bytes <= most_mib << 20
 
 
 def test_frozen_head_costs_no_weight_sized_buffer() -> None:

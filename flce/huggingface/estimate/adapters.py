@@ -1,4 +1,4 @@
-"""LoRA adapters (PEFT's) and weights in 4 bits for a model on the meta device. ``training_memory.py`` calls this module.
+"""PEFT's LoRA adapters and weights in 4 bits for a model on the meta device. ``training_memory.py`` calls this module.
 
 bitsandbytes is not needed: `Linear4bit` has the memory of its layer.
 """
@@ -77,12 +77,12 @@ class _Product4bit(torch.autograd.Function):
     """``x @ weight.T``. Forward and backward each allocate the weight in the dtype of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.shape = shape
         return F.linear(x, packed.new_empty(shape, dtype=x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (packed,) = ctx.saved_tensors
         return grad @ packed.new_empty(ctx.shape, dtype=grad.dtype), None, None

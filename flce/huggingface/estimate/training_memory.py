@@ -204,7 +204,7 @@ class TrainingMemory:
                 raise
             except Exception as error:  # the model's code may raise any exception
                 kind, positions = type(self.model).__name__, self.positions
-                if isinstance(error, IndexError) and positions is not None and length > positions:
+                if positions is not None and length > positions:
                     raise StepError(f"a {kind} has {positions:,} positions, and {length:,} do not fit") from error
                 sizes = f"{self.training.batch_size} x {length:,} tokens"
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error

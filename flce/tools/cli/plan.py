@@ -47,8 +47,8 @@ STEP_OPTIONS = (
     *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
     *("lora", "lora_targets", "load_in_4bit"),
 )
-# Lengths that are tried for a variant, in the mean, and the duration in seconds from which the user is told.
-USUAL_TRIES = 6
+# Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
+USUAL_TRIES = 5
 LONG_SECONDS = 10
 
 
@@ -95,7 +95,7 @@ def plan(
         typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
     lora: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, as PEFT adds them.")
+        int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
     ] = None,
     lora_targets: Annotated[
         str | None,
@@ -131,7 +131,8 @@ def plan(
     if sharding is not None and shards is not None:
         raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
     if lora is None and (lora_targets is not None or load_in_4bit):
-        raise usage_error("--load-in-4bit" if load_in_4bit else "--lora-targets", "needs --lora: give a rank, such as 16")
+        option = "--load-in-4bit" if load_in_4bit else "--lora-targets"
+        raise usage_error(option, "needs --lora: give a rank, such as 16")
     if lora is not None and (sharding is not None or shards is not None):
         raise usage_error("--lora", "plans a step on one GPU: leave out --gpus, --sharding and --shards")
     weights: torch.dtype = getattr(torch, dtype.value)
@@ -222,7 +223,7 @@ def _plan_steps(
     try:
         measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
     except AdapterError as error:
-        raise usage_error("--lora" if training.lora.targets is None else "--lora-targets", f"{error}") from None
+        raise usage_error("--lora, --lora-targets", f"{error}") from None
     variants = [each for each in measured.variants if checkpointing in (None, each.checkpointing)]
     kind = type(measured.model).__name__
     if not variants:
