@@ -187,4 +187,4 @@ def compute_blocks(
             if with_dw:
                 add_to_dw(ctx, dlogits, chunk, block, dw_sums)
         finish_sums(dw_sums)
-    ctx.release_inputs()
+    ctx.release_tile()
