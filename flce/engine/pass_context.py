@@ -82,6 +82,8 @@ class PassContext:
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
+        self._gradient_calls: dict[tuple[int, int], TileCall] = {}
+        """Calls of the chunk of `_chunk_row_gradient` by their tokens, for any classes."""
         self._logits_per_block = 0
         """Set by `start_gradient_tile` and `start_exponentials_tile`. 0: logits have the dtype of the tile."""
         self._tile_logits: Tensor | None = None
@@ -349,18 +351,24 @@ class PassContext:
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
-        inputs, row_gradient = self._row_inputs(tokens, scaled=False), self.row_gradient
-        if row_gradient is not None:
-            row_gradient = slice_columns(row_gradient, tokens)
-        else:
-            row_gradient = slice_columns(self._compute_row_gradient(chunk), offset_slice(tokens, -chunk.start))
-        spec, normalizer = self.problem.spec, slice_columns(self.normalizer, tokens)
-        return TileCall(inputs, spec, self.tile_classes(classes), None, normalizer, row_gradient=row_gradient)
+        chunk_row_gradient = self._compute_row_gradient(chunk) if self.row_gradient is None else None
+        call = self._gradient_calls.get((tokens.start, tokens.stop))
+        if call is None:
+            inputs, spec = self._row_inputs(tokens, scaled=False), self.problem.spec
+            normalizer = slice_columns(self.normalizer, tokens)
+            if chunk_row_gradient is not None:
+                row_gradient = slice_columns(chunk_row_gradient, offset_slice(tokens, -chunk.start))
+            else:
+                row_gradient = slice_columns(self.row_gradient, tokens)
+            call = TileCall(inputs, spec, self.tile_classes(classes), None, normalizer, row_gradient=row_gradient)
+            self._gradient_calls[tokens.start, tokens.stop] = call
+        return call._replace(tile=self.tile_classes(classes))
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `TileCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
+            self._gradient_calls.clear()
             self._chunk_row_gradient = chunk, self.local.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
 

@@ -35,21 +35,31 @@ class AddressSlot(NamedTuple):
     descriptor: dict[str, Any] | None  # fields of the descriptor with this base; None: the argument is the address
 
 
-class PreparedLaunch(NamedTuple):
-    """A compiled launch without its addresses."""
+class PreparedLaunch:
+    """A compiled launch, with the addresses of its last run."""
 
-    compiled: Any
-    start: Callable[..., None]  # launches `compiled` on its grid
-    arguments: list[Any]  # in the order of the kernel's parameters
-    address_slots: tuple[AddressSlot, ...]
+    def __init__(
+        self,
+        compiled: Any,
+        start: Callable[..., None],  # launches `compiled` on its grid
+        arguments: list[Any],  # in the order of the kernel's parameters
+        address_slots: tuple[AddressSlot, ...],
+    ) -> None:
+        self._compiled, self._start, self._address_slots = compiled, start, address_slots
+        # One attribute, so that another thread reads addresses and the arguments that contain them.
+        self._filled: tuple[Sequence[int], list[Any]] = ((), arguments)
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
-        self.start(*self.fill_addresses(addresses), stream=stream)
+        last_addresses, arguments = self._filled
+        if addresses != last_addresses:
+            arguments = self._fill_addresses(arguments, addresses)
+            self._filled = addresses, arguments
+        self._start(*arguments, stream=stream)
 
-    def fill_addresses(self, addresses: Sequence[int]) -> list[Any]:
+    def _fill_addresses(self, arguments: list[Any], addresses: Sequence[int]) -> list[Any]:
         """Return the arguments for tensors at these addresses."""
-        arguments = self.arguments.copy()
-        for argument, tensor, offset, descriptor in self.address_slots:
+        arguments = arguments.copy()
+        for argument, tensor, offset, descriptor in self._address_slots:
             address = addresses[tensor] + offset
             arguments[argument] = address if descriptor is None else _build_descriptor(descriptor, address)
         return arguments
@@ -142,7 +152,9 @@ def _run(
 def _add_to_signature(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
     """Append the properties of the arguments, without addresses, to `key`, and the tensors to `tensors`."""
     for value in args:
-        if isinstance(value, Tensor):
+        if value is None:  # the most frequent value, first to save time
+            key.append(None)
+        elif isinstance(value, Tensor):
             tensors.append(value)
             key += (value.dtype, value.shape, value.stride())
         elif isinstance(value, (tuple, list)):
