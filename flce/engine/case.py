@@ -130,8 +130,9 @@ class Dtypes:
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
     def can_overlap(self, rows: int, cols: int) -> bool:
-        """Return True if gradients overwrite the logits of a tile of this size. Narrower tiles are mostly padding."""
-        return cols >= COLUMN_MULTIPLE and rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
+        """Return True if gradients overwrite the logits of a tile of this size, unless most of the tile is padding."""
+        is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
+        return is_small and (cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols))
 
     def logits_per_block(self, rows: int, cols: int) -> int:
         """Return the number of logits of a block for a tile of this size, at most half of the tile's bytes."""

@@ -339,14 +339,19 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, tokens: slice, with_gradient: bool = False) -> TileCall:
+    def statistics_call(self, tokens: slice, with_gradient: bool = False, scaled: bool = True) -> TileCall:
         """Return the call that writes statistics of some rows for all classes. If the gradient of token weights is
-        needed, losses are unweighted, and token weights reach the gradient as `upstream`. `with_gradient`: the call
-        also computes gradients."""
+        needed, losses are unweighted, and token weights reach the gradient as `upstream`.
+
+        Args:
+            with_gradient: the call also computes gradients.
+            scaled: False for a call without loss scales.
+        """
         assert self.local_out is not None
         weighted = not self.problem.token_weight_grad
         upstream = slice_columns(self.token_weights, tokens) if with_gradient and not weighted else None
-        inputs, out = self._row_inputs(tokens, weighted), self.local_out.select_rows(tokens)
+        scales = self.local.local_scales.for_gradient() if scaled else None
+        inputs, out = self.selection.row_inputs(tokens, scales, weighted), self.local_out.select_rows(tokens)
         return TileCall(inputs, self.problem.spec, self.tile_classes(self.all_classes), out, upstream=upstream)
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
@@ -354,7 +359,11 @@ class PassContext:
         chunk_row_gradient = self._compute_row_gradient(chunk) if self.row_gradient is None else None
         call = self._gradient_calls.get((tokens.start, tokens.stop))
         if call is None:
-            inputs, spec = self._row_inputs(tokens, scaled=False), self.problem.spec
+            # The row gradient includes loss scales, token and class weights. Only label smoothing still reads class
+            # weights.
+            inputs, spec = self.selection.row_inputs(tokens, None, weighted=False), self.problem.spec
+            if not spec.label_smoothing:
+                inputs = inputs._replace(class_weight=None)
             normalizer = slice_columns(self.normalizer, tokens)
             if chunk_row_gradient is not None:
                 row_gradient = slice_columns(chunk_row_gradient, offset_slice(tokens, -chunk.start))
@@ -378,13 +387,6 @@ class PassContext:
         weight, target = self.selection.token_weight, self.selection.target
         assert weight is not None
         return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
-
-    def _row_inputs(self, tokens: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
-        """Return the inputs of some rows. `scaled`: False for a call with a row gradient, which includes loss scales,
-        token and class weights. Only label smoothing still reads class weights."""
-        scales = self.local.local_scales.for_gradient() if scaled else None
-        inputs = self.selection.row_inputs(tokens, scales, weighted and scaled)
-        return inputs if scaled or self.problem.spec.label_smoothing else inputs._replace(class_weight=None)
 
     def tile_classes(self, classes: slice) -> TileClasses:
         size = classes.stop - classes.start

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,13 @@ SLOT_CLASSES = 256
 
 
 def fused_exponentials(
-    x: Tensor, weight: Tensor, exps: Sequence[Tensor], call: TileCall, factors: Tensor, count: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    call: TileCall,
+    factors: Tensor,
+    count: Tensor | None,
+    scales: Callable[[], Tensor | None],
 ) -> None:
     if len(x) == 0:
         return
@@ -58,23 +64,22 @@ def fused_exponentials(
     sampled = _sample_classes(weight)
     # The memory of the exponentials is free until the product writes them.
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
-    new = call.out.loss.new_empty
-    partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    row_vectors = [new(num_rows) for _ in range(3)]  # separate, so that each address is aligned for the kernels
-    run(
-        _exponentials,
-        product.align_for_descriptor(x),
-        weight,
-        sample,
-        exps,
-        call,
-        factors,
-        count,
-        partial,
-        work,
-        row_vectors,
-    )
+    new, num_rows, blocks = call.out.loss.new_empty, len(x), -(-len(weight) // product.COLS)
+    # Separate vectors, so that each address is aligned for the kernels.
+    rows = _RowVectors(*[new(num_rows) for _ in range(3)])
+    work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    memory = product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows
+    run(_first_products, *memory, call, sample, count)
+    call = call._replace(inputs=call.inputs._replace(scales=scales()))
+    run(_finish_and_retry, *memory, call, factors)
+
+
+class _RowVectors(NamedTuple):
+    """Memory of `fused_exponentials`, (rows,) each."""
+
+    reference: Tensor
+    target_logit: Tensor
+    target_jacobian: Tensor
 
 
 def _sample_classes(weight: Tensor) -> Tensor:
@@ -83,69 +88,92 @@ def _sample_classes(weight: Tensor) -> Tensor:
 
 
 def _sample_step(weight: Tensor) -> int:
-    return triton.cdiv(len(weight), SAMPLES)
+    return -(-len(weight) // SAMPLES)
 
 
-def _exponentials(
+def _first_products(
     x: Tensor,
     weight: Tensor,
-    sample: Tensor,
     exps: Sequence[Tensor],
-    call: TileCall,
-    factors: Tensor,
-    count: Tensor | None,
     partial: Tensor,  # (blocks of classes, rows)
     work: Tensor,  # (3, FLAG_STRIDE) int32
-    row_vectors: Sequence[Tensor],  # (rows,) each
+    rows: _RowVectors,
+    call: TileCall,
+    sample: Tensor,
+    count: Tensor | None,
 ) -> Iterator[Launch]:
-    num_rows, vocab_size = len(x), len(weight)
-    reference, target_logit, target_jacobian = row_vectors
     yield build_launch(
         reference_kernel,
-        (num_rows,),
+        (len(x),),
         call,
         {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
         x=x,
         weight=weight,
         sample=sample,
-        reference=reference,
-        target_logit=target_logit,
-        target_jacobian=target_jacobian,
         work=work,
         count=count,
         hidden=x.shape[1],
         samples=sample.shape[1],
         sample_step=_sample_step(weight),
+        **rows._asdict(),
     )
-    for attempt, is_retry in enumerate((False, True)):
-        attempt_work = work[attempt]
-        for tile, tile_exps in _tiles(exps, vocab_size, is_retry, product.classes_per_launch(weight)):
-            yield product.launch(
-                x,
-                weight[tile.columns],
-                call._replace(tile=tile),
-                tile_exps,
-                partial=partial,
-                reference=reference,
-                work=attempt_work,
-            )
-        yield build_launch(
-            finish_kernel,
-            (triton.cdiv(num_rows, product.FINISH_ROWS),),
-            call,
-            {
-                "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
-                "ROWS": product.FINISH_ROWS,
-                "BLOCKS": product.FINISH_BLOCKS,
-            },
+    yield from _products(x, weight, exps, partial, work[0], rows, call, is_retry=False)
+
+
+def _finish_and_retry(
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    partial: Tensor,
+    work: Tensor,
+    rows: _RowVectors,
+    call: TileCall,
+    factors: Tensor,
+) -> Iterator[Launch]:
+    yield _finish(partial, work[0], rows, call, factors)
+    yield from _products(x, weight, exps, partial, work[1], rows, call, is_retry=True)
+    yield _finish(partial, work[1], rows, call, factors)
+
+
+def _products(
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    partial: Tensor,
+    work: Tensor,
+    rows: _RowVectors,
+    call: TileCall,
+    *,
+    is_retry: bool,
+) -> Iterator[Launch]:
+    for tile, tile_exps in _tiles(exps, len(weight), is_retry, product.classes_per_launch(weight)):
+        yield product.launch(
+            x,
+            weight[tile.columns],
+            call._replace(tile=tile),
+            tile_exps,
             partial=partial,
-            reference=reference,
-            target_logit=target_logit,
-            target_jacobian=target_jacobian,
-            factors=factors,
-            work=attempt_work,
-            blocks=len(partial),
+            reference=rows.reference,
+            work=work,
         )
+
+
+def _finish(partial: Tensor, work: Tensor, rows: _RowVectors, call: TileCall, factors: Tensor) -> Launch:
+    return build_launch(
+        finish_kernel,
+        (triton.cdiv(partial.shape[1], product.FINISH_ROWS),),
+        call,
+        {
+            "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
+            "ROWS": product.FINISH_ROWS,
+            "BLOCKS": product.FINISH_BLOCKS,
+        },
+        partial=partial,
+        factors=factors,
+        work=work,
+        blocks=len(partial),
+        **rows._asdict(),
+    )
 
 
 def _tiles(

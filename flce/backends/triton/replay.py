@@ -96,8 +96,10 @@ def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
     if not tensors[0].numel():
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
-    # The index shows which tensors share an address: this may differ from call to call.
-    key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
+    key += [address % ADDRESS_BYTES for address in addresses]
+    # Which tensors share an address may differ from call to call.
+    if len({*addresses}) < len(addresses):
+        key += [addresses.index(address) for address in addresses]
     device = tensors[0].device
     if not _can_replay(device):
         for launch in list_launches(*args):
