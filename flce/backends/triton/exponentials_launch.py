@@ -58,13 +58,14 @@ def fused_exponentials(
     count: Tensor | None,
     scales: Callable[[], Tensor | None],
 ) -> None:
-    if len(x) == 0:
+    num_rows, vocab_size = x.shape[0], weight.shape[0]
+    if num_rows == 0:
         return
     assert call.out is not None
     sampled = _sample_classes(weight)
     # The memory of the exponentials is free until the product writes them.
-    sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    new, num_rows, blocks = call.out.loss.new_empty, len(x), -(-len(weight) // product.COLS)
+    sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
+    new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
     # Separate vectors, so that each address is aligned for the kernels.
     rows = _RowVectors(*[new(num_rows) for _ in range(3)])
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
@@ -84,11 +85,11 @@ class _RowVectors(NamedTuple):
 
 def _sample_classes(weight: Tensor) -> Tensor:
     sampled = weight[:: _sample_step(weight)]
-    return sampled[: max(1, len(sampled) // ALIGNMENT * ALIGNMENT)]
+    return sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
 
 
 def _sample_step(weight: Tensor) -> int:
-    return -(-len(weight) // SAMPLES)
+    return -(-weight.shape[0] // SAMPLES)
 
 
 def _first_products(
@@ -245,42 +246,39 @@ class SortedTargets(NamedTuple):
             "ignore_index": self.ignore_index,
         }
 
-    def slots(self, vocab_size: int) -> Tensor:
-        """Return (V,) int32, the position of the first row of each target, and -1 for other classes."""
-        slots = torch.empty(vocab_size, dtype=torch.int32, device=self.x.device)
-        run(_target_slots, self.target, slots, self.ignore_index)
-        return slots
-
-
-def _target_slots(target: Tensor, slots: Tensor, ignore_index: int) -> Iterator[Launch]:
-    yield build_launch(
-        target_slots_kernel,
-        (triton.cdiv(len(slots), SLOT_CLASSES),),
-        None,
-        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
-        target=target,
-        slot=slots,
-        rows=len(target),
-        vocab_size=len(slots),
-        ignore_index=ignore_index,
-        steps=len(target).bit_length(),
-    )
-
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
-    targets = SortedTargets.from_terms(terms, len(grad))
-    run(_weight_gradients, grad, exps, scaled, residual, targets.slots(len(grad)))
-    run(_add_target_terms, [grad], targets, residual)
+    targets = SortedTargets.from_terms(terms, grad.shape[0])
+    # The position of the first row of each target, and -1 for other classes.
+    slots = torch.empty(grad.shape[0], dtype=torch.int32, device=grad.device)
+    run(_weight_gradients, grad, exps, scaled, residual, targets, slots)
 
 
 def _weight_gradients(
-    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, slots: Tensor
+    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, targets: SortedTargets, slots: Tensor
 ) -> Iterator[Launch]:
+    yield _target_slots(targets, slots)
     stop = len(grad)
     for tile in reversed(exps):
         classes = slice(stop - tile.shape[1], stop)
         yield _weight_gradient(grad[classes], tile, scaled, slots=slots[classes], residual=residual)
         stop = classes.start
+    yield from _add_target_terms([grad], targets, residual)
+
+
+def _target_slots(targets: SortedTargets, slots: Tensor) -> Launch:
+    return build_launch(
+        target_slots_kernel,
+        (triton.cdiv(len(slots), SLOT_CLASSES),),
+        None,
+        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
+        target=targets.target,
+        slot=slots,
+        rows=len(targets.target),
+        vocab_size=len(slots),
+        ignore_index=targets.ignore_index,
+        steps=len(targets.target).bit_length(),
+    )
 
 
 def unscaled_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
