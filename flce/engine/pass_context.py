@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, TileCall, TileClasses
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -356,7 +356,9 @@ class PassContext:
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
-        chunk_row_gradient = self._compute_row_gradient(chunk) if self.row_gradient is None else None
+        row_gradient, first_row = self.row_gradient, 0
+        if row_gradient is None:
+            row_gradient, first_row = self._compute_row_gradient(chunk), chunk.start
         call = self._gradient_calls.get((tokens.start, tokens.stop))
         if call is None:
             # The row gradient includes loss scales, token and class weights. Only label smoothing still reads class
@@ -364,12 +366,13 @@ class PassContext:
             inputs, spec = self.selection.row_inputs(tokens, None, weighted=False), self.problem.spec
             if not spec.label_smoothing:
                 inputs = inputs._replace(class_weight=None)
-            normalizer = slice_columns(self.normalizer, tokens)
-            if chunk_row_gradient is not None:
-                row_gradient = slice_columns(chunk_row_gradient, offset_slice(tokens, -chunk.start))
-            else:
-                row_gradient = slice_columns(self.row_gradient, tokens)
-            call = TileCall(inputs, spec, self.tile_classes(classes), None, normalizer, row_gradient=row_gradient)
+            call = TileCall(
+                inputs,
+                spec,
+                self.tile_classes(classes),
+                normalizer=slice_columns(self.normalizer, tokens),
+                row_gradient=slice_columns(row_gradient, offset_slice(tokens, -first_row)),
+            )
             self._gradient_calls[tokens.start, tokens.stop] = call
         return call._replace(tile=self.tile_classes(classes))
 
