@@ -84,9 +84,7 @@ FEW_LOGITS_BYTES = 512 << 20
 BLOCK_BYTES = 64 << 20
 # A block of a larger tile has this share of the bytes of the tile, so that the host launches few kernels.
 MIN_BLOCK_SHARE = 1 / 32
-# A block has all classes of its tile if it then has at least MIN_BLOCK_ROWS tokens, else at most BLOCK_ROWS tokens.
 BLOCK_ROWS = 2048
-MIN_BLOCK_ROWS = 512
 # Gradients overwrite the float32 logits of a tile of at most this many bytes. The host then launches one product and
 # one kernel for a tile. With blocks, half of these bytes of gradients need a quarter of these bytes for logits.
 OVERLAPPING_BYTES = 256 << 20

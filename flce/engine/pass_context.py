@@ -16,7 +16,7 @@ from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
-from flce.engine.case import BLOCK_ROWS, MIN_BLOCK_ROWS, ROW_MULTIPLE, Dtypes
+from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
 from flce.engine.shards import LocalProblem
 from flce.engine.top_k import TopK
@@ -86,9 +86,8 @@ class PassContext:
         """Calls of the chunk of `_chunk_row_gradient` by their tokens, for any classes."""
         self._logits_per_block = 0
         """Set by `start_gradient_tile` and `start_exponentials_tile`. 0: logits have the dtype of the tile."""
-        self._tile_logits: Tensor | None = None
-        """(rows, padded columns) memory of the tile's logits, which gradients overwrite; None: `compute_logit_blocks`
-        allocates memory for a block."""
+        self._overlaps_logits = False
+        """Set by `start_gradient_tile`. True: gradients overwrite the logits of their tile, which have more bytes."""
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -171,24 +170,23 @@ class PassContext:
 
     def new_overlapping_tiles(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Allocate one memory for a tile of logits and the tile of their gradient. Rows of both begin at the same
-        addresses, also if gradients have fewer bytes. The tile of logits includes the padding of rows."""
+        addresses, also if gradients have fewer bytes."""
         logits = self.new(rows, padded_cols(cols), dtype=self.dtypes.logits)
-        return logits, logits.view(self.dtypes.logits_grad)[:, :cols]
+        return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
     def start_gradient_tile(self, rows: int, cols: int) -> Tensor:
         """Allocate a tile for gradients of logits. If logits have more bytes, a small tile has the size of its logits,
         which their gradients overwrite (`Dtypes.can_overlap`). A larger tile has blocks, see
         `start_exponentials_tile`."""
-        self.release_tile()
         if self._has_blocks and self.dtypes.can_overlap(rows, cols):
-            self._tile_logits, tile = self.new_overlapping_tiles(rows, cols)
-            self._logits_per_block = self._tile_logits.numel()
-            return tile
+            self._overlaps_logits = True
+            return self.new_overlapping_tiles(rows, cols)[1]
         return self.start_exponentials_tile(rows, cols)
 
     def start_exponentials_tile(self, rows: int, cols: int) -> Tensor:
         """Allocate a tile for exponentials. If logits have more bytes, set the size of the blocks in which
         `compute_logit_blocks` computes logits."""
+        self._overlaps_logits = False
         self._logits_per_block = self.dtypes.logits_per_block(rows, cols) if self._has_blocks else 0
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
@@ -209,9 +207,9 @@ class PassContext:
             self._gathered = tokens, xs
         return self._gathered[1]
 
-    def release_tile(self) -> None:
-        """Free the memory of gathered rows and of the tile's logits."""
-        self._gathered = self._tile_logits = None
+    def release_inputs(self) -> None:
+        """Free the memory of gathered rows."""
+        self._gathered = None
 
     def dx_memory(self, term: int) -> Tensor:
         """Return the memory of dX of a term, (N, H). It is allocated at first use, after the first logits were
@@ -264,21 +262,16 @@ class PassContext:
         """Compute the logits of some tokens and classes in blocks (`case.BLOCK_BYTES`). Yield the tokens and classes of
         each block, its logits, and its memory in `tile`, the tile of gradients. Logits of the same dtype as `tile` are
         computed in `tile`."""
-        num_rows, num_cols, memory = tokens.stop - tokens.start, classes.stop - classes.start, self._tile_logits
-        fits_memory = memory is not None and num_rows <= memory.shape[0] and num_cols <= memory.shape[1]
-        if fits_memory or not self._logits_per_block:
-            logits = tile if memory is None else memory[:num_rows, :num_cols]
+        if self._overlaps_logits or not self._logits_per_block:
+            logits = self._logits_under(tile) if self._overlaps_logits else tile
             self.write_logits(xs, classes, logits)
             yield tokens, classes, logits, tile
             return
-        # A borrowed tile is larger than the separate tile, whose memory is then free for blocks of logits.
-        memory = self.new(self._logits_per_block, dtype=self.dtypes.logits) if memory is None else memory.view(-1)
-        # Blocks of few rows have more classes, a multiple of COLUMN_MULTIPLE.
-        rows, cols = self._logits_per_block // padded_cols(num_cols) // ROW_MULTIPLE * ROW_MULTIPLE, num_cols
-        if rows < MIN_BLOCK_ROWS:
-            max_rows = self._logits_per_block // COLUMN_MULTIPLE
-            rows = min(BLOCK_ROWS, num_rows, max_rows)
-            cols = max_rows // rows * COLUMN_MULTIPLE
+        memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
+        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes.
+        max_rows = self._logits_per_block // COLUMN_MULTIPLE
+        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_rows)
+        cols = max_rows // rows * COLUMN_MULTIPLE
         for block_tokens in self.split_range(tokens, rows):
             tile_rows = offset_slice(block_tokens, -tokens.start)
             block_inputs = [slice_rows(x, tile_rows) for x in xs]
@@ -288,6 +281,12 @@ class PassContext:
                 logits = memory[: len(block_inputs[0]) * row_stride].view(-1, row_stride)[:, :size]
                 self.write_logits(block_inputs, block_classes, logits)
                 yield block_tokens, block_classes, logits, tile[tile_rows, offset_slice(block_classes, -classes.start)]
+
+    def _logits_under(self, tile: Tensor) -> Tensor:
+        """Return the logits in the memory of a tile of gradients, whose row stride has room for them."""
+        (rows, cols), (row_stride, _) = tile.shape, tile.stride()
+        logits_cols = cols * self.dtypes.logits.itemsize // self.dtypes.logits_grad.itemsize
+        return tile.as_strided((rows, logits_cols), (row_stride, 1), tile.storage_offset()).view(self.dtypes.logits)
 
     def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, tokens: slice) -> None:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be

@@ -175,23 +175,19 @@ def test_errors(
 def test_gradients_overwrite_the_logits_of_a_small_tile(
     kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """The logits of a small tile are one product. Logits of a wider, borrowed tile are computed in the memory of the
-    small tile."""
+    """The logits of a small tile are one product, also if the tile is borrowed from dW."""
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     monkeypatch.setattr(case, "OVERLAPPING_BYTES", 4 * 10 * 128)
     problem = make_problem((10,), 32, 700, dtype=BF16)
-    tiles = record_tiles(
-        monkeypatch, lambda x, part, out: (len(x), part.start, part.stop, out.untyped_storage().nbytes())
-    )
+    tiles = record_tiles(monkeypatch, lambda x, part, out: (len(x), part.start, part.stop))
     plans = forced(monkeypatch, kind)
     found = errors(problem, "xw", options=KEEP_IGNORED)
     assert {name: e for name, e in found.items() if not e <= (5e-6 if name == "loss" else LIMIT[BF16])} == {}
-    layout = plans[0].schedule.layout
-    assert layout.borrowed_blocks(0, 700)
-    gradient_tiles = [tile for tile in tiles if tile[3] == 4 * 10 * 128]
-    widths = {stop - start for rows, start, stop, _ in gradient_tiles if rows == 10}
-    assert 128 in widths
-    assert all(rows * (stop - start) <= 10 * 128 for rows, start, stop, _ in gradient_tiles)
+    schedule: Any = plans[0].schedule
+    stop = getattr(schedule, "dx_sum_start", 700)
+    borrowed = [(10, block.start, block.stop) for block in schedule.layout.borrowed_blocks(0, stop)]
+    assert borrowed
+    assert set(borrowed) <= set(tiles)
 
 
 @pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])

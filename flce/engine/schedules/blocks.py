@@ -162,9 +162,12 @@ class SeparatePasses(Deferred):
 
 def _block_layout(c: Case, cols: int) -> BlockLayout:
     """Return the layout of blocks of `cols` classes, and of more classes where the tile is borrowed."""
-    rows = c.chunk_rows
+    rows, dtypes = c.chunk_rows, c.dtypes(True)
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.default_chunk_entries // rows)
+    overlaps_logits = dtypes.has_wider_logits and not c.supports_fused_products and dtypes.can_overlap(rows, cols)
+    entry_size = dtypes.logits.itemsize // dtypes.logits_grad.itemsize if overlaps_logits else 1
+    max_borrowed_cols = c.default_chunk_entries // rows // entry_size
+    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, max_borrowed_cols, entry_size)
 
 
 def compute_blocks(
@@ -179,7 +182,7 @@ def compute_blocks(
         for chunk in ctx.chunks(layout.rows):
             rows = chunk.stop - chunk.start
             if cols > layout.cols:  # The tile of this block is borrowed.
-                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols)
+                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols, layout.entry_size)
             dlogits = tile[:rows]
             ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
             if with_dx:
@@ -187,4 +190,4 @@ def compute_blocks(
             if with_dw:
                 add_to_dw(ctx, dlogits, chunk, block, dw_sums)
         finish_sums(dw_sums)
-    ctx.release_tile()
+    ctx.release_inputs()

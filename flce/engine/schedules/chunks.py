@@ -35,7 +35,7 @@ class Chunks(Schedule):
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             tile_rows = slice(0, chunk.stop - chunk.start)
-            tile_logits, tile_dlogits = logits[tile_rows, : ctx.vocab_size], slice_rows(dlogits, tile_rows)
+            tile_logits, tile_dlogits = slice_rows(logits, tile_rows), slice_rows(dlogits, tile_rows)
             ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, tile_logits)
             ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, chunk)
             add_tile(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
