@@ -112,7 +112,8 @@ class ChunksOfBlocks(Deferred):
         # The sum, R x H in float32, and the tile, R x C, have about the same size.
         cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
-        return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
+        # The tile for statistics may be as large as the tile and the sum together.
+        return ChunksOfBlocks(statistics_schedule(c, size, min(c.vocab_size, cols + cols // 2)), size, cols)
 
     def backward(self, ctx: PassContext) -> None:
         tile = ctx.start_gradient_tile(self.rows, self.cols)
