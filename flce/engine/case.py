@@ -82,7 +82,7 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 32  | 1.36             | 1.9            |
 # | 4096, 64  | 1.35             | 1.4            |
 BLOCK_BYTES = 64 << 20
-# A block of a larger tile has this share of the bytes of the tile, so that the host launches few kernels.
+# A block has at least this share of the bytes of a large tile, so that the host launches few kernels.
 MIN_BLOCK_SHARE = 1 / 32
 BLOCK_ROWS = 2048
 # Gradients overwrite the float32 logits of a tile of at most this many bytes. The host then launches one product and
@@ -119,8 +119,8 @@ class Dtypes:
 
     @property
     def has_wider_logits(self) -> bool:
-        """True if logits have more bytes than their gradients. Then logits are computed in blocks, and their gradients
-        are written to a tile."""
+        """True if logits have more bytes than their gradients. Then gradients overwrite the logits of a small tile
+        (`can_overlap`). Logits of a larger tile are computed in blocks, and their gradients are written to the tile."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
     def fits_single_product(self, rows: int, cols: int) -> bool:
@@ -128,7 +128,8 @@ class Dtypes:
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
     def can_overlap(self, rows: int, cols: int) -> bool:
-        """Return True if gradients overwrite the logits of a tile of this size, unless most of the tile is padding."""
+        """Return True if gradients overwrite the logits of a tile of this size: not in a large or a narrow tile. Most of
+        a narrow tile is padding."""
         is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
         return is_small and (cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols))
 
