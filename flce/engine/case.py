@@ -128,8 +128,8 @@ class Dtypes:
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
     def can_overlap(self, rows: int, cols: int) -> bool:
-        """Return True if gradients overwrite the logits of a tile of this size: not in a large or a narrow tile. Most of
-        a narrow tile is padding."""
+        """Return True if gradients overwrite the logits of a tile of this size. The tile must be small, and not so
+        narrow that most of it is padding."""
         is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
         return is_small and (cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols))
 
