@@ -34,6 +34,7 @@ from flce.engine.schedules.blocks import Blocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
+from flce.planning.dry_run import count_costs
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
@@ -481,6 +482,25 @@ def test_the_estimate_of_measured_calls() -> None:
     ]
     assert len(same_order) > 200
     assert sum(same_order) >= 0.97 * len(same_order)
+
+
+@pytest.mark.parametrize(
+    "shape, grads, most",
+    [
+        ((16384, 1024, 151936), "xw", 800),
+        ((8192, 4096, 128256), "xw", 200),
+        ((4096, 4096, 128256), "xw", 100),
+        ((8192, 2304, 256000), "x", 1050),
+    ],
+)
+def test_few_launches_in_64_mib(
+    shape: tuple[int, int, int], grads: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without fused products the host's time for its launches was several times the device's time. A plan counts it."""
+    c = replace(case_on_hopper(*shape, grads=grads, max_workspace_bytes=64 * MIB), has_fused_products=False)
+    plan, rates = search.make_plan(c), cost_model.rates(c.device)
+    monkeypatch.setattr(cost_model, "rates", lambda device: rates._replace(host_seconds_per_launch=1.0))
+    assert most / 2 < count_costs(plan).seconds < most
 
 
 def test_blocks_of_a_product() -> None:
