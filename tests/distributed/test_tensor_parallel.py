@@ -68,6 +68,8 @@ def test_details_of_transformers(pair: World) -> None:
     pair.run(tensor_parallel.transformers_details)
 
 
-@pytest.mark.parametrize("function", [tensor_parallel.dtensor_logits, tensor_parallel.memory])
+@pytest.mark.parametrize(
+    "function", [tensor_parallel.dtensor_logits, tensor_parallel.stock_heads, tensor_parallel.memory]
+)
 def test_of_pytorch(pair: World, function: Any) -> None:
     pair.run(function)
