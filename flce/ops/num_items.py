@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.ops.arguments import check_int, check_shift, check_tensor
+from flce.core.numbers import check_int
+from flce.ops.arguments import check_shift, check_tensor
 from flce.ops.vocabulary_parallel import check_group, is_dtensor
 
 
