@@ -8,7 +8,7 @@ a DTensor, and expect a DTensor of its logits; `HeadDivision.placement` is the p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,9 +38,6 @@ class HeadDivision:
     @property
     def group_arguments(self) -> dict[str, Any]:
         return {"process_group": self.mesh.get_group(), "vocab_size": self.vocab_size}
-
-    def with_placement(self, placement: Any) -> HeadDivision:
-        return replace(self, placement=placement)
 
     def merge_classes(self, local: Tensor) -> Tensor:
         """Return the logits with the `placement`, from the logits of each process's classes."""

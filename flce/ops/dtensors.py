@@ -65,11 +65,9 @@ def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
     def with_placements(name: str, value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
-        return (
-            layout.sum(value)
-            if is_reduced and name in ("loss", "z_loss")
-            else layout.result(value, input if target is None else target)
-        )
+        if is_reduced and name in ("loss", "z_loss"):
+            return layout.sum(value)
+        return layout.result(value, input if target is None else target)
 
     if isinstance(result, Tensor):
         return with_placements("loss", result)

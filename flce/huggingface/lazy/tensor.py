@@ -191,7 +191,7 @@ class LazyDTensor(LazyLogits):
         return materialize_arguments(self, "DTensor.full_tensor").full_tensor(**kwargs)
 
     def _with_placement(self, placement: Any) -> Any:
-        return make_lazy(replace(self._state, division=self._division.with_placement(placement)))
+        return make_lazy(replace(self._state, division=replace(self._division, placement=placement)))
 
 
 class _LogitsNode(torch.autograd.Function):
