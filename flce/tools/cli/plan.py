@@ -237,9 +237,9 @@ def _plan_steps(
     if training.shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _plan_loss(
-        sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None
-    )
+    weight_grad = not training.frozen_head and training.lora is None
+    plan_loss = functools.partial(plan_loss, weight_grad=weight_grad)
+    loss = _plan_loss(sizes, products, plan_loss, weight_grad, training.shards if training.shards > 1 else None)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     begin = time.monotonic()
