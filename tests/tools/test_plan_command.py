@@ -493,8 +493,30 @@ def test_adapters_of_a_command(folder: Path) -> None:
     assert found["training"]["trained_parameters"] == adapters
     assert found["model"]["parameters"] == TrainingMemory(config(), Training(1), H200).num_parameters
     assert [step["fused"] for step in found["steps"]] == [False, True, False, True]
+    assert "2 matrix products" in found["loss"]["plan"]  # the head is frozen
     shown = " ".join(run(*arguments).stdout.split())
     assert "in 4 bits and bfloat16, LoRA of rank 4 (17,280 parameters), adamw" in shown
+
+
+@pytest.mark.parametrize(
+    "model_config, left",
+    [
+        (transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=100), {"lm_head"}),
+        (
+            transformers.T5Config(d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=100),
+            {"lm_head", "encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo"},
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_layers_in_4_bits_are_those_of_transformers(model_config: Any, left: set[str]) -> None:
+    training = Training(1, lora=Lora(4, "all-linear"), load_in_4bit=True)
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    steps = TrainingMemory(model_config, training, H200)
+    layers = {name.removesuffix(".base_layer"): type(layer).__name__ for name, layer in steps.model.named_modules()}
+    assert {name for name, kind in layers.items() if kind in ("Linear", "Conv1D") and ".lora_" not in name} == left
+    assert sum(kind == "Linear4bit" for kind in layers.values()) == (4 if model_config.model_type == "gpt2" else 14)
+    assert steps.step(32, Variant(True, False)).fused
 
 
 def test_a_kind_of_device() -> None:

@@ -254,7 +254,9 @@ def _plan_steps(
     if shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes = training.batch_size * parallel.local_length(seq_len), hidden, vocab
-    settings = not training.frozen_head, shards if shards > 1 else None, parallel.tensor > 1
+    weight_grad = not training.frozen_head and training.lora is None
+    plan_loss = functools.partial(plan_loss, weight_grad=weight_grad)
+    settings = weight_grad, shards if shards > 1 else None, parallel.tensor > 1
     loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
