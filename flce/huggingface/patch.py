@@ -45,7 +45,16 @@ from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
+from flce.huggingface.usage import (
+    COMPILED_DTENSOR,
+    DIVIDED_DIFFERENTLY,
+    EVALUATION,
+    HEAD_NOT_CALLED,
+    MaterializedLogitsError,
+    Report,
+    Usage,
+    format_unpatched,
+)
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import check_options
 from flce.ops.vocabulary_parallel import is_dtensor
@@ -185,11 +194,15 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 or is_partitioned(weight)
                 or (is_distributed and not (patch.compiled_call_has_labels or patch.running_calls))
             ):
+                if is_dtensor(weight) and torch.is_grad_enabled():
+                    patch.usage.trained_stock_reason = COMPILED_DTENSOR
                 return F.linear(input, weight, bias)
             patch.usage.is_compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        if is_dtensor(input) and is_divided(weight):
-            return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
+        if is_dtensor(weight):
+            if is_dtensor(input) and is_divided(weight, bias):
+                return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
+            reason = DIVIDED_DIFFERENTLY
         model = _thread_state.running_model
         reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
@@ -225,7 +238,7 @@ def _patch_instance_forward(head: Any) -> None:
     def divided_forward(*args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = head.__dict__.get("_flce")
         weight, bias = head._parameters["weight"], head._parameters.get("bias")
-        if patch is None or torch.compiler.is_compiling() or is_exporting_or_tracing() or not is_divided(weight):
+        if patch is None or torch.compiler.is_compiling() or is_exporting_or_tracing() or not is_divided(weight, bias):
             return original(*args, **kwargs)
         _thread_state.is_head_called = True
         if not patch.must_return_lazy(head):
@@ -246,9 +259,7 @@ def _patch_instance_forward(head: Any) -> None:
 
 def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Return ordinary logits from a call that had to return lazy logits. Count the ``reason``, or raise."""
-    _raise_if_stock_forbidden(
-        patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
-    )
+    _raise_if_stock_forbidden(patch, reason)
     _thread_state.runs_stock = True
     try:
         logits = F.linear(input, weight, bias)
@@ -259,9 +270,11 @@ def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, b
     return logits
 
 
-def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
+def _raise_if_stock_forbidden(patch: _Patch, reason: str) -> None:
     if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
-        raise MaterializedLogitsError(message)
+        raise MaterializedLogitsError(
+            f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+        )
 
 
 def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
@@ -274,9 +287,7 @@ def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
     ]
     if not real_outputs:
         return
-    _raise_if_stock_forbidden(
-        patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {HEAD_NOT_CALLED}"
-    )
+    _raise_if_stock_forbidden(patch, HEAD_NOT_CALLED)
     trained = [value for value in real_outputs if value.requires_grad]
     if trained:
         patch.usage.count_stock(trained[0], HEAD_NOT_CALLED)
@@ -418,6 +429,9 @@ class _Call:
     @skip_frame_and_callees
     def convert_outputs(self, outputs: Any) -> Any:
         self.has_converted = True
+        if self.patch.usage.trained_stock_reason == COMPILED_DTENSOR:  # a graph cannot warn
+            _raise_if_stock_forbidden(self.patch, COMPILED_DTENSOR)
+            self.patch.usage.warn_if_not_fused()
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
         is_gathered = self.has_labels and getattr(self.model, "_is_replica", False) and torch.is_grad_enabled()
@@ -594,8 +608,10 @@ def unpatch_model(model: ModelT) -> ModelT:
             del module._flce
             restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
             forward: Any = module.__dict__.get("forward")
-            if hasattr(forward, "_flce_original"):
-                module.forward = forward._flce_original
+            original = getattr(forward, "_flce_original", None)
+            # `functools.update_wrapper` copies the attribute to a wrapper, such as Accelerate's, which must stay.
+            if original is not None and forward.__wrapped__ is original:
+                module.forward = original
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]

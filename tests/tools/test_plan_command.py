@@ -29,6 +29,7 @@ from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
 from flce.huggingface.estimate.adapters import Lora
+from flce.huggingface.estimate.parallelism import Parallelism
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -432,6 +433,28 @@ def test_a_model_on_a_mesh(folder: Path) -> None:
         assert after["parts"]["activations"] < 0.4 * before["parts"]["activations"]
     # Stock has the logits of all classes, of half of the tokens.
     assert part["steps"][0]["parts"]["loss"] > 0.4 * full["steps"][0]["parts"]["loss"]
+
+
+@pytest.mark.parametrize(
+    "kind, parallel, message",
+    [
+        ("gpt2", Parallelism(2), "flce plan cannot divide the layers of a gpt2: their sizes do not follow"),
+        ("falcon", Parallelism(2), "flce plan cannot divide the layers of a falcon: their sizes do not follow"),
+        ("t5", Parallelism(1, 1, 2), "flce plan finds no single list of"),
+    ],
+)
+def test_models_that_a_mesh_cannot_divide(kind: str, parallel: Parallelism, message: str) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    with pytest.raises(ValueError, match=message):
+        TrainingMemory(transformers.AutoConfig.for_model(kind, **sizes), Training(1, parallel=parallel), H200)
+
+
+def test_models_with_different_layers_on_a_mesh() -> None:
+    """Check a model that has the number of classes as an attribute, and a first layer without experts."""
+    experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    measured = TrainingMemory(config("qwen3_moe", **experts), BFLOAT16(1, parallel=Parallelism(2, 1, 2)), H200)
+    assert any("experts" in name for name, _ in measured.model.named_parameters())
+    assert measured.step(64, PATCHED).peak_bytes < measured.step(64, STOCK).peak_bytes
 
 
 @pytest.mark.parametrize(
