@@ -123,6 +123,10 @@ class HeadProductMode(TorchFunctionMode):
     def __init__(self, replace: Callable[..., Any]) -> None:
         super().__init__()
         self._replace = replace
+        self.has_replaced = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._replace(*args) if func is F.linear and not kwargs else func(*args, **(kwargs or {}))
+        if func is not F.linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        self.has_replaced = True
+        return self._replace(*args)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import threading
 import weakref
 from collections import Counter
@@ -41,6 +40,7 @@ from flce.huggingface.find_heads import (
     vocabulary_sizes,
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
+from flce.huggingface.labels import find_labels_slice, has_labels
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
@@ -50,6 +50,7 @@ from flce.huggingface.usage import (
     DIVIDED_DIFFERENTLY,
     EVALUATION,
     HEAD_NOT_CALLED,
+    LINEAR_REPLACED,
     MaterializedLogitsError,
     Report,
     Usage,
@@ -248,10 +249,15 @@ def _patch_instance_forward(head: Any) -> None:
             return logits
         previous, _thread_state.head_in_mode = _thread_state.head_in_mode, head
         try:
-            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))):
-                return original(*args, **kwargs)
+            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
+                logits = original(*args, **kwargs)
         finally:
             _thread_state.head_in_mode = previous
+        if not mode.has_replaced:
+            _raise_if_stock_forbidden(patch, LINEAR_REPLACED)
+            if torch.is_grad_enabled():
+                patch.usage.count_stock(logits, LINEAR_REPLACED)
+        return logits
 
     divided_forward._flce_original = original  # type: ignore[attr-defined]
     head.forward = divided_forward
@@ -298,7 +304,7 @@ def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     forward = original.forward
-    labels_slice = _find_labels_slice(forward)
+    labels_slice = find_labels_slice(forward)
 
     @functools.wraps(forward)
     def patched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +313,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             previous = patch.compiled_call_has_labels
-            patch.compiled_call_has_labels = _has_labels(args, kwargs, labels_slice)
+            patch.compiled_call_has_labels = has_labels(args, kwargs, labels_slice)
             try:
                 return forward(self, *args, **kwargs)
             finally:
@@ -377,7 +383,7 @@ def _wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) ->
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.running_calls:
                 must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (must_be_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
+                if (must_be_lazy or has_labels(args, kwargs, labels_slice)) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
@@ -422,7 +428,7 @@ class _Call:
 
     @skip_frame_and_callees
     def note_labels(self, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
-        if _has_labels(args, kwargs, labels_slice):
+        if has_labels(args, kwargs, labels_slice):
             self.has_labels = True
             _thread_state.patches_with_labels |= {id(self.patch)}
 
@@ -466,24 +472,6 @@ class _Call:
         vars(_thread_state).clear()
         vars(_thread_state).update(self.previous_thread_state)
         self.patch.change_counts(running_calls=-1)
-
-
-def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
-    """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping."""
-    if labels_slice is None:  # the call of a wrapper, whose model gets the labels
-        return False
-    for labels in (kwargs.get("labels"), *args[labels_slice]):
-        if labels is not None:
-            return True
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
-    return any(batch.get("labels") is not None for batch in batches)
-
-
-def _find_labels_slice(forward: Callable[..., Any]) -> slice:
-    """Return a slice of the positional arguments after ``self`` that contains only ``labels``, or an empty slice."""
-    parameters = inspect.signature(forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
 @skip_frame_and_callees

@@ -210,6 +210,11 @@ def transformers_details() -> None:
     flce.patch_model(model, on_materialize="raise")
     with pytest.raises(MaterializedLogitsError, match=r"torch.Tensor.square"):
         model(input_ids=ids).logits.square()
+    linear: Any = F.linear
+    F.linear = lambda x, weight, bias=None: x @ weight.t()  # type: ignore[assignment]
+    with pytest.raises(MaterializedLogitsError, match=r"zero.Init"):
+        model(input_ids=ids)
+    F.linear = linear
     patched = model.lm_head.forward
     # Accelerate's hooks wrap a `forward` in this way.
     wrapped = model.lm_head.forward = functools.update_wrapper(functools.partial(patched), patched)

@@ -38,9 +38,10 @@ def add_adapters(model: Any, lora: Lora) -> None:
         raise AdapterError("the adapters are PEFT's, which is not installed: pip install peft")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of its kernels for a CPU
     peft = importlib.import_module("peft")
-    kind, names = model.config.model_type, lora.targets
-    if names not in (None, "all-linear"):
-        names = [name.strip() for name in str(names).split(",")]
+    names: str | list[str] | None = lora.targets
+    kind = model.config.model_type
+    if isinstance(names, str) and names != "all-linear":
+        names = [name.strip() for name in names.split(",")]
         layers = [layer for layer, _ in model.named_modules()]
         for name in names:  # PEFT ignores a name without a layer if another name has one
             if not any(f".{layer}".endswith(f".{name}") for layer in layers if name):
