@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import tables
@@ -20,7 +20,7 @@ from flce.core.sizes import GIB
 Figure = Callable[[Entry, BenchResult], str]  # the text of a result, NONE without a figure
 LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
 IN_A_MODEL = {"liger": "all of Liger", **LIGERS_LOSS}
-WITH_LIGERS_LAYERS = "ours-liger-layers"
+OURS_IN_A_MODEL = {"ours-liger-layers": "with Liger's layers"}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
     "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
@@ -58,6 +58,8 @@ class Gain:
     figure: Figure
     others: Mapping[str, str]
     case: Mapping[str, object]
+    variants: Mapping[str, str] = field(default_factory=dict)
+    """Other contenders of flce, by the name of the contender."""
 
     def row(self, folder: Path, link: str) -> list[str]:
         run = self.benchmark.load(folder / self.file)
@@ -65,10 +67,8 @@ class Gain:
         found = {name: self.figure(entry, entry.by_name(contender)) for contender, name in self.others.items()}
         others = ", ".join(f"{name} {figure}" for name, figure in found.items() if figure != NONE)
         source = f"[{device_of(run)}, {run.head['date'][:10]}]({link}/{self.file})"
-        ours = self.figure(entry, entry.by_name(OURS))
-        if self.others is IN_A_MODEL:
-            ours += f", with Liger's layers {self.figure(entry, entry.by_name(WITH_LIGERS_LAYERS))}"
-        return [self.title, ours, others, source]
+        variants = [f"{name} {self.figure(entry, entry.by_name(ours))}" for ours, name in self.variants.items()]
+        return [self.title, ", ".join([self.figure(entry, entry.by_name(OURS)), *variants]), others, source]
 
 
 def device_of(run: Run) -> str:
@@ -82,13 +82,14 @@ CARD = SMALL_CARD, "small-card-h100.json", LONGEST, LIGERS_LOSS
 STEP = MODEL, "model-h200-pages.json"
 ONE_HEAD = OPERATOR, "h200-curve.json"
 FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
+FULL_QWEN = {**FULL, "model": QWEN}
 GAINS = (
     Gain(f"{LONGEST_SEQUENCE}, tokens", *CARD, FULL),
     Gain(f"{LONGEST_SEQUENCE} without checkpointing, tokens", *CARD, {**FULL, "checkpointing": False}),
-    Gain(f"{LLAMA}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL),
-    Gain(f"{LLAMA}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL),
-    Gain(f"{QWEN}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, {**FULL, "model": QWEN}),
-    Gain(f"{QWEN}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, {**FULL, "model": QWEN}),
+    Gain(f"{LLAMA}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
+    Gain(f"{LLAMA}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
+    Gain(f"{QWEN}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
+    Gain(f"{QWEN}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
     Gain(f"{TITLE_OF_HEAD}: relative time", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: relative error of the gradients", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
