@@ -18,53 +18,60 @@ from flce.testing.oracle import shifted_target
 from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
 from tests.search.bounds import Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
-from tests.search.driver import Errors, Mismatch
+from tests.search.driver import Call, Errors, Mismatch
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
 MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cuda torch": 1 << 20, "cuda triton": 1 << 24}
 
-LOSS_DEFAULTS: dict[str, Any] = {
-    "dtype": "float64",
-    "backend": "torch",
-    "vocab": 11,
-    "class_weight": False,
-    "token_weight": False,
-    "ignored": "none",
-    "ignore_index": -100,
-    "target_dtype": "int64",
-    "std": 2.0,
-    "seed": 0,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "temperature": 1.0,
-    "z_loss": 0.0,
-    "num_items": None,
-    "shift": 0,
-    "stats": (),
-    "upstream": 1.0,
+# For each argument its default, and the values that calls have; a value that occurs twice is frequent.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "class_weight": (False, True),
+    "token_weight": (False, True),
+    "label_smoothing": (0.0, 0.1, 0.9, 1.0),
+    "softcap": (None, 0.5, 3.0, 30.0),
+    "logit_scale": (1.0, -0.7, -0.7, 0.1, 0.1, 2.5, 2.5, 0.0),
+    "temperature": (1.0, 0.3, 3.0),
+    "z_loss": (0.0, 1e-4, 0.5),
 }
-HEAD_DEFAULTS: dict[str, Any] = {
-    "leading": (5,),
-    "hidden": 6,
-    "bias": False,
-    "adapter_ranks": (),
-    "layout": "contiguous",
-    "rows_times": 1.0,
-    "offset": 0.0,
-    "grads": "xwbaBt",
-    "chunk_rows": None,
-    "beyond": None,
-    "strategy": "auto",
-    "skip_ignored": "auto",
-    "logits_dtype": None,
-    "accum_dtype": None,
+LOSS: dict[str, tuple[Any, ...]] = {
+    "dtype": tuple(DTYPES),
+    "backend": ("torch", "triton"),
+    "vocab": (11,),
+    "ignored": ("none", "none", "some", "most", "first", "last", "all"),
+    "ignore_index": (-100,),
+    "target_dtype": ("int64", "int64", "int32"),
+    "target_layout": ("contiguous", "contiguous", "offset", "transposed", "every second"),
+    "std": (2.0, 0.0, 0.1, 4.0, 30.0),
+    "seed": (0,),
+    "reduction": ("mean", "sum", "none"),
+    **OPTIONS,
+    "num_items": (None,),
+    "shift": (0, 0, 0, 1, 2),
+    "stats": ((),),
+    "upstream": (1.0, 1.0, 1.0, 1.75, -0.5, 0.0, 1e-8, 2.0**16),
 }
-LAYOUTS = ("contiguous", "offset", "transposed", "padded", "every second")
-GRADS = ("xwbaBt", "xwbaBt", "xwbaB", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", "")
+HEAD: dict[str, tuple[Any, ...]] = {
+    "leading": ((5,),),
+    "hidden": (6,),
+    "bias": (False, False, False, False, True),
+    "adapter_ranks": ((), (), (), (), (8,), (1, 5)),
+    "layout": ("contiguous", "contiguous", "offset", "transposed", "padded", "every second"),
+    "rows_times": (1.0, 1.0, 1.0, 0.0, 30.0),  # a factor of every fifth row
+    "offset": (0.0, 0.0, 0.0, 50.0),  # of all logits
+    "grads": ("xwbaBt", "xwbaBt", "xwbaB", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""),
+    "chunk_rows": (None,),
+    "beyond": (None,),  # bytes of the budget above the least budget
+    "strategy": ("auto", "auto", "tokens", "vocab"),
+    "skip_ignored": ("auto", True, False),
+    "logits_dtype": (None,),
+    "accum_dtype": (None,),
+}
+
+
+def defaults(**tables: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: values[0] for name, values in tables.items()}
 
 
 def size(rng: random.Random, most: int) -> int:
@@ -78,68 +85,45 @@ def size(rng: random.Random, most: int) -> int:
     return max(1, min(most, rng.choice(edges) + rng.choice([-1, 0, 1])))
 
 
-def draw_loss(rng: random.Random, device: str) -> dict[str, Any]:
-    """Draw the arguments of all losses. On a GPU few combinations of options, because each compiles its kernels."""
-    backend = rng.choices(["torch", "triton"], [75, 25] if device == "cpu" else [10, 90])[0]
-    options = rng if device == "cpu" else random.Random(rng.randrange(40))
+def draw_loss(rng: random.Random, device: str) -> Call:
+    """Draw the arguments of all losses."""
+    call = {name: rng.choice(values) for name, values in LOSS.items()}
+    # On a GPU few combinations of options, because each compiles its kernels.
+    options, weights = (rng, [40, 25, 20, 15]) if device == "cpu" else (random.Random(rng.randrange(40)), [5, 20, 45, 30])
     rare = options.choice([0.15, 0.5]) if device == "cpu" else 0.25
-
-    def sometimes(*values: Any) -> Any:
-        return options.choice(values) if options.random() < rare else None
-
-    vocab = size(rng, MAX_LOGITS[f"{device} {backend}"] // 4)
-    reduction = options.choice(["mean", "sum", "none"])
-    upstream = rng.choice([1.0, 1.0, 1.0, 1.75, -0.5, 0.0, 1e-8, 2.0**16])
-    return {
-        "dtype": options.choices(list(DTYPES), [40, 25, 20, 15] if device == "cpu" else [5, 20, 45, 30])[0],
-        "backend": backend,
-        "vocab": vocab,
-        "class_weight": bool(sometimes(True)),
-        "token_weight": bool(sometimes(True)),
-        "ignored": rng.choice(["none", "none", "some", "most", "first", "last", "all"]),
-        "ignore_index": rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1]),
-        "target_dtype": rng.choice(["int64", "int64", "int32"]),
-        "std": rng.choice([0.0, 0.1, 2.0, 4.0, 30.0]),
-        "seed": rng.randrange(1 << 20),
-        "reduction": reduction,
-        "label_smoothing": sometimes(0.1, 0.9, 1.0) or 0.0,
-        "softcap": sometimes(0.5, 3.0, 30.0),
-        "logit_scale": sometimes(-0.7, 0.1, 2.5) or (0.0 if rng.random() < 0.02 else 1.0),
-        "temperature": sometimes(0.3, 3.0) or 1.0,
-        "z_loss": sometimes(1e-4, 0.5) or 0.0,
-        "num_items": rng.choice([None, 1, 13]) if reduction == "sum" else None,
-        "shift": rng.choice([0, 0, 0, 1, 2]),
-        "stats": tuple(name for name in STATS if options.random() < 0.15),
-        "upstream": upstream,
-    }
+    call["dtype"] = options.choices(LOSS["dtype"], weights)[0]
+    call["reduction"] = options.choice(LOSS["reduction"])
+    for name, (default, *others) in OPTIONS.items():
+        call[name] = options.choice(others) if options.random() < rare else default
+    call["stats"] = tuple(name for name in STATS if options.random() < 0.15)
+    call["backend"] = rng.choices(LOSS["backend"], [75, 25] if device == "cpu" else [10, 90])[0]
+    call["vocab"] = vocab = size(rng, most_logits(call, device) // 4)
+    call["ignore_index"] = rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1])
+    call["num_items"] = rng.choice([None, 1, 13]) if call["reduction"] == "sum" else None
+    return {**call, "seed": rng.randrange(1 << 20)}
 
 
-def draw_head(rng: random.Random, device: str) -> dict[str, Any]:
-    call = draw_loss(rng, device)
-    most = MAX_LOGITS[f"{device} {call['backend']}"]
-    tokens = size(rng, max(1, min(most // call["vocab"], 300 if device == "cpu" else 8192)))
+def most_logits(call: Call, device: str) -> int:
+    return MAX_LOGITS[f"{device} {call['backend']}"]
+
+
+def draw_head(rng: random.Random, device: str) -> Call:
+    """Draw the arguments of all functions with a head."""
+    call = {name: rng.choice(values) for name, values in HEAD.items()} | draw_loss(rng, device)
+    on_cpu, half = device == "cpu", call["dtype"] in ("bfloat16", "float16")
+    tokens = size(rng, max(1, min(most_logits(call, device) // call["vocab"], 300 if on_cpu else 8192)))
     leading: tuple[int, ...] = rng.choice([(tokens,), (tokens,), (rng.randint(1, 3), -(-tokens // 3))])
     if rng.random() < 0.03:
         leading = rng.choice([(), (0,), (0, 3), (2, 0)])
-    hiddens = [1, 2, 3, 7, 8, 16, 24, 33, 64, 129] if device == "cpu" else [8, 64, 128, 129, 256, 511, 512, 1023, 1024]
+    hiddens = [1, 2, 3, 7, 8, 16, 24, 33, 64, 129] if on_cpu else [8, 64, 128, 129, 256, 511, 512, 1023, 1024]
     how = rng.choice(["default", "default", "rows", "least", "roomy"])
-    strategy = rng.choice(["auto", "auto", "tokens", "vocab"])
-    half = call["dtype"] in ("bfloat16", "float16")
     return {
         **call,
         "leading": leading,
         "shift": min(call["shift"], *leading[-1:]) if leading else 0,
-        "hidden": rng.choice(hiddens[:7] if call["backend"] == "triton" and device == "cpu" else hiddens),
-        "bias": rng.random() < 0.2,
-        "adapter_ranks": rng.choice([(), (), (), (), (8,), (1, 5)]),
-        "layout": rng.choice(["contiguous", "contiguous", *LAYOUTS]),
-        "rows_times": rng.choice([1.0, 1.0, 1.0, 0.0, 30.0]),
-        "offset": rng.choice([0.0, 0.0, 0.0, 50.0]),
-        "grads": rng.choice(GRADS),
-        "chunk_rows": size(rng, 64 if device == "cpu" else 4096) if how == "rows" and strategy != "vocab" else None,
-        "beyond": {"least": 0, "roomy": rng.randrange(5000 if device == "cpu" else 1 << 26)}.get(how),
-        "strategy": strategy,
-        "skip_ignored": rng.choice(["auto", True, False]),
+        "hidden": rng.choice(hiddens[:7] if call["backend"] == "triton" and on_cpu else hiddens),
+        "chunk_rows": size(rng, 64 if on_cpu else 4096) if how == "rows" and call["strategy"] != "vocab" else None,
+        "beyond": {"least": 0, "roomy": rng.randrange(5000 if on_cpu else 1 << 26)}.get(how),
         "logits_dtype": call["dtype"] if half and rng.random() < 0.1 else None,
         "accum_dtype": "bfloat16" if call["dtype"] == "bfloat16" and rng.random() < 0.05 else None,
     }
@@ -172,50 +156,51 @@ def place(t: Tensor, layout: str) -> Tensor:
 
 
 LOSS_ARGUMENTS = ("reduction", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "shift")
+MAKE_PROBLEM = (*LOSS_ARGUMENTS, "ignore_index", "class_weight", "token_weight", "vocab", "std")
 
 
-def problem_of(call: dict[str, Any], leading: Sequence[int], device: str, **head: Any) -> Problem:
-    """Return the tensors of a call. Some rows are scaled, all logits may share an offset."""
-    kwargs = {name: call[name] for name in (*LOSS_ARGUMENTS, "ignore_index", "class_weight", "token_weight")}
+def problem_of(call: Call, device: str, **head: Any) -> Problem:
+    """Return the tensors of a call."""
+    kwargs = {name: call[name] for name in MAKE_PROBLEM}
     if call["num_items"] is not None:
         kwargs["num_items"] = call["num_items"]
-    generator = torch.Generator(device if device == "cuda" else "cpu").manual_seed(call["seed"])
-    shared = {name: call[name] for name in ("vocab", "std")} | {
-        "dtype": DTYPES[call["dtype"]],
-        "target_dtype": DTYPES.get(call["target_dtype"], getattr(torch, call["target_dtype"])),
-        "device": device,
-        "generator": generator,
-    }
-    p = make_problem(leading, **{"hidden": None, **head}, **shared, **kwargs)
-    ignored = torch.rand(p.target.shape, device=device, generator=generator)
-    count = p.target.numel()
-    position = torch.arange(count, device=device).view(p.target.shape)
-    masks = {
-        "none": ignored < 0,
-        "some": ignored < 0.3,
-        "most": ignored < 0.9,
-        "first": position < count // 2,
-        "last": position >= count // 2,
-        "all": ignored >= 0,
-    }
-    return replace(p, target=p.target.masked_fill(masks[call["ignored"]], call["ignore_index"]))
+    g = torch.Generator(device).manual_seed(call["seed"])
+    kwargs |= {"dtype": DTYPES[call["dtype"]], "target_dtype": getattr(torch, call["target_dtype"]), "generator": g}
+    p = make_problem(call["leading"], **{"hidden": None, **head}, **kwargs, device=device)
+    share = torch.rand(p.target.shape, device=device, generator=g)
+    position = torch.arange(p.target.numel(), device=device).view(p.target.shape)
+    half = p.target.numel() // 2
+    masks = {"none": share < 0, "some": share < 0.3, "most": share < 0.9, "all": share >= 0}
+    masks |= {"first": position < half, "last": position >= half}
+    target = p.target.masked_fill(masks[call["ignored"]], call["ignore_index"])
+    return replace(p, target=place(target, call["target_layout"]))
 
 
-def head_of(call: dict[str, Any], device: str) -> Problem:
-    p = problem_of(call, call["leading"], device, **{k: call[k] for k in ("hidden", "bias", "adapter_ranks")})
-    x, w = p.input, p.linear_weight
-    if call["rows_times"] != 1.0:
-        x = torch.where(
-            torch.arange(x[..., :1].numel(), device=device).view(x[..., :1].shape) % 5 == 2, call["rows_times"] * x, x
-        )
+def head_of(call: Call, device: str) -> Problem:
+    """Return the tensors of a call with a head. Some rows are scaled, all logits may share an offset."""
+    p = problem_of(call, device, **{name: call[name] for name in ("hidden", "bias", "adapter_ranks")})
+    x, w = p.input.clone(), p.linear_weight.clone()
+    x.view(-1, x.shape[-1])[2::5] *= call["rows_times"]
     if call["offset"]:
-        x, w = x.clone(), w.clone()
         x[..., 0], w[:, 0] = 1.0, call["offset"]
-    target = place(p.target, "every second" if call["layout"] == "padded" else "contiguous")
-    return replace(p, input=place(x, call["layout"]), linear_weight=place(w, call["layout"]), target=target)
+    return replace(p, input=place(x, call["layout"]), linear_weight=place(w, call["layout"]))
 
 
-def upstream_of(call: dict[str, Any], p: Problem) -> Tensor:
+def by_letter(
+    x: Any, w: Any, b: Any = None, t: Any = None, adapters: Sequence[tuple[Any, Any]] = ()
+) -> dict[str, Any]:
+    """Return tensors by letter: x, w, b, t, and a0, B0, ... of adapters."""
+    pairs = {f"{letter}{k}": tensor for k, pair in enumerate(adapters) for letter, tensor in zip("aB", pair, strict=True)}
+    return {"x": x, "w": w, "b": b, "t": t, **pairs}
+
+
+def leaves_of(p: Problem) -> dict[str, Tensor]:
+    """Return the tensors of a problem that require a gradient."""
+    named = by_letter(p.input, p.linear_weight, p.linear_bias, p.token_weight, p.adapters)
+    return {name: t for name, t in named.items() if t is not None and t.requires_grad}
+
+
+def upstream_of(call: Call, p: Problem) -> Tensor:
     """Return the upstream gradient, in the dtype of the loss."""
     dtype = torch.float64 if p.input.dtype == torch.float64 else torch.float32
     if call["reduction"] != "none":
@@ -225,7 +210,7 @@ def upstream_of(call: dict[str, Any], p: Problem) -> Tensor:
     return each * call["upstream"]
 
 
-def arithmetic(call: dict[str, Any], p: Problem, parts: int = 1, **more: Any) -> Arithmetic:
+def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmetic:
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.input.device.type == "cuda" and p.has_head
@@ -346,8 +331,7 @@ class Expected:
             return
         if p.kwargs["z_loss"]:
             errors.compare(f"{prefix} z_loss", output.z_loss, oracle.z_loss, reduced(self.z_losses, self.dz_losses))
-        logprob = logits.dlogprob(rows.target[:, None], u)[:, 0]
-        bounds = {"lse": logits.dlse, "logprob": logprob, "entropy": logits.dentropy}
+        bounds = logits.results(rows.target)
         for name in bounds.keys() & set(stats):
             errors.compare(f"{prefix} {name}", getattr(output, name), getattr(oracle, name), to_positions(bounds[name]))
         if "argmax" in stats:
@@ -358,9 +342,7 @@ class Expected:
     def compare_gradients(self, errors: Errors, prefix: str, grads: Mapping[str, Tensor | None], **shares: Any) -> None:
         """Compare gradients by letter; None: not requested."""
         oracle = self.oracle
-        exact: dict[str, Any] = {"x": oracle.grad_input, "w": oracle.grad_weight, "b": oracle.grad_bias}
-        for k, pair in enumerate(oracle.grad_adapters):
-            exact |= dict(zip((f"a{k}", f"B{k}"), pair, strict=True))
+        exact = by_letter(oracle.grad_input, oracle.grad_weight, oracle.grad_bias, adapters=oracle.grad_adapters)
         of_tokens = grads.get("t")
         if of_tokens is not None:
             bound = self.upstream.abs() * self.dlosses + self.how.rounded(self.upstream * self.losses)

@@ -75,7 +75,7 @@ class Logits:
         temperature: float | Tensor = 1.0,
         given: Tensor | None = None,
     ) -> None:
-        u = how.u
+        self.u = u = how.u
         products = [x @ w.T for x, w in terms] if given is None else [given]
         a = torch.stack(products).sum(0) + (0.0 if bias is None else bias)
         sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
@@ -119,10 +119,25 @@ class Logits:
         self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1]) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
-    def dlogprob(self, column: Tensor, u: float) -> Tensor:
+    def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
         size = self.logp.gather(1, column).abs() + self.below.gather(1, column)
-        return self.dz.gather(1, column) + (self.dlog_sum + self.of_oracle)[:, None] + u * size
+        return self.dz.gather(1, column) + (self.dlog_sum + self.of_oracle)[:, None] + self.u * size
+
+    def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
+        squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
+        found = {
+            "logprob": self.dlogprob(target[:, None])[:, 0],
+            "entropy": self.dentropy,
+            "lse": self.dlse + self.of_oracle,
+            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1),
+            "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
+            + 4.0 * self.dsum
+            + self.u * (squares * self.logp.abs()).sum(-1) * 4.0
+            + 2.0 * self.of_oracle,
+        }
+        return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
 
 
 @dataclass

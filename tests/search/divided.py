@@ -16,13 +16,12 @@ import flce
 from tests.distributed import split_head
 from tests.distributed.pair import World
 from tests.search import arguments
-from tests.search.arguments import HEAD_DEFAULTS, LOSS_DEFAULTS, Expected
+from tests.search.arguments import HEAD, LOSS, Expected, by_letter, defaults
 from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
 
 MOST = 4
 DEFAULTS = {
-    **LOSS_DEFAULTS,
-    **HEAD_DEFAULTS,
+    **defaults(**LOSS, **HEAD),
     "processes": 2,
     "sequence_parallel": False,
     "slices": False,
@@ -44,7 +43,7 @@ def draw(rng: random.Random, device: str) -> Call:
         "ignore_index": rng.choice([-100, 0, 300]),
         "leading": (rng.randint(1, 3), length),
         "shift": min(call["shift"], length),
-        "grads": HEAD_DEFAULTS["grads"],
+        "grads": DEFAULTS["grads"],
         "logits_dtype": None,
         "accum_dtype": None,
         "beyond": None,
@@ -69,7 +68,7 @@ def rows_of(t: Tensor, classes: slice) -> Tensor:
     return t[classes]
 
 
-def program(call: dict[str, Any]) -> str | None:
+def program(call: Call) -> str | None:
     """Run a program in one of the processes. Return a description of a wrong result."""
     size = min(call["processes"], dist.get_world_size())
     group = groups()[size]
@@ -102,9 +101,7 @@ def program(call: dict[str, Any]) -> str | None:
         # Each process rounds its part of dX, and the sum over processes is rounded.
         expected = Expected(full, upstream, replace(once, roundings=once.roundings + group.size()))
         of_classes = functools.partial(rows_of, classes=local.classes)
-        named = {"x": local.input, "w": local.weight, "b": local.bias, "t": local.kwargs.get("token_weight")}
-        for k, (a, up) in enumerate(local.adapters):
-            named |= {f"a{k}": a, f"B{k}": up}
+        named = by_letter(local.input, local.weight, local.bias, local.kwargs.get("token_weight"), local.adapters)
         grads = {name: None if t is None else t.grad for name, t in named.items()}
         shares = {name: of_classes if name[0] in "wbB" else local.tokens for name in named if name != "t"}
         try:
@@ -121,7 +118,7 @@ def world() -> World:
     return World(min(gpus, MOST), "cpu:gloo,cuda:nccl") if gpus >= 2 else World(2 if gpus else MOST)
 
 
-def check(call: dict[str, Any], device: str, errors: Errors) -> None:
+def check(call: Call, device: str, errors: Errors) -> None:
     if call["shift"] > call["leading"][-1] or (call["sequence_parallel"] and call["leading"][-1] % call["processes"]):
         return  # of shrinking
     for rank, text in enumerate(world().run(program, call)):

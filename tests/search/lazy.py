@@ -36,7 +36,7 @@ def simpler(call: Call, defaults: Mapping[str, Any]) -> Iterator[Call]:
 def kind(run: type[fuzz.Run] = fuzz.Run) -> Kind:
     """Return the kind. `run`: the class that runs a program on the patched model."""
 
-    def check(call: dict[str, Any], device: str, errors: Errors) -> None:
+    def check(call: Call, device: str, errors: Errors) -> None:
         difference = fuzz.compare(program_of(call), fuzz.Comparison(layout=call["layout"], run=run))
         if difference is not None:
             raise Mismatch(difference.kind, difference.text)

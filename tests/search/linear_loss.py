@@ -13,7 +13,7 @@ import flce
 from flce.testing.problem import Problem
 from tests.helpers import least_budget_for, plan_for
 from tests.search import arguments
-from tests.search.arguments import DTYPES, HEAD_DEFAULTS, LOSS_DEFAULTS, Expected
+from tests.search.arguments import DTYPES, HEAD, LOSS, Expected, defaults
 from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
 
 # How the call runs. retained: two backward passes; autocast: of float32 tensors; graph: captured in a CUDA graph.
@@ -31,14 +31,14 @@ def draw(rng: random.Random, device: str) -> Call:
     return {**call, "mode": mode}
 
 
-def needed(call: dict[str, Any]) -> str:
+def needed(call: Call) -> str:
     """Return the letters of the gradients that the call computes."""
     missing = ("" if call["bias"] else "b") + ("" if call["adapter_ranks"] else "aB")
     missing += "" if call["token_weight"] else "t"
     return "".join(letter for letter in call["grads"] if letter not in missing)
 
 
-def options_of(call: dict[str, Any], p: Problem, grads: str) -> flce.ChunkOptions:
+def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
     given = {name: call[name] for name in ("chunk_rows", "strategy", "skip_ignored")}
     for name in ("logits_dtype", "accum_dtype"):
         if call[name] is not None:
@@ -68,13 +68,6 @@ class Step:
     upstream: Tensor
     half: torch.dtype | None = None  # of autocast
 
-    def leaves(self) -> dict[str, Tensor]:
-        p = self.p
-        named = {"x": p.input, "w": p.linear_weight, "b": p.linear_bias, "t": p.token_weight}
-        for k, (a, up) in enumerate(p.adapters):
-            named |= {f"a{k}": a, f"B{k}": up}
-        return {name: t for name, t in named.items() if t is not None and t.requires_grad}
-
     def forward(self) -> tuple[Tensor, Any]:
         p, device = self.p, self.p.input.device.type
         with torch.autocast(device, self.half, enabled=self.half is not None):
@@ -91,7 +84,7 @@ class Step:
         return (output.loss if self.stats else output), output
 
     def gradients(self, loss: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
-        leaves = self.leaves()
+        leaves = arguments.leaves_of(self.p)
         if not leaves:
             return {}
         upstream = self.upstream.to(loss.dtype).expand_as(loss)
@@ -114,8 +107,9 @@ def run(step: Step, mode: str) -> Results:
         torch.compiler.reset()
         forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
     loss, output = forward()
-    if loss.requires_grad != bool(step.leaves()):
-        raise Mismatch("requires_grad", f"{loss.requires_grad}, gradients of {list(step.leaves())}")
+    leaves = arguments.leaves_of(step.p)
+    if loss.requires_grad != bool(leaves):
+        raise Mismatch("requires_grad", f"{loss.requires_grad}, gradients of {list(leaves)}")
     if mode != "retained":
         return loss.detach(), output, step.gradients(loss)
     first = {name: grad.clone() for name, grad in step.gradients(loss, retain_graph=True).items()}
@@ -163,7 +157,7 @@ def check_again(step: Step, plan: flce.ChunkPlan, first: Results) -> None:
         raise Mismatch("workspace", f"{workspace} bytes, planned {planned}: {plan}")
 
 
-def check(call: dict[str, Any], device: str, errors: Errors) -> None:
+def check(call: Call, device: str, errors: Errors) -> None:
     p = arguments.head_of(call, device)
     grads, upstream, mode = needed(call), arguments.upstream_of(call, p), call["mode"]
     half = DTYPES.get(mode.partition(" ")[2])
@@ -187,4 +181,4 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
     expected.compare_gradients(errors, prefix, got)
 
 
-KIND = Kind("operator", {**LOSS_DEFAULTS, **HEAD_DEFAULTS, "mode": "eager"}, draw, check, share=4.0)
+KIND = Kind("operator", {**defaults(**LOSS, **HEAD), "mode": "eager"}, draw, check, share=4.0)

@@ -9,29 +9,30 @@ from typing import Any
 from tests.logits import LAYOUTS
 from tests.ops import test_cross_entropy
 from tests.search import arguments
-from tests.search.arguments import LOSS_DEFAULTS, MAX_LOGITS, Expected
+from tests.search.arguments import LOSS, Expected, defaults
 from tests.search.driver import Call, Errors, Kind
 
 
 def draw(rng: random.Random, device: str) -> Call:
     call = arguments.draw_loss(rng, device)
-    tokens = arguments.size(rng, max(1, min(MAX_LOGITS[f"{device} {call['backend']}"] // call["vocab"], 2000)))
+    tokens = arguments.size(rng, max(1, min(arguments.most_logits(call, device) // call["vocab"], 2000)))
     batch = rng.randint(1, 3)
-    leading = rng.choice([(batch, -(-tokens // batch))] * 9 + [(0, 3)])
+    shapes: list[tuple[int, ...]] = [(batch, -(-tokens // batch))] * 9
+    leading = rng.choice([*shapes, (), (tokens,), (0, 3), (2, 1, 3)])
     layout = rng.choice(list(LAYOUTS))
     return {
         **call,
         "leading": leading,
-        "shift": min(call["shift"], leading[1]),
+        "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "layout": layout,
-        "inplace": LAYOUTS[layout][2] and rng.random() < 0.5,
+        "inplace": (LAYOUTS[layout][2] or len(leading) != 2) and rng.random() < 0.5,
         "grad": rng.random() < 0.85,
         "weigh": call["token_weight"] and rng.random() < 0.5,
     }
 
 
-def check(call: dict[str, Any], device: str, errors: Errors) -> None:
-    p, stats = arguments.problem_of(call, call["leading"], device), call["stats"]
+def check(call: Call, device: str, errors: Errors) -> None:
+    p, stats = arguments.problem_of(call, device), call["stats"]
     upstream = arguments.upstream_of(call, p)
     how = {name: call[name] for name in ("inplace", "grad", "weigh")}
     with arguments.backend(call["backend"]):
@@ -45,5 +46,5 @@ def check(call: dict[str, Any], device: str, errors: Errors) -> None:
     expected.compare_gradients(errors, prefix, grads)
 
 
-LOGITS_DEFAULTS = {"leading": (1, 3), "layout": "contiguous", "inplace": False, "grad": True, "weigh": False}
-KIND = Kind("logits", {**LOSS_DEFAULTS, **LOGITS_DEFAULTS}, draw, check)
+LOGITS = {"leading": (1, 3), "layout": "contiguous", "inplace": False, "grad": True, "weigh": False}
+KIND = Kind("logits", {**defaults(**LOSS), **LOGITS}, draw, check)
