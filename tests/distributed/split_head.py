@@ -201,23 +201,6 @@ def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
 # --------------------------------------------------------------------------------------------- bodies of the tests
 
 
-def losses(group_name: str) -> None:
-    """Check all options in float64, with shards that are equal, unequal and empty."""
-    group = groups()[group_name]
-    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3, 1), OPTIONS):
-        if vocab == 1 and (options or kwargs.get("ignore_index") == 3):
-            continue
-        if vocab == 3 and kwargs.get("ignore_index") == 3:
-            kwargs = {**kwargs, "ignore_index": 1}
-        p = problem((3, 4), 16, vocab, **kwargs)
-        for slices in (False, True)[: 1 + (name in ("smoothing", "mean"))]:
-            assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options), slices=slices), group)
-    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1, adapter_ranks=(3,), ignored=0.2)
-    for options in OPTIONS:
-        check(p, group, 1e-9, dict(options), sequence_parallel=True)
-        check(p.with_(reduction="none"), group, 1e-9, dict(options), sequence_parallel=True)
-
-
 def padded(p: Problem, classes: int) -> Problem:
     """Return the problem with a bias of -inf on the last classes, like a padded vocabulary, and other targets."""
     assert p.linear_bias is not None

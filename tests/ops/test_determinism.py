@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import flce
-from flce.testing.problem import make_problem, run_fused
 from tests.processes import run_python
+from tests.search import arguments, linear_loss
+from tests.search.driver import Call
 
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"dtype": torch.bfloat16},
-    "options": {"dtype": torch.float16, "softcap": 5.0, "bias": True, "adapter_ranks": (4,), "ignored": 0.3},
-    "tokens": {"dtype": torch.float32, "reduction": "none", "token_weight": True, "class_weight": True},
-}
+CALLS: list[Call] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float16", "softcap": 5.0, "bias": True, "adapter_ranks": (4,), "ignored": "some"},
+    {"dtype": "float32", "reduction": "none", "token_weight": True, "class_weight": True},
+]
 
 
 def fingerprints(device: str) -> list[str]:
-    """Return a hash of the bits of all results, for each kind and strategy."""
+    """Return a hash of the bits of all results, for each call and strategy."""
     torch.set_num_threads(1)
-    found, size = [], (300, 64, 2000) if device == "cpu" else (3000, 512, 32000)
-    for arguments in KINDS.values():
-        p = make_problem(size[:1], *size[1:], device=device, **arguments)
+    found, (n, h, v) = [], (300, 64, 2000) if device == "cpu" else (3000, 512, 32000)
+    for given in CALLS:
         for strategy in ("tokens", "vocab"):
-            options = flce.ChunkOptions(strategy=strategy)
-            r = run_fused(p, options=options, stats=("lse", "entropy", "argmax"))
-            values = [r.loss, r.grad_input, r.grad_weight, r.grad_bias, *(t for pair in r.grad_adapters for t in pair)]
-            values += [r.output.lse, r.output.entropy, r.output.argmax]
+            sizes = {"leading": (n,), "hidden": h, "vocab": v, "strategy": strategy}
+            call = {**linear_loss.KIND.defaults, **sizes, **given}
+            p = arguments.head_of(call, device).map(lambda t, letter: t.requires_grad_())
+            options, stats = linear_loss.options_of(call, p, call["grads"]), ("lse", "entropy", "argmax")
+            step = linear_loss.Step(p, options, stats, arguments.upstream_of(call, p))
+            loss, output, grads = linear_loss.run(step, "eager")
             hashed = hashlib.sha256()
-            for t in values:
-                if isinstance(t, Tensor):
-                    hashed.update(t.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
+            for t in (loss, *(getattr(output, name) for name in stats), *grads.values()):
+                hashed.update(t.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes())
             found.append(hashed.hexdigest())
     return found
 
@@ -42,17 +40,16 @@ def fingerprints(device: str) -> list[str]:
 PROGRAM = """
 import torch
 from tests.ops.test_determinism import fingerprints
-torch.use_deterministic_algorithms(DETERMINISTIC)
-print(fingerprints("DEVICE"))
+torch.use_deterministic_algorithms({})
+print(fingerprints("{}"))
 """
 
 
 def in_process(device: str, deterministic: bool) -> str:
-    program = PROGRAM.replace("DETERMINISTIC", str(deterministic)).replace("DEVICE", device)
     backend = "torch" if device == "cpu" else "triton"
     # With deterministic algorithms PyTorch requires a fixed workspace of cuBLAS. Another workspace may change bits.
-    done = run_python("-c", program, env={"FLCE_BACKEND": backend, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    return done.stdout.strip().splitlines()[-1]
+    env = {"FLCE_BACKEND": backend, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return run_python("-c", PROGRAM.format(deterministic, device), env=env).stdout.strip().splitlines()[-1]
 
 
 def test_processes_and_deterministic_algorithms(torch_backend: str) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 import flce
 from flce.testing.oracle import OracleResult
 from flce.testing.problem import CallResult, Problem, make_problem, run_fused, run_oracle, run_stock
+from tests.ops import test_cross_entropy
+from tests.search import arguments
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -27,9 +29,7 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 def sample_inputs(name: str) -> list[Any]:
     """Return the samples of all variants of an operator, in float64; an empty list if this PyTorch has none."""
     # PyTorch imports this package for tests of its own.
-    absent = types.ModuleType("expecttest")
-    absent.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    sys.modules.setdefault("expecttest", absent)
+    sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
     from torch.testing._internal.common_methods_invocations import op_db
 
     variants = [op for op in op_db if op.name == name]
@@ -135,13 +135,7 @@ def assert_as_exact_as_theirs(grid: Grid, device: torch.device) -> None:
     p: Problem = make_problem(
         (4, n // 4) if n % 4 == 0 else (n,), h or None, v, dtype=grid.dtype, device=device, **grid.arguments
     )
-    if h:
-        ours = run_fused(p)
-    else:
-        leaf = p.input.detach().requires_grad_()
-        loss = flce.cross_entropy(leaf, p.target, **p.kwargs)
-        assert isinstance(loss, Tensor)
-        ours = CallResult(loss.detach(), torch.autograd.grad(loss, leaf, torch.ones_like(loss))[0], None, None)
+    ours = run_fused(p) if h else test_cross_entropy.run(p)
     exact, stock = results(run_oracle(p)), results(run_stock(p))
     for name, got in results(ours).items():
         if got is None:
@@ -180,16 +174,9 @@ def test_grids_on_a_gpu(grid: Grid) -> None:
 # ---------------------------------------------------------------------------------------------------------
 # gradcheck; tests/torch_ops/test_torch_features.py has opcheck, tests/ops/test_softmax.py the softmaxes
 
+TRANSFORM = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
 CALLS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "all": {
-        "softcap": 3.0,
-        "logit_scale": 0.7,
-        "temperature": 1.3,
-        "label_smoothing": 0.1,
-        "z_loss": 0.1,
-        "bias": True,
-    },
+    "means": {**TRANSFORM, "label_smoothing": 0.1, "z_loss": 0.1, "bias": True},
     "tokens": {"reduction": "none", "class_weight": True, "token_weight": True, "adapter_ranks": (2,), "ignored": 0.3},
 }
 
@@ -197,25 +184,20 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradcheck(name: str, strategy: Any, torch_backend: str) -> None:
-    p = make_problem((2, 3), 4, 7, **CALLS[name])
-    leaves = [p.input, p.linear_weight, *(t for pair in p.adapters for t in pair)]
-    leaves += [t for t in (p.linear_bias, p.token_weight) if t is not None]
+    p = make_problem((2, 3), 4, 7, **CALLS[name]).map(lambda t, letter: t.requires_grad_())
     options = flce.ChunkOptions(strategy=strategy)
+    head: Any = {"linear_bias": p.linear_bias, "adapters": p.adapters, "options": options}
 
     def loss(*_: Tensor) -> Any:
-        rest: Any = {"linear_bias": p.linear_bias, "adapters": p.adapters, "options": options}
-        return flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, **rest, **p.kwargs)
+        return flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, **head, **p.kwargs)
 
     def outputs(*_: Tensor) -> Any:
-        out = flce.linear_logprobs(
-            p.input, p.linear_weight, p.target, linear_bias=p.linear_bias, adapters=p.adapters, options=options,
-            outputs=("logprob", "entropy", "lse"), candidates=p.target[..., None] % 5,
-        )  # fmt: skip
+        names: Any = {"outputs": ("logprob", "entropy", "lse"), "candidates": p.target[..., None] % 5}
+        out = flce.linear_logprobs(p.input, p.linear_weight, p.target, **names, **head)
         return out.logprob, out.entropy, out.lse, out.candidate_logprob
 
-    leaves = [t.requires_grad_() for t in leaves]
-    assert torch.autograd.gradcheck(loss, leaves)
-    assert torch.autograd.gradcheck(outputs, [t for t in leaves if t is not p.token_weight])
+    leaves = arguments.leaves_of(p)
+    assert torch.autograd.gradcheck(loss, [*leaves.values()])
+    assert torch.autograd.gradcheck(outputs, [leaf for letter, leaf in leaves.items() if letter != "t"])
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
-    kwargs = {key: value for key, value in p.kwargs.items() if key != "token_weight"}
-    assert torch.autograd.gradcheck(lambda z: flce.cross_entropy(z, p.target, **kwargs), [logits])
+    assert torch.autograd.gradcheck(lambda z: flce.cross_entropy(z, p.target, **p.kwargs), [logits])

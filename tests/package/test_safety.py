@@ -8,11 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from torch import Tensor
-
-import flce
 from tests.processes import ROOT, run_python
 
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "socket", "ssl", "urllib", "http", "requests", "ctypes", "dill"}
@@ -88,53 +83,3 @@ def test_licences_of_dependencies() -> None:
             if "extra ==" not in line:
                 missing.append(re.split(r"[^\w.-]", line)[0])
     assert "torch" in seen
-
-
-# A tensor with the values of `t`, or with overlapping memory, in the middle of memory that is NaN.
-PLACES = {
-    "padded": lambda t: _surrounded(t, (t.shape[1] + 3, 1)),
-    "transposed": lambda t: _surrounded(t, (1, t.shape[0] + 2)),
-    "every second": lambda t: _surrounded(t, (2 * t.shape[1] + 1, 2)),
-    "one row": lambda t: _surrounded(t, (0, 1)),
-    "one column": lambda t: _surrounded(t, (1, 0)),
-    "windows": lambda t: _surrounded(t, (1, 1)),
-}
-
-
-def _surrounded(t: Tensor, strides: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return the tensor and its memory."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, strides, strict=True))
-    memory = torch.full((last + 99,), torch.nan, dtype=t.dtype, device=t.device)
-    view = memory.as_strided(t.shape, strides, 49)
-    for row, values in enumerate(t):  # rows may overlap
-        view[row].copy_(values) if strides[1] else view[row, :1].copy_(values[:1])
-    return view, memory
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_strange_strides(place: str, backend: str, device: torch.device) -> None:
-    """No element outside of a tensor is read or written: results equal the results of contiguous copies."""
-    g = torch.Generator().manual_seed(3)
-    x, w, z = (torch.randn(*shape, generator=g).to(device) for shape in ((9, 7), (21, 7), (9, 21)))
-    y = torch.randint(21, (9, 2), generator=g).to(device)[:, 1]
-    kept = [PLACES[place](t) for t in (x, w, z)]
-    before = [memory.clone() for _, memory in kept]
-
-    def results(x: Tensor, w: Tensor, z: Tensor) -> list[Tensor]:
-        x, w, z = (t.detach().requires_grad_() for t in (x, w, z))
-        found: list[Any] = []
-        for strategy in ("tokens", "vocab"):
-            options = flce.ChunkOptions(strategy=strategy)
-            loss = flce.fused_linear_cross_entropy(x, w, y, options=options, reduction="none")
-            found += [loss, *torch.autograd.grad(loss.sum(), (x, w))]
-        logprob = flce.linear_logprobs(x, w, y).logprob
-        loss = flce.cross_entropy(z, y)
-        assert isinstance(loss, Tensor)
-        found += [logprob, loss, *torch.autograd.grad(loss, z), flce.softmax(z), flce.log_softmax(z, 0)]
-        return found
-
-    contiguous = [view.contiguous().clone() for view, _ in kept]
-    for got, expected in zip(results(*(view for view, _ in kept)), results(*contiguous), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    for (_, memory), old in zip(kept, before, strict=True):
-        torch.testing.assert_close(memory, old, rtol=0, atol=0, equal_nan=True)

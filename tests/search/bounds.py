@@ -35,6 +35,7 @@ class Arithmetic:
     sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
     parts: int = 1
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
+    coherent: bool = False  # terms of sums are equal, and so are their errors
 
     @property
     def u(self) -> float:
@@ -50,10 +51,20 @@ class Arithmetic:
         return self.roundings * (max(unit(self.result), self.u) * x.abs() + least)
 
 
-def product_error(x: Tensor, w: Tensor, u: float) -> Tensor:
+def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of the sums of ``x @ w.T`` in any order of summation: each partial sum is rounded."""
-    terms = x.shape[-1]
-    return KAPPA * u * (terms * (x.square() @ w.square().T / 2 + (x @ w.T).square() / 3)).sqrt()
+    return sum_error(x.shape[-1], x.square() @ w.square().T, x @ w.T, how)
+
+
+def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of sums of `count` terms. `squares`: of the terms, added."""
+    error = KAPPA * how.u * (count * (squares / 2 + total.square() / 3)).sqrt()
+    return error * count**0.5 if how.coherent else error
+
+
+def added(errors: Tensor, right: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of ``left @ right`` for errors of `left`, which are independent or equal."""
+    return errors @ right.abs() if how.coherent else (errors.square() @ right.square()).sqrt()
 
 
 def _sum_steps(count: int) -> float:
@@ -81,7 +92,7 @@ class Logits:
         sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
         error = (len(products) + 1) * u * sizes if given is None else torch.zeros_like(a)
         if given is None:
-            error = error + sum(product_error(x, w, u).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
+            error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
             error = error + (len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         cap = 1.0 if softcap is None else softcap
         scaled = logit_scale * a / cap
@@ -92,11 +103,13 @@ class Logits:
         # The formula of tanh subtracts from 1, so that its error is absolute.
         of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
-        of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs()) + 2.0 * CHAIN * u
         self.djacobian = CHAIN * u * self.jacobian.abs()
-        self.has_softcap = softcap is not None
-        if self.has_softcap:
-            self.djacobian = self.djacobian + abs(logit_scale) / temperature * 2.0 * tanh.abs() * of_tanh
+        by_tanh = torch.zeros_like(a) if softcap is None else abs(logit_scale) / temperature * 2.0 * tanh.abs()
+        if softcap is not None:
+            of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs())
+            self.djacobian = self.djacobian + by_tanh * of_tanh
+        # The error of tanh near 1 is equal for many logits, so it does not cancel in sums over classes or rows.
+        self.of_saturated = by_tanh * 2.0 * CHAIN * u
 
         self.lse = self.z.logsumexp(-1)
         self.logp = self.z - self.lse[:, None]
@@ -109,6 +122,9 @@ class Logits:
         self.dsum = exponentials + u * (_sum_steps(a.shape[-1]) + self.log_sum)
         self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
+        # The logits of candidates are computed as log-probability + log-sum-exp.
+        sizes = self.logp.abs() + self.below + self.lse[:, None].abs() + self.z.abs()
+        self.of_candidates = by_tanh * u * (2.0 * CHAIN + sizes * temperature / cap)
         # Of the logarithm of each probability, without the part that a row has in common.
         self.dlogp = self.dz + u * (3.0 + below + self.log_sum[:, None])
         self.entropy = -(self.p * self.logp).sum(-1)
@@ -148,7 +164,9 @@ class RowGradient:
     direct: Tensor  # (N, V), of targets, candidates and all classes
     entropy: Tensor | None = None  # (N, 1)
     of_lse: Tensor | None = None  # (N, 1) the part of `softmax` that contains the log-sum-exp as a factor
-    size: Tensor | None = None  # (N, 1) the sum of the sizes of the terms of `softmax`, if they may cancel
+    dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
+    ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
+    is_candidate: Tensor | None = None  # (N, V)
 
 
 class Gradients:
@@ -168,6 +186,11 @@ class Gradients:
         # Errors of the classes, which are independent.
         error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
         error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny
+        if row.ddirect is not None:
+            error = error + jacobian.abs() * row.ddirect
+        self.equal = terms * logits.of_saturated
+        if row.is_candidate is not None:
+            self.equal = self.equal + terms * logits.of_candidates * row.is_candidate
         if how.gradients != how.rows:
             others = self.smooth.abs().masked_fill(row.direct != 0, 0.0)  # exponentials, without the targets' classes
             error = error + KAPPA * unit(how.gradients) * torch.maximum(self.value.abs(), others)
@@ -181,36 +204,35 @@ class Gradients:
         self.common = [(common * jacobian, torch.expm1(of_rows.clamp(max=50.0)))]
         if row.entropy is not None:
             self.common.append((p * row.entropy * jacobian, logits.dentropy))
-        if logits.has_softcap:  # saturated logits are equal
-            self.common += [(part, logits.djacobian.amax(-1)) for part in (smooth, row.direct)]
-        if row.size is not None:
-            self.common.append((p * row.size * jacobian, 2.0 * CHAIN * u * torch.ones_like(logits.lse)))
+        if row.dsoftmax is not None:
+            self.common.append((p * jacobian, row.dsoftmax[:, 0]))
         if row.of_lse is not None:
             self.common.append((p * row.of_lse * jacobian, logits.dlse))
 
     def element(self) -> Tensor:
         """Return the error of the gradient of each logit."""
-        return self.independent + self._of_rows() + self.how.rounded(self.value)
+        return self.independent + self.equal + self._of_rows() + self.how.rounded(self.value)
 
     def _of_rows(self) -> Tensor:
         return sum((part.abs() * error[:, None] for part, error in self.common), torch.zeros_like(self.value))
 
     def times_weight(self, w: Tensor) -> Tensor:
         """Return the error of dX = gradient @ w, (N, H)."""
-        squares = self.independent.square() @ w.square()
+        squares = added(self.independent, w, self.how).square()
         for part, of_row in self.common:
             squares = squares + ((part @ w) * of_row[:, None]).square()
-        return self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        return self.equal @ w.abs() + self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
 
     def transposed_times(self, x: Tensor) -> Tensor:
         """Return the error of dW = gradient.T @ x, (V, H). Errors of rows are independent."""
-        squares = (self.independent + self._of_rows()).square().T @ x.square()
-        return self._of_sums(squares, self.value.T, x.T, self.smooth.T @ x, self.direct.T @ x)
+        squares = added((self.independent + self._of_rows()).T, x, self.how).square()
+        of_sums = self._of_sums(squares, self.value.T, x.T, self.smooth.T @ x, self.direct.T @ x)
+        return self.equal.T @ x.abs() + of_sums
 
     def _of_sums(self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor) -> Tensor:
         """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""
         how = self.how
-        squares = squares + product_error(left, right, how.u).square()
+        squares = squares + product_error(left, right, how).square()
         if how.sums != how.rows:
             size = left.square() @ right.square().T + (smooth + direct).square()
             squares = squares + (KAPPA * unit(how.sums)) ** 2 * how.parts * size

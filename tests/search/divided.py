@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import flce
 from tests.distributed import split_head
@@ -20,14 +20,8 @@ from tests.search.arguments import HEAD, LOSS, Expected, by_letter, defaults
 from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
 
 MOST = 4
-DEFAULTS = {
-    **defaults(**LOSS, **HEAD),
-    "processes": 2,
-    "sequence_parallel": False,
-    "slices": False,
-    "budget": None,
-    "second": False,
-}
+DEFAULTS: Call = {**defaults(**LOSS, **HEAD), "processes": 2, "sequence_parallel": False}
+DEFAULTS |= {"slices": False, "budget": None, "second": False}
 
 
 def draw(rng: random.Random, device: str) -> Call:
@@ -64,10 +58,6 @@ def groups() -> dict[int, Any]:
     }
 
 
-def rows_of(t: Tensor, classes: slice) -> Tensor:
-    return t[classes]
-
-
 def program(call: Call) -> str | None:
     """Run a program in one of the processes. Return a description of a wrong result."""
     size = min(call["processes"], dist.get_world_size())
@@ -100,7 +90,7 @@ def program(call: Call) -> str | None:
         once = arguments.arithmetic(each, p)
         # Each process rounds its part of dX, and the sum over processes is rounded.
         expected = Expected(full, upstream, replace(once, roundings=once.roundings + group.size()))
-        of_classes = functools.partial(rows_of, classes=local.classes)
+        of_classes = operator.itemgetter(local.classes)
         named = by_letter(local.input, local.weight, local.bias, local.kwargs.get("token_weight"), local.adapters)
         grads = {name: None if t is None else t.grad for name, t in named.items()}
         shares = {name: of_classes if name[0] in "wbB" else local.tokens for name in named if name != "t"}

@@ -31,13 +31,6 @@ def draw(rng: random.Random, device: str) -> Call:
     return {**call, "mode": mode}
 
 
-def needed(call: Call) -> str:
-    """Return the letters of the gradients that the call computes."""
-    missing = ("" if call["bias"] else "b") + ("" if call["adapter_ranks"] else "aB")
-    missing += "" if call["token_weight"] else "t"
-    return "".join(letter for letter in call["grads"] if letter not in missing)
-
-
 def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
     given = {name: call[name] for name in ("chunk_rows", "strategy", "skip_ignored")}
     for name in ("logits_dtype", "accum_dtype"):
@@ -157,9 +150,14 @@ def check_again(step: Step, plan: flce.ChunkPlan, first: Results) -> None:
         raise Mismatch("workspace", f"{workspace} bytes, planned {planned}: {plan}")
 
 
+def memory_of(t: Tensor) -> Tensor:
+    """Return the bytes of a tensor's memory, also around the tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
 def check(call: Call, device: str, errors: Errors) -> None:
     p = arguments.head_of(call, device)
-    grads, upstream, mode = needed(call), arguments.upstream_of(call, p), call["mode"]
+    grads, upstream, mode = call["grads"], arguments.upstream_of(call, p), call["mode"]
     half = DTYPES.get(mode.partition(" ")[2])
     rounded = p if half is None else in_half(p, half)
     parts = 1
@@ -171,7 +169,11 @@ def check(call: Call, device: str, errors: Errors) -> None:
             parts = max(-(-p.target.numel() // rows), len(widths))
         leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in grads))
         step = Step(leaves, options, call["stats"], upstream, half)
+        memory = [memory_of(t) for t in (leaves.target, *arguments.named(leaves).values())]
+        before = [each.clone() for each in memory]
         results = run(step, mode)
+        if not all(map(torch.equal, memory, before)):
+            raise Mismatch("arguments", "were written to")
         if device == "cuda" and mode == "eager" and plan is not None:
             check_again(step, plan, results)
     loss, output, got = results

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 from tests.logits import LAYOUTS
 from tests.ops import test_cross_entropy

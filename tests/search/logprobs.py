@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
+from torch import Tensor
 
 import flce
 from flce.core.problem import OUTPUTS
@@ -13,7 +13,7 @@ from flce.testing.oracle import dense_logits, shifted_target, token_results
 from tests.helpers import least_budget
 from tests.search import arguments
 from tests.search.arguments import HEAD, LOSS, Rows, by_letter, compare_argmax, defaults
-from tests.search.bounds import Gradients, RowGradient
+from tests.search.bounds import CHAIN, Gradients, RowGradient, sum_error
 from tests.search.driver import Call, Errors, Kind, Mismatch
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "candidate_logprob")
@@ -103,10 +103,12 @@ def check(call: Call, device: str, errors: Errors) -> None:
     expected["mean_logit"], expected["log_sum_sq_prob"] = z.mean(-1), (2.0 * z.log_softmax(-1)).logsumexp(-1)
     prefix = f"logprobs {call['dtype']}"
     for name, bound in logits.results(y, ids).items():
-        if getattr(out, name) is not None:
-            rows.compare(errors, f"{prefix} {name}", getattr(out, name), expected[name], bound)
-    if out.argmax is not None:
-        compare_argmax(logits, rows.of(out.argmax), z.detach().argmax(-1))
+        got = getattr(out, name)
+        if got is not None:
+            rows.compare(errors, f"{prefix} {name}", got, expected[name], bound)
+            if got.dtype != how.rows or got.requires_grad != (name in DIFFERENTIABLE and bool(needed)):
+                raise Mismatch(name, f"{got.dtype}, requires_grad={got.requires_grad}")
+    compare_argmax(logits, y, rows.of_optional(out.argmax), rows.of_optional(out.correct))
     if call["top_k"]:
         order = logits.logp.sort(-1, descending=True)
         bound = logits.dlogprob(order.indices[:, : call["top_k"]]) + logits.dz.amax(-1, keepdim=True)
@@ -123,16 +125,25 @@ def check(call: Call, device: str, errors: Errors) -> None:
     named = by_letter(*wide[0], bias, adapters=wide[1:])  # type: ignore[arg-type]
     exact = dict(zip(found, torch.autograd.grad(total, [named[name] for name in found]), strict=True))
     exact = {name: rows.to_positions(grad) if name[0] in "xa" else grad for name, grad in exact.items()}
-    zero, direct = torch.zeros_like(logits.lse), torch.zeros_like(logits.z)
-    on_target, on_lse = upstreams.get("logprob", zero), upstreams.get("lse", zero)
-    direct.scatter_add_(1, y[:, None], on_target[:, None])
-    softmax, size = on_lse - on_target, on_lse.abs() + on_target.abs()
-    if "candidate_logprob" in upstreams:
-        on_candidates = upstreams["candidate_logprob"] * (ids >= 0)
-        direct.scatter_add_(1, ids.clamp(min=0), on_candidates)
-        softmax, size = softmax - on_candidates.sum(-1), size + on_candidates.abs().sum(-1)
-    entropy = -upstreams["entropy"][:, None] if "entropy" in upstreams else None
-    gradient = RowGradient(softmax[:, None], direct, entropy, size=size[:, None])
+    zero = torch.zeros_like(logits.lse)
+    on_candidates = upstreams.get("candidate_logprob", zero[:, None][:, :0])
+    ids = torch.cat((y[:, None], ids[:, : on_candidates.shape[1]]), 1)
+    on_classes = torch.cat((upstreams.get("logprob", zero)[:, None], on_candidates), 1) * (ids >= 0)
+    terms = torch.cat((upstreams.get("lse", zero)[:, None], -on_classes), 1)
+
+    def of_classes(values: Tensor) -> Tensor:
+        return torch.zeros_like(logits.z).scatter_add(1, ids.clamp(min=0), values)
+
+    softmax, direct, counts = terms.sum(1, keepdim=True), of_classes(on_classes), of_classes((ids >= 0).double())
+    gradient = RowGradient(
+        softmax,
+        direct,
+        entropy=-upstreams["entropy"][:, None] if "entropy" in upstreams else None,
+        dsoftmax=sum_error(terms.shape[1], terms.square().sum(1, keepdim=True), softmax, how)
+        + CHAIN * how.u * terms.abs().sum(1, keepdim=True),
+        ddirect=sum_error(counts, of_classes(on_classes.square()), direct, how),
+        is_candidate=counts > 0,
+    )
     rows.compare_gradients(errors, prefix, Gradients(logits, gradient, how), found, exact)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 KEPT = driver.regressions()
 # Random calls of `make test`. tests/huggingface/test_fuzz.py runs the programs of the kind `lazy`.
-COUNTS = {"operator": 70, "logits": 40, "softmax": 40, "logprobs": 20}
+COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_finds_what_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     def run_wrongly(step: linear_loss.Step, mode: str) -> linear_loss.Results:
         loss, output, grads = run(step, mode)
-        if str(step.p.input.dtype) == f"torch.{dtype}":
+        if step.half is None and str(step.p.input.dtype) == f"torch.{dtype}":
             factor = 1.0 + WRONG[what]
             grads = {letter: grad * (factor if letter == name else 1.0) for letter, grad in grads.items()}
             loss = loss * factor if name == "loss" else loss
