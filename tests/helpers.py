@@ -223,18 +223,6 @@ def least_budget_for(
     raise AssertionError("a budget of one byte was accepted")
 
 
-def options_for_several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
-    """Return options with which the vocabulary has two to ``most`` blocks."""
-    budget = least_budget_for(problem, "vocab", **kwargs)
-    while True:
-        options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
-        blocks = num_blocks(plan_for(problem, options, **kwargs))
-        if blocks <= most:
-            assert blocks > 1, "one block: this problem is too small for the test"
-            return options
-        budget += max(1, budget // 20)
-
-
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
     """Return a small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)

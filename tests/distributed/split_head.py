@@ -536,34 +536,22 @@ def captured() -> None:
     assert torch.equal(_grad(again.weight), _grad(local.weight))
 
 
-def one_raises() -> str:
-    """Raise an error in one process before the collective. Return the error: in other processes a timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def last_fails(killed: bool) -> tuple[str, float]:
+    """End or fail in the last process before the collective. Return the error of this process, and its seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
     p = problem((3, 4), 16, 41)
-    local = LocalShare(p, group)
-    try:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.group_arguments)
-        else:
-            local.loss()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
-def last_is_killed() -> tuple[str, float]:
-    """Kill the last process of a group before its collective. Return the error of this process, and its seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=10))
-    local = LocalShare(problem((3, 4), 16, 41), group)
+    local, target = LocalShare(p, group), p.target
     local.loss()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        local.loss()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            target = target.float()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "none", time.monotonic() - start
+    return "none", 0.0
 
 
 def gathered_weights() -> None:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.backends import eager
 from flce.testing.problem import CallResult, Problem, run_oracle
 from flce.testing.tolerances import TOLERANCE
 from tests.helpers import (
@@ -82,16 +81,6 @@ def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None
     grads = "x" * how.get("grad", True) + "t" * how.get("weigh", False)
     assert_outcome(outcome, expected, p, tolerance=allowed, grads=grads, stats=how.get("stats", ()))
     return outcome
-
-
-@pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
-def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slabs of a few rows, whose borders lie inside a group of adjacent rows or between two groups."""
-    monkeypatch.setattr(eager, "CPU_SLAB_BYTES", rows * 37 * 8)
-    p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
-    upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
-    for layout, inplace in (("contiguous", False), ("in the middle", True)):
-        check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
 @parametrize_pairs(inplace=[False, True], backend=BACKENDS)

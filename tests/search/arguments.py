@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce.backends import eager
 from flce.testing.oracle import shifted_target
 from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
@@ -24,7 +25,7 @@ from tests.search.driver import Call, Errors, Mismatch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
-MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500}
+MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500, "cpu slabs": 30_000}
 MAX_LOGITS |= {"cuda torch": 1 << 20, "cuda triton": 1 << 24}
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
@@ -39,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 LOSS: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DTYPES),
-    "backend": ("torch", "triton", "hopper"),
+    "backend": ("torch", "triton", "hopper", "slabs"),
     "vocab": (11,),
     "ignored": ("none", "none", "some", "most", "first", "last", "all"),
     "ignore_index": (-100,),
@@ -99,7 +100,7 @@ def draw_loss(rng: random.Random, device: str) -> Call:
     for name, (default, *others) in OPTIONS.items():
         call[name] = options.choice(others) if options.random() < rare else default
     call["stats"] = tuple(name for name in STATS if options.random() < 0.15)
-    call["backend"] = rng.choices(LOSS["backend"], [70, 20, 10] if device == "cpu" else [10, 90, 0])[0]
+    call["backend"] = rng.choices(LOSS["backend"], [70, 15, 5, 10] if device == "cpu" else [10, 90, 0, 0])[0]
     call["vocab"] = vocab = size(rng, most_logits(call, device) // 4)
     call["ignore_index"] = rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1, 2**32 + 3])
     call["target_dtype"] = "int64" if call["ignore_index"] > 2**31 else call["target_dtype"]
@@ -126,7 +127,7 @@ def draw_head(rng: random.Random, device: str) -> Call:
         "leading": leading,
         "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "grads": call["grads"] if rng.random() < 0.5 else "".join(letter for letter in "xwbaBt" if rng.random() < 0.5),
-        "hidden": rng.choice(hiddens[:7] if call["backend"] != "torch" and on_cpu else hiddens),
+        "hidden": rng.choice(hiddens[:7] if call["backend"] in ("triton", "hopper") and on_cpu else hiddens),
         "chunk_rows": size(rng, 64 if on_cpu else 4096) if how == "rows" and call["strategy"] != "vocab" else None,
         "beyond": {"least": 0, "roomy": rng.randrange(5000 if on_cpu else 1 << 26)}.get(how),
         "logits_dtype": call["dtype"] if half and rng.random() < 0.1 else None,
@@ -136,9 +137,12 @@ def draw_head(rng: random.Random, device: str) -> Call:
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Set the backend of all calls. hopper: Triton in the interpreter, with the plans and dtypes of a Hopper GPU."""
+    """Set the backend of all calls. hopper: interpreted Triton with the plans and dtypes of a Hopper GPU; slabs:
+    PyTorch, with few rows at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLCE_BACKEND", "triton" if name == "hopper" else name)
+        patch.setenv("FLCE_BACKEND", {"hopper": "triton", "slabs": "torch"}.get(name, name))
+        if name == "slabs":
+            patch.setattr(eager, "CPU_SLAB_BYTES", 1024)
         plans = plan_as_on_hopper(patch) if name == "hopper" else iter(())
         next(plans, None)
         try:
@@ -221,6 +225,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         gradients=result if on_gpu else rows,
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
+        upstream=max(1.0, abs(call["upstream"])),
         coherent=call["std"] == 0.0 or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,

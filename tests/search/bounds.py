@@ -35,6 +35,7 @@ class Arithmetic:
     sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
     parts: int = 1
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
+    upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
     coherent: bool = False  # terms of sums are equal, and so are their errors
 
     @property
@@ -45,7 +46,7 @@ class Arithmetic:
     def rounded(self, x: Tensor) -> Tensor:
         """Return the error of rounding a result: relative, or absolute below the normal numbers."""
         info = torch.finfo(self.result)
-        least = info.tiny * (info.eps if self.result == torch.float16 else 1.0)
+        least = info.tiny * (info.eps if self.result == torch.float16 else self.upstream)
         # The squares of smaller errors are 0 in float64.
         least = 1e-150 if self.result == torch.float64 else least
         return self.roundings * (max(unit(self.result), self.u) * x.abs() + least)
@@ -185,7 +186,7 @@ class Gradients:
         terms = size + row.direct.abs()
         # Errors of the classes, which are independent.
         error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
-        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny
+        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
