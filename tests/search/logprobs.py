@@ -96,9 +96,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
         transform["temperature"] = transform["temperature"].double()[valid][:, None]
     rows = Rows(p, how, call["ignore_index"], call["shift"], **transform)
     logits, y, ids = rows.logits, rows.target, rows.of(candidates, 1)
-    wide = [tuple(t.clone().requires_grad_() for t in pair) for pair in rows.terms]
+    (x, w), *pairs = [(x.clone().requires_grad_(), w.clone().requires_grad_()) for x, w in rows.terms]
     bias = None if rows.bias is None else rows.bias.clone().requires_grad_()
-    z = dense_logits(*wide[0], bias, adapters=wide[1:], **transform)  # type: ignore[arg-type]
+    z = dense_logits(x, w, bias, adapters=pairs, **transform)
     expected = token_results(z, y, ids, ignore_index=-(2**40))
     expected["mean_logit"], expected["log_sum_sq_prob"] = z.mean(-1), (2.0 * z.log_softmax(-1)).logsumexp(-1)
     prefix = f"logprobs {call['dtype']}"
@@ -122,7 +122,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
     # Gradients.
     upstreams = {name: rows.of(each.double(), name == "candidate_logprob") for name, each in upstream.items()}
     total = torch.stack([(expected[name] * each).sum() for name, each in upstreams.items()]).sum()
-    named = by_letter(*wide[0], bias, adapters=wide[1:])  # type: ignore[arg-type]
+    named = by_letter(x, w, bias, adapters=pairs)
     exact = dict(zip(found, torch.autograd.grad(total, [named[name] for name in found]), strict=True))
     exact = {name: rows.to_positions(grad) if name[0] in "xa" else grad for name, grad in exact.items()}
     zero = torch.zeros_like(logits.lse)
