@@ -230,8 +230,7 @@ KINDS: dict[str, Callable[..., str]] = {
 UNNAMED: dict[str, Callable[[], str]] = {
     "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
-    "device-plans-training": lambda: device_plans.plans(frozen=False),
-    "device-plans-lora": lambda: device_plans.plans(frozen=True),
+    "device-plans": device_plans.plans,
 }
 
 
