@@ -20,7 +20,7 @@ from flce.core.sizes import GIB
 Figure = Callable[[Entry, BenchResult], str]  # the text of a result, NONE without a figure
 LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
 IN_A_MODEL = {"liger": "all of Liger", **LIGERS_LOSS}
-OURS_IN_A_MODEL = {"ours-budget-256": "with 256 MiB", "ours-liger-layers": "with Liger's layers"}
+OURS_IN_A_MODEL = {"ours-budget-256": "in 256 MiB of workspace", "ours-liger-layers": "with Liger's layers"}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
     "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
