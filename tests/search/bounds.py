@@ -36,6 +36,7 @@ class Arithmetic:
     parts: int = 1
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
+    has_subnormal: bool = False  # gradients or exponentials in memory are float16
     coherent: bool = False  # terms of sums are equal, and so are their errors
 
     @property
@@ -96,6 +97,7 @@ class Logits:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
             error = error + (len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         cap = 1.0 if softcap is None else softcap
+        self.scale = max(torch.as_tensor(abs(logit_scale) / temperature).flatten().tolist(), default=0.0)
         scaled = logit_scale * a / cap
         tanh = scaled if softcap is None else scaled.tanh()
         self.z = cap * tanh / temperature
@@ -195,8 +197,9 @@ class Gradients:
         if how.gradients != how.rows:
             others = self.smooth.abs().masked_fill(row.direct != 0, 0.0)  # exponentials, without the targets' classes
             error = error + KAPPA * unit(how.gradients) * torch.maximum(self.value.abs(), others)
-            if how.gradients == torch.float16 and len(terms):  # small exponentials and gradients are subnormal
-                error = error + 2.0**-25 * (terms * jacobian.abs()).amax()
+        if how.has_subnormal and len(terms):
+            factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
+            error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
         self.independent = error
         # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
         common = size if row.entropy is not None else smooth
