@@ -48,7 +48,7 @@ def random_call(rng: random.Random) -> Callable[[], Any]:
     tokens, vocab = rng.randint(1, 3000), rng.choice([1000, 32000, 50257])
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     budget: Any = rng.choice([None, "64MiB"])
-    how = {"dtype": dtype, "device": "cuda", "generator": torch.Generator("cuda").manual_seed(rng.randrange(1000))}
+    how: Any = {"dtype": dtype, "device": "cuda", "generator": torch.Generator("cuda").manual_seed(rng.randrange(1000))}
     problem = make_problem((tokens,), 256, vocab, **how, **rng.choice(kinds))
     options = flce.ChunkOptions(max_workspace_bytes=budget)
     return lambda: run_fused(problem, options=options, stats=rng.choice([(), ("lse", "entropy")]))
