@@ -34,8 +34,8 @@ CASES_OF_FOUR = [
 
 
 def skip_old_transformers(style: str, *trained: str) -> None:
-    """Skip what Transformers itself cannot do: 5.17 does not load a model on a mesh of two dimensions, and does not tell
-    PEFT how layers are divided."""
+    """Skip what Transformers itself cannot do: 5.17 does not load a model on a mesh of two dimensions, and does not
+    tell PEFT how layers are divided."""
     if style.startswith("transformers"):
         pytest.importorskip("transformers", minversion="5.20" if " x " in style or "backbone" in trained else "5.17")
 
