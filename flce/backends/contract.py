@@ -35,6 +35,10 @@ EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
 LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
+# `Backend.divergence_statistics` has other slots after the first four. Its weighted sums are sums of exponentials times
+# logits or differences of logits, relative to the row's first logits: a common offset of all logits costs no digits.
+TEACHER_MAX, TEACHER_SUM, CROSS_SUM, STUDENT_REFERENCE, TEACHER_REFERENCE = range(ENTROPY_SUM + 1, STATE_SLOTS)
+
 # Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest, and
 # log(sum(exp(z - m))).
 NORMALIZER_SLOTS = 2
@@ -46,6 +50,14 @@ ROW_GRADIENT_SLOTS = 4
 SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
+# The gradient of a divergence has all of these slots and one more: the upstream gradient of the divergence.
+DIVERGENCE_GRADIENT_SLOTS = ROW_GRADIENT_SLOTS + 1
+DIVERGENCE_FACTOR = ROW_GRADIENT_SLOTS
+
+# Slots of `TeacherCall.rows`: the normalizer of the teacher's logits, the divergence, and for "jsd" the mean of the
+# weights w of `Backend.divergence_gradient` under the student.
+TEACHER_SLOTS = NORMALIZER_SLOTS + 2
+DIVERGENCE, MEAN_WEIGHT = range(NORMALIZER_SLOTS, TEACHER_SLOTS)
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -260,6 +272,23 @@ class TileCall(NamedTuple):
         )
 
 
+class TeacherCall(NamedTuple):
+    """The teacher of a call of a divergence, for the rows and the classes of a tile."""
+
+    spec: LossSpec  # softcap, scale and temperature of the teacher's logits
+    bias: Tensor | None  # (V,)
+    rows: Tensor  # (TEACHER_SLOTS, rows)
+    kind: str  # one of `problem.DIVERGENCES`
+    beta: float
+
+    def select_rows(self, part: slice) -> TeacherCall:
+        return self._replace(rows=self.rows[:, part])
+
+    def tile_call(self, call: TileCall) -> TileCall:
+        """Return the call of the teacher's logits for the tile of `call`."""
+        return call._replace(spec=self.spec, inputs=call.inputs._replace(bias=self.bias))
+
+
 @dataclass(frozen=True)
 class TargetTerms:
     """The targets' terms of a weight gradient: ``factor[i] * x[index[i]]`` is added to its row ``target[i]`` for all i,
@@ -293,6 +322,28 @@ class Backend(Protocol):
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
+
+    def divergence_statistics(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, state: Tensor | None
+    ) -> None:
+        """Run `statistics` of the student's logits, without other results than log-probability and entropy, and of the
+        teacher's logits of the same tile. Both may be overwritten. At the last tile write the normalizer of the teacher
+        and, except for "jsd", the divergence to ``teacher.rows``."""
+
+    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
+        """Add the terms of a tile's classes to the divergence and to MEAN_WEIGHT of ``teacher.rows``, for "jsd". The
+        normalizers of all classes are in ``call.normalizer`` and ``teacher.rows``. Logits may be overwritten."""
+
+    def divergence_gradient(
+        self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
+    ) -> None:
+        """Run `gradient`, with the gradient of the divergence. ``call.row_gradient`` has DIVERGENCE_GRADIENT_SLOTS.
+
+        With p and q the probabilities of the student and the teacher, s and t their logarithms, m the mixture
+        ``(1 - beta) p + beta q``, and f the slot DIVERGENCE_FACTOR, ``f * p * w`` is added to the gradient in z, where
+        w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and ``(1 - beta) (s - log m)`` for "jsd". The mean
+        of w under the student is subtracted by the slot SOFTMAX.
+        """
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.

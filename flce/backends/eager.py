@@ -16,23 +16,32 @@ from flce.backends import formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
+    CROSS_SUM,
+    DIVERGENCE,
+    DIVERGENCE_FACTOR,
     ENTROPY,
     ENTROPY_SUM,
     LEAST_LOGPROB,
     LOG_SUM,
     LOGIT_SUM,
     MAX,
+    MEAN_WEIGHT,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
+    STUDENT_REFERENCE,
     SUM,
     TARGET,
     TARGET_LOGIT,
+    TEACHER_MAX,
+    TEACHER_REFERENCE,
+    TEACHER_SUM,
+    TeacherCall,
     TileCall,
 )
-from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
+from flce.backends.formulas import Targets, is_class, row_gradient, where, write_results, write_state_results
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import slice_rows
 
@@ -108,6 +117,56 @@ class TorchBackend:
             _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab is allocated
 
+    def divergence_statistics(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, state: Tensor | None
+    ) -> None:
+        for piece, part in _slabs(logits):
+            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
+            z, t, _ = _transform_both(logits[piece], teacher_logits[piece], slab, slab_teacher)
+            targets = Targets.from_call(slab)
+            before = None if state is None or call.tile.is_first else state[:, part]
+            merged = _merge_divergence(z, t, slab, slab_teacher, targets, before)
+            if call.tile.is_last:
+                write_results(formulas.divergence_results(merged, slab_teacher), slab, targets)
+            elif state is not None:
+                for slot, value in merged.items():
+                    state[slot, part] = value
+            del z, t  # before the next slab is allocated
+
+    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
+        for piece, part in _slabs(logits):
+            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
+            s, t, _ = _both_logprobs(logits[piece], teacher_logits[piece], slab, slab_teacher)
+            student_term, teacher_term = formulas.mixture_logprobs(s, t, teacher.beta)
+            p, q = s.exp_(), t.exp_()
+            student_sum = _weighted_sum(p, student_term) * (1.0 - teacher.beta)
+            total = student_sum + teacher.beta * _weighted_sum(q, teacher_term)
+            valid = slab.inputs.target != call.spec.ignore_index
+            slab_teacher.rows[DIVERGENCE] += torch.where(valid, total, 0.0)
+            slab_teacher.rows[MEAN_WEIGHT] += torch.where(valid, student_sum, 0.0)
+            del s, t, p, q, student_term, teacher_term  # before the next slab is allocated
+
+    def divergence_gradient(
+        self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
+    ) -> None:
+        for piece, part in _slabs(logits):
+            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
+            assert slab.row_gradient is not None
+            s, t, jacobian = _both_logprobs(logits[piece], teacher_logits[piece], slab, slab_teacher)
+            factor = slab.row_gradient[DIVERGENCE_FACTOR][:, None]
+            if teacher.kind == "forward_kl":
+                added = t.exp_().mul_(-factor)
+            else:
+                weight = s - t
+                if teacher.kind == "jsd":
+                    weight = formulas.mixture_logprobs(s, t, teacher.beta)[0].mul_(1.0 - teacher.beta)
+                p = s.exp()
+                added = weight.mul_(p).mul_(factor).masked_fill_(p == 0.0, 0.0)
+                del p, weight
+            term = _softmax_term_with_entropy(s, slab).add_(added)
+            _gradient(term, jacobian, term, slab, Targets.from_call(slab), grad[piece])
+            del s, t, term, added, jacobian  # before the next slab is allocated
+
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
@@ -180,6 +239,71 @@ class TorchBackend:
             part = slice(start, start + SCALE_SLAB)
             # The product is computed in float32: `x * factor` would first round the factor to the dtype of x.
             target[part] = source[part].to(factor.dtype) * factor
+
+
+def divergence_bytes(tile: Tensor, device_type: str) -> int:
+    """Return an upper bound of the temporary memory of an operation on a tile of student and teacher, (rows, cols)."""
+    itemsize, (rows, cols) = accumulation_dtype(tile.dtype).itemsize, tile.shape
+    return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
+
+
+def _transform_both(
+    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, want_jacobian: bool = False
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return z of student and teacher, in the dtype of the student, and dz/dlogits of the student."""
+    z, jacobian = _transform(logits, call, want_jacobian)
+    return z, _transform(teacher_logits, teacher.tile_call(call), False)[0].to(z.dtype), jacobian
+
+
+def _both_logprobs(
+    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return the log-probabilities of student and teacher, from the normalizers of all classes, and dz/dlogits."""
+    z, t, jacobian = _transform_both(logits, teacher_logits, call, teacher, want_jacobian=True)
+    assert call.normalizer is not None
+    for x, normalizer in ((z, call.normalizer), (t, teacher.rows)):
+        x.sub_(normalizer[OFFSET][:, None]).sub_(normalizer[LOG_SUM][:, None])
+    return z, t, jacobian
+
+
+def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Return the sum of ``weights * x`` over classes; 0 for classes of weight 0, where x may be infinite."""
+    return torch.where(weights > 0.0, weights * x, 0.0).sum(1)
+
+
+def _merge_divergence(
+    z: Tensor, t: Tensor, call: TileCall, teacher: TeacherCall, targets: Targets, before: Tensor | None
+) -> dict[int, Tensor]:
+    """Merge the statistics of a tile of student and teacher with the statistics of earlier tiles, as `_merge` does."""
+    merged: dict[int, Tensor] = {}
+    target_logit = z.gather(1, targets.column)[:, 0]
+    merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+    exps, decays = [], []
+    for x, largest, total, reference in (
+        (z, MAX, SUM, STUDENT_REFERENCE),
+        (t, TEACHER_MAX, TEACHER_SUM, TEACHER_REFERENCE),
+    ):
+        merged[reference] = x[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[reference]
+        tile_max = x.amax(1)
+        merged[largest] = tile_max if before is None else torch.maximum(tile_max, before[largest])
+        safe_max = torch.where(merged[largest] == -torch.inf, 0.0, merged[largest])
+        exps.append((x - safe_max[:, None]).exp_())
+        decays.append(0.0 if before is None else (before[largest] - safe_max).exp())
+        merged[total] = exps[-1].sum(1) + (0.0 if before is None else decays[-1] * before[total])
+        x.sub_(merged[reference][:, None])
+
+    def add(slot: int, model: int, x: Tensor) -> None:
+        merged[slot] = _weighted_sum(exps[model], x)
+        if before is not None:
+            merged[slot] += torch.where(decays[model] > 0.0, decays[model] * before[slot], 0.0)
+
+    if "entropy" in call.spec.stats:
+        add(ENTROPY_SUM, 0, z)
+    if teacher.kind == "forward_kl":
+        add(CROSS_SUM, 1, t - z)
+    elif teacher.kind == "reverse_kl":
+        add(CROSS_SUM, 0, z - t)
+    return merged
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,19 +16,28 @@ from torch import Tensor
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
+    CROSS_SUM,
+    DIVERGENCE,
     ENTROPY_SUM,
+    LOG_SUM,
     LOGIT_SUM,
     LOSS_GRADIENT_SLOTS,
     MAX,
+    OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
+    STUDENT_REFERENCE,
     SUM,
     TARGET,
     TARGET_LOGIT,
+    TEACHER_MAX,
+    TEACHER_REFERENCE,
+    TEACHER_SUM,
     RowOutputs,
     RowProblem,
+    TeacherCall,
     TileCall,
     log_sum_exp,
 )
@@ -234,6 +243,59 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
         ).logsumexp(0)
     logprob = torch.where(nothing, torch.nan, logprob)
     return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
+
+
+def divergence_results(state: Mapping[int, Tensor], teacher: TeacherCall) -> RowStatistics:
+    """Compute the student's results from a finished state of `Backend.divergence_statistics`. Write ``teacher.rows``."""
+    log_sum, teacher_log_sum = state[SUM].log(), state[TEACHER_SUM].log()
+    lse = (state[MAX] - state[STUDENT_REFERENCE]) + log_sum
+    teacher_lse = (state[TEACHER_MAX] - state[TEACHER_REFERENCE]) + teacher_log_sum
+    rows = teacher.rows
+    rows[OFFSET], rows[LOG_SUM] = state[TEACHER_MAX], teacher_log_sum
+    if teacher.kind == "forward_kl":
+        rows[DIVERGENCE] = (state[CROSS_SUM] / state[TEACHER_SUM] - teacher_lse) + lse
+    elif teacher.kind == "reverse_kl":
+        rows[DIVERGENCE] = (state[CROSS_SUM] / state[SUM] - lse) + teacher_lse
+    return RowStatistics(
+        offset=state[MAX],
+        log_sum=log_sum,
+        logprob=(state[TARGET_LOGIT] - state[MAX]) - log_sum,
+        smooth=None,
+        entropy=lse - state[ENTROPY_SUM] / state[SUM] if ENTROPY_SUM in state else None,
+        argmax=None,
+        mean_logit=None,
+        log_sum_sq_prob=None,
+    )
+
+
+def merge_divergences(shards: Tensor, student: Tensor, kind: str) -> Tensor:
+    """Merge the teacher's normalizer and the divergence of shards into those of all classes, (3, rows).
+
+    With P_r and Q_r the probabilities of the classes of shard r under the student and the teacher, and KL_r the
+    divergence of the distributions within the shard, the divergence is the sum of ``Q_r (KL_r + log Q_r - log P_r)``,
+    or of ``P_r (KL_r + log P_r - log Q_r)`` for "reverse_kl". For "jsd" it is not computed here.
+
+    Args:
+        shards: (shards, 5, rows) the normalizer of the student, the normalizer of the teacher, the divergence.
+        student: (slots, rows) the normalizer of the student over all classes.
+    """
+    student_offset, student_sum, teacher_offset, teacher_sum, divergence = shards.unbind(1)
+    offset = teacher_offset.amax(0)
+    relative = (teacher_offset - torch.where(offset.isinf(), 0.0, offset)) + teacher_sum
+    log_sum = relative.logsumexp(0)
+    log_q, log_p = relative - log_sum, (student_offset - student[OFFSET]) + student_sum - student[LOG_SUM]
+    a, b = (log_p, log_q) if kind == "reverse_kl" else (log_q, log_p)
+    merged = torch.where(a == -torch.inf, 0.0, a.exp() * (divergence + (a - b))).sum(0)
+    return torch.stack((offset, log_sum, merged))
+
+
+def mixture_logprobs(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return s - log m and t - log m from the log-probabilities s and t of student and teacher, with the mixture m =
+    (1 - beta) p + beta q. Small differences of s and t lose no digits."""
+    difference = student - teacher
+    share = (difference < 0.0).to(difference.dtype) * (1.0 - 2.0 * beta) + beta  # of the less probable of the two
+    shared = -torch.log1p(share * torch.expm1(-difference.abs()))
+    return shared + difference.clamp(max=0.0), shared - difference.clamp(min=0.0)
 
 
 def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ STATS: tuple[str, ...] = get_args(Stat)
 # Results of `flce.linear_logprobs`.
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
+# Divergences of `flce.linear_divergence`, and its results.
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+DIVERGENCES: tuple[str, ...] = get_args(Divergence)
+DivergenceResult = Literal["divergence", "logprob", "entropy"]
+DIVERGENCE_RESULTS: tuple[str, ...] = get_args(DivergenceResult)
 # Largest number of candidates, and largest `top_k`.
 MAX_ENTRIES = 256
 
@@ -117,7 +122,8 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class LogprobSpec(LossSpec):
-    """Scalar arguments of `flce.linear_logprobs`: the results of each token, instead of a loss.
+    """Scalar arguments of `flce.linear_logprobs` and `flce.linear_divergence`: the results of each token, instead of a
+    loss.
 
     Gradients are computed for an upstream gradient of each token, as for a loss that is not reduced.
     """
@@ -129,6 +135,12 @@ class LogprobSpec(LossSpec):
     """Number of most probable classes to return for each token."""
     row_temperature: bool = False
     """True if each token has a separate temperature."""
+    divergence: str | None = None
+    """Divergence from a teacher, one of DIVERGENCES; None: without a teacher."""
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of "jsd", between 0 and 1."""
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
 
     allowed_stats: ClassVar[tuple[str, ...]] = OUTPUTS
     stats_argument: ClassVar[str] = "outputs"
@@ -141,6 +153,11 @@ class LogprobSpec(LossSpec):
         object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
         if not 0 <= self.top_k <= MAX_ENTRIES:
             raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
+
+    @property
+    def teacher_spec(self) -> LossSpec:
+        """Softcap, scale and temperature of the teacher's logits."""
+        return loss_spec("none", -100, 0.0, self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
 
 class SpecArguments(TypedDict, total=False):
@@ -227,6 +244,10 @@ class LinearCrossEntropyProblem:
     token_weight_grad: bool = False
     inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
     shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
+    # The teacher of a divergence, of the same tokens and classes. It gets no gradients.
+    teacher: Tensor | None = None  # (N, H_t)
+    teacher_weight: Tensor | None = None  # (V, H_t)
+    teacher_bias: Tensor | None = None  # (V,)
 
     # Derived fields.
     num_tokens: int = field(init=False)
@@ -307,6 +328,19 @@ class LinearLogprobsOutput:
     """(..., top_k) log-probabilities of the most probable classes, in descending order."""
     top_k_ids: Tensor | None = None
     """(..., top_k) int64 indices of the most probable classes."""
+
+
+@dataclass(frozen=True)
+class LinearDivergenceOutput:
+    """Results of `flce.linear_divergence`, float32 (float64 for float64 students). Fields that were not requested are
+    None. At ignored positions results are 0. Gradients flow through all fields to the student."""
+
+    divergence: Tensor | None = None
+    """(...) divergence of the student from the teacher, in nats. It may be below 0 by a rounding error."""
+    logprob: Tensor | None = None
+    """(...) log-probability of the target under the student."""
+    entropy: Tensor | None = None
+    """(...) entropy of the student's predicted distribution, in nats."""
 
 
 class LinearCrossEntropyOutput(NamedTuple):

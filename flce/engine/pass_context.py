@@ -19,6 +19,7 @@ from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
 from flce.engine.shards import LocalProblem
+from flce.engine.teacher import Teacher
 from flce.engine.top_k import TopK
 
 
@@ -49,6 +50,7 @@ class PassContext:
         row_gradient: (slots, rows) factors, see `TileCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
+        teacher: the teacher of a divergence.
     """
 
     local: LocalProblem
@@ -60,6 +62,7 @@ class PassContext:
     row_gradient: Tensor | None = None
     candidate_grads: CandidateGrads | None = None
     top_k: TopK | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.problem: LinearCrossEntropyProblem = self.local.problem
@@ -70,6 +73,7 @@ class PassContext:
         self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
+        self._input_terms = self.terms if self.teacher is None else (*self.terms, self.teacher.term)
         self.vocab_size: int = self.problem.vocab_size
         self.all_classes = slice(0, self.vocab_size)
         needs = self.problem.needs
@@ -178,14 +182,14 @@ class PassContext:
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
-        """Return some rows of the input of each term, (rows, H). If they are gathered, the rows of the previous call
-        are freed."""
+        """Return some rows of the input of each term, (rows, H), and of the teacher, the last. If they are gathered,
+        the rows of the previous call are freed."""
         if self._gathered is None or self._gathered[0] != tokens:
             self._gathered = None
-            xs = [slice_rows(term.input, tokens) for term in self.terms]
+            xs = [slice_rows(term.input, tokens) for term in self._input_terms]
             if self.selection.index is not None:
                 xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
-                for term, out in zip(self.terms, xs, strict=True):
+                for term, out in zip(self._input_terms, xs, strict=True):
                     self.take_rows(term.input, out, tokens)
             self._gathered = tokens, xs
         return self._gathered[1]
@@ -236,7 +240,7 @@ class PassContext:
 
     def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor) -> None:
         """Write the sum of all terms for a tile to `out`, (rows, cols). `xs`: the tile's rows of the inputs."""
-        for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
+        for k, (term, x) in enumerate(zip(self.terms, xs)):  # noqa: B905  # the teacher's rows may follow
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
@@ -290,7 +294,32 @@ class PassContext:
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            self.backend.statistics(block_logits, call._replace(tile=self.tile_classes(block)), state)
+            block_call = call._replace(tile=self.tile_classes(block))
+            if self.teacher is None:
+                self.backend.statistics(block_logits, block_call, state)
+            else:
+                self._compare_with_teacher(xs[-1], block_logits, block_call, tokens, state)
+
+    def _compare_with_teacher(
+        self, teacher_x: Tensor, logits: Tensor, call: TileCall, tokens: slice, state: Tensor | None
+    ) -> None:
+        """Compute statistics of the student and the teacher for a tile; or, if both are normalized, the sums of the
+        divergence over the tile's classes."""
+        assert self.teacher is not None
+        teacher_logits, teacher = self._teacher_logits(teacher_x, call.tile.columns), self.teacher.call(tokens)
+        if self.teacher.is_normalized:
+            call = call._replace(out=None, normalizer=slice_columns(self.normalizer, tokens))
+            self.backend.divergence_sums(logits, teacher_logits, call, teacher)
+        else:
+            self.backend.divergence_statistics(logits, teacher_logits, call, teacher, state)
+
+    def _teacher_logits(self, x: Tensor, classes: slice) -> Tensor:
+        """Allocate and compute the teacher's logits of a tile, (rows, cols)."""
+        assert self.teacher is not None
+        weight = slice_rows(self.teacher.term.weight, classes)
+        logits = self.new_tile(len(x), len(weight), accumulation_dtype(x.dtype))
+        self.matmul(x, weight.t(), out=logits)
+        return logits
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
@@ -300,7 +329,14 @@ class PassContext:
             )
         else:
             for block_tokens, block_classes, logits, grad in self.compute_logit_blocks(xs, tokens, classes, dlogits):
-                self.backend.gradient(logits, grad, self._gradient_call(tokens, block_tokens, block_classes))
+                call = self._gradient_call(tokens, block_tokens, block_classes)
+                if self.teacher is None:
+                    self.backend.gradient(logits, grad, call)
+                else:
+                    teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
+                    teacher_logits = self._teacher_logits(teacher_x, block_classes)
+                    self.backend.divergence_gradient(logits, teacher_logits, grad, call, self.teacher.call(block_tokens))
+                    del teacher_logits  # before the next block's are allocated
         if self.candidate_grads is not None:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
+    DIVERGENCE,
     EXPONENTIAL_STATS,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
+    NORMALIZER_SLOTS,
     OFFSET,
     RowOutputs,
     TileCall,
@@ -37,6 +39,7 @@ from flce.backends.formulas import (
     RowStatistics,
     Targets,
     log_sum_exps,
+    merge_divergences,
     merge_shards,
     row_gradient,
     where,
@@ -56,7 +59,10 @@ OFFSET_OF_EMPTY_SHARD = 1e30
 # Statistics of a shard that are gathered, by the names of `RowStatistics`.
 GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 # Fields of a LossSpec that change logits. The spec of a shard has the same values.
-LOGIT_FIELDS = ("softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature")
+LOGIT_FIELDS = (
+    "softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature", "divergence", "beta",
+    "teacher_softcap", "teacher_logit_scale",
+)  # fmt: skip
 # Fields that are used when results are merged, see `formulas.write_results` and `formulas.row_gradient`.
 RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats")
 
@@ -153,9 +159,13 @@ class LocalProblem:
         """Return the local indices of classes; -1 for classes of other processes."""
         return ids
 
-    def sum_over_processes(self, x: Tensor) -> Tensor:
-        """Sum `x` over all processes in place and return it. One collective."""
+    def sum_over_processes(self, x: Tensor, what: str = "logits of candidates") -> Tensor:
+        """Sum `x`, which is `what`, over all processes in place and return it. One collective."""
         return x
+
+    def merge_teacher(self, rows: Tensor, kind: str) -> None:
+        """Replace the teacher's normalizer and the divergence of the classes of this process, in `TeacherCall.rows`, by
+        those of all classes. One collective."""
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         """Return the largest logits of all classes from the largest of each process. Two collectives."""
@@ -256,9 +266,18 @@ class ShardProblem(LocalProblem):
         is_local = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
         return torch.where(is_local, ids - start, -1)
 
-    def sum_over_processes(self, x: Tensor) -> Tensor:
+    def sum_over_processes(self, x: Tensor, what: str = "") -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
+
+    def merge_teacher(self, rows: Tensor, kind: str) -> None:
+        assert self.local_out is not None
+        local = torch.cat((self.local_out.normalizer, rows[: DIVERGENCE + 1]))
+        if self.shard.is_empty:
+            local[OFFSET] = local[NORMALIZER_SLOTS + OFFSET] = -torch.inf
+        rows[: DIVERGENCE + 1] = merge_divergences(all_gather(local, self.group), self.normalizer, kind)
+        if self.shard.is_empty:  # The probability of the stand-in class is 0.
+            rows[OFFSET] = OFFSET_OF_EMPTY_SHARD
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]

@@ -10,6 +10,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from flce.backends.contract import DIVERGENCE, NORMALIZER_SLOTS
 from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import HeadSharding
@@ -134,9 +135,14 @@ class CountingShard(LocalProblem):
         if term not in self._started:
             self.start_dx_sum(term, dx)
 
-    def sum_over_processes(self, x: Tensor) -> Tensor:
-        self.tally.add("all-reduce", "logits of candidates", x.nbytes)
+    def sum_over_processes(self, x: Tensor, what: str = "logits of candidates") -> Tensor:
+        self.tally.add("all-reduce", what, x.nbytes)
         return x
+
+    def merge_teacher(self, rows: Tensor, kind: str) -> None:
+        gathered = (NORMALIZER_SLOTS + DIVERGENCE + 1) * self.sharding.num_processes * rows[0].nbytes
+        self.tally.add("all-gather", "teacher statistics", gathered)
+        cast(CountingArena, self.arena).count_temporary(4 * gathered)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         for x in (top_k.logits, top_k.ids):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -81,6 +81,10 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
+    if c.teacher is not None:
+        size, dtype = c.teacher
+        operands = new_operand(n, size, dtype=dtype), new_operand(c.vocab_size, size, dtype=dtype)
+        problem = replace(problem, teacher=operands[0], teacher_weight=operands[1])
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
@@ -122,8 +126,10 @@ def _dry_run_token_passes(
 
     candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
-    saved = per_token.SavedRows(normalizer, vector(), candidate_values)
-    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values)
+    teacher_rows = arena.new((contract.TEACHER_SLOTS, n), accum) if problem.teacher is not None else None
+    saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
+    divergence = None if teacher_rows is None else vector()
+    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)
     return per_token.backward(problem, plan, candidates, saved, upstream, runtime)
 
 
@@ -195,6 +201,20 @@ class CountingBackend:
 
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
+
+    def _compare(self, *tiles: Tensor) -> None:
+        self.add_pass(*tiles)
+        if self.case.backend == "torch":
+            self.add_scratch(eager.divergence_bytes(tiles[0], self.case.device_type))
+
+    def divergence_statistics(self, logits: Tensor, teacher_logits: Tensor, *args: Any) -> None:
+        self._compare(logits, teacher_logits)
+
+    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, *args: Any) -> None:
+        self._compare(logits, teacher_logits)
+
+    def divergence_gradient(self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, *args: Any) -> None:
+        self._compare(logits, teacher_logits, grad)
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
