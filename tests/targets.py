@@ -32,14 +32,17 @@ from triton.runtime.driver import driver
 from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
+    DIVERGENCE_GRADIENT_SLOTS,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
     LOSS_GRADIENT_SLOTS,
     NORMALIZER_SLOTS,
     ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
+    TEACHER_SLOTS,
     RowInputs,
     RowOutputs,
+    TeacherCall,
     TileCall,
     TileClasses,
 )
@@ -47,7 +50,7 @@ from flce.backends.triton import softmax_launch
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
 from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
-from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.core.problem import DIVERGENCES, LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
 from flce.engine.passes import Plan, Runtime
@@ -260,6 +263,28 @@ def operator_calls(case: Case) -> Calls:
             yield partial(dry_run.dry_run_passes, Plan(case, schedule.strategy, schedule), runtime)
 
 
+def divergence_calls(dtype: torch.dtype) -> Calls:
+    """Yield the operations on tiles of a student and a teacher, of the first, the middle and the last classes."""
+    backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
+    tile, state, grad = _padded(cols, accum), _new(STATE_SLOTS, ROWS, dtype=accum), _padded(cols, dtype)
+    normalizer, rows = _new(NORMALIZER_SLOTS, ROWS, dtype=accum), _new(TEACHER_SLOTS, ROWS, dtype=accum)
+    row_gradient = _new(DIVERGENCE_GRADIENT_SLOTS, ROWS, dtype=accum)
+    for kind, softcap in itertools.product(DIVERGENCES, (None, 5.0)):
+        bias = None if softcap is None else _new(3 * cols, dtype=accum)
+        stats = () if softcap is None else ("logprob", "entropy")
+        spec = LogprobSpec(softcap=softcap, stats=stats, divergence=kind, teacher_softcap=softcap)
+        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
+        out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+        teacher = TeacherCall(spec.teacher_spec, bias, rows, kind, 0.5)
+        for start in (0, cols, 2 * cols):
+            call = TileCall(inputs, spec, TileClasses(start, cols, 3 * cols, padded_cols(cols)), out)
+            yield partial(backend.divergence_statistics, tile, tile, call, teacher, state)
+        call = call._replace(out=None, normalizer=normalizer, row_gradient=row_gradient)
+        yield partial(backend.divergence_gradient, tile, tile, grad, call, teacher)
+        if kind == "jsd":
+            yield partial(backend.divergence_sums, tile, tile, call, teacher)
+
+
 def slice_calls() -> Calls:
     """Yield calls for the rows of a head that is divided over processes."""
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
@@ -288,6 +313,7 @@ def all_calls(target: DeviceRecord) -> Calls:
                 yield from row_calls(dtype, cols, feature)
         yield from softmax_calls(dtype, cols)
     for dtype in DTYPES:
+        yield from divergence_calls(dtype)
         for case in cases(dtype, target):
             yield from operator_calls(case)
     if target.own_products:

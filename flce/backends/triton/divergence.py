@@ -203,15 +203,15 @@ def divergence_statistics_kernel(
         reference = tl.load(state_ptr + _STUDENT_REFERENCE * state_stride)
         teacher_reference = tl.load(state_ptr + _TEACHER_REFERENCE * state_stride)
     else:
-        z, t, _jacobian = _logprobs(
+        first_z, first_t, _first_jacobian = _logprobs(
             logits_ptr, teacher_logits_ptr, bias_ptr, teacher_bias_ptr, 0, True, True,
             scale, cap, teacher_scale, teacher_cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
             HAS_TEACHER_SCALE, HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
         )  # fmt: skip
-        reference, teacher_reference = _reference(z), _reference(t)
+        reference, teacher_reference = _reference(first_z), _reference(first_t)
     if WANT_LOGPROB:
         target_column = tl.where(target_in_tile, target - column_start, 0)
-        target_z, _jacobian = transform(
+        target_z, _target_jacobian = transform(
             tl.load(logits_ptr + target_column), bias_ptr, target_column, target_in_tile,
             scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
