@@ -159,9 +159,8 @@ def test_half_precision(
     for gpu in (False, True):
         if gpu:
             monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-        for skip in (False, True):
-            options = flce.ChunkOptions(skip_ignored=skip, max_workspace_bytes=60001 if gpu else None)
-            check(call_of(37, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
+        options = flce.ChunkOptions(skip_ignored=gpu, max_workspace_bytes=40001 if gpu else None)
+        check(call_of(17, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
 
 
 @pytest.mark.parametrize("outputs", [("divergence",), ("entropy", "divergence"), ("logprob",)], ids=str)
@@ -170,8 +169,7 @@ def test_outputs(kind: str, outputs: tuple[str, ...], backend: str, device: torc
     check(call_of(7, device=device), kind, outputs)
 
 
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-@pytest.mark.parametrize("budget", [26 << 10, 48 << 10, 1 << 20])
+@pytest.mark.parametrize("budget, strategy", [(26 << 10, "tokens"), (48 << 10, "vocab"), (1 << 20, "vocab")])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_budgets(
     kind: str, budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device
@@ -347,7 +345,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         ValueError, "linear_divergence never rounds logits",
         wrong(options=flce.ChunkOptions(logits_dtype=torch.bfloat16)),
     ),
-    "dtype": (TypeError, "student_weight must have the dtype", wrong(student_weight=torch.randn(30, 8).double())),
+    "dtype": (TypeError, "student and student_weight must have one dtype", wrong(student_weight=torch.randn(30, 8).double())),
     "top k": (
         ValueError, "teacher_topk must be class indices and log-probabilities of the same shape",
         wrong(teacher=None, teacher_weight=None, teacher_topk=(torch.zeros(4, 2).long(), torch.zeros(4, 3))),
