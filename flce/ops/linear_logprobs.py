@@ -153,18 +153,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
     ctx.mark_non_differentiable(*results[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
+    ctx.name = "linear_logprobs" if arguments.teacher is None else "linear_divergence"
     ctx.needs, ctx.settings = arguments.to_call(LogprobSpec).problem.needs.flat, arguments.settings
     saved = results.normalizer, results.entropy, results.candidate_logprob, results.teacher_rows
     ctx.save_for_backward(*saved, *arguments.tensors())
 
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-    refuse_double_backward("linear_logprobs", "torch.nn.functional.linear and log_softmax")
+    refuse_double_backward(ctx.name, "torch.nn.functional.linear and log_softmax")
     given = upstream[:_NUM_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
         return OperatorArguments.place_gradients(ctx.needs)
     flops.update_active_counters()
-    saved, tensors = ctx.saved_tensors[:_NUM_SAVED], ctx.saved_tensors[_NUM_SAVED:]
+    tensors = ctx.saved_tensors  # read once, as checkpoints require
+    saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
     arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
 
     def gradients(*upstream: Tensor | None) -> list[Tensor]:
@@ -176,25 +178,19 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 
 
 def _backward_arguments(
-    normalizer: Tensor,
-    entropy: Tensor,
-    candidate_logprob: Tensor | None,
-    teacher_rows: Tensor | None,
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_candidates: Tensor | None,
-    grad_divergence: Tensor | None,
     *args: Any,
 ) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
-    call = _parse_call(*args)
+    num_upstream = len(per_token.UpstreamGradients._fields)
+    call = _parse_call(*args[_NUM_SAVED + num_upstream :])
     requested = _requested_results(per_token.logprob_spec(call.problem))
-    if not requested.candidate_logprob:
-        candidate_logprob = grad_candidates = None
-    if not requested.divergence:
-        teacher_rows = grad_divergence = None
-    saved = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob, teacher_rows)
-    upstream = per_token.UpstreamGradients(grad_logprob, grad_entropy, grad_lse, grad_candidates, grad_divergence)
+
+    def select(names: tuple[str, ...], tensors: Sequence[Any]) -> list[Any]:
+        """Return the tensors, and None for results that were not requested, which have the shape (0,)."""
+        return [t if getattr(requested, name) else None for name, t in zip(names, tensors, strict=True)]
+
+    saved = per_token.SavedRows(*select(per_token.SavedRows._fields, args[:_NUM_SAVED]))
+    given = args[_NUM_SAVED : _NUM_SAVED + num_upstream]
+    upstream = per_token.UpstreamGradients(*select(per_token.UpstreamGradients._fields, given))
     return call, saved, upstream
 
 
