@@ -14,7 +14,7 @@ from torch import Tensor
 from flce.backends.contract import LEAST_LOGPROB
 from flce.core.numbers import check_bool
 from flce.core.options import ChunkOptions
-from flce.core.problem import DIVERGENCE_RESULTS, Divergence, DivergenceResult, LinearDivergenceOutput, LogprobSpec
+from flce.core.problem import DIVERGENCE_RESULTS, LinearDivergenceOutput, LogprobSpec
 from flce.functional import DEFAULT_OPTIONS, linear_logprobs, make_linear_problem
 from flce.ops.arguments import check_tensors, shift_target
 from flce.ops.divergence_arguments import (
@@ -33,7 +33,7 @@ def linear_divergence(
     teacher: Tensor | None = None,
     teacher_weight: Tensor | None = None,
     *,
-    kind: Divergence = "forward_kl",
+    kind: str = "forward_kl",
     beta: float | None = None,
     temperature: float = 1.0,
     target: Tensor | None = None,
@@ -47,7 +47,7 @@ def linear_divergence(
     teacher_logit_scale: float = 1.0,
     student_adapters: Sequence[tuple[Tensor, Tensor]] = (),
     teacher_topk: tuple[Tensor, Tensor] | None = None,
-    outputs: Sequence[DivergenceResult] = ("divergence",),
+    outputs: Sequence[str] = ("divergence",),
     options: ChunkOptions | None = None,
     process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
@@ -113,7 +113,9 @@ def linear_divergence(
     if (teacher is None) == (teacher_topk is None) or (teacher is None) != (teacher_weight is None):
         given = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_topk": teacher_topk}
         names = [name for name, value in given.items() if value is not None]
-        raise ValueError(f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(names) or 'none'}")
+        raise ValueError(
+            f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(names) or 'none'}"
+        )
     sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
     if teacher_topk is not None:
         if teacher_bias is not None or teacher_softcap is not None or teacher_logit_scale != 1.0:
@@ -131,6 +133,8 @@ def linear_divergence(
             if target is not None:
                 divergence = divergence.where(shift_target(target, shift, ignore_index) != ignore_index, 0.0)
         return LinearDivergenceOutput(divergence, out.logprob, out.entropy)
+    assert teacher is not None
+    assert teacher_weight is not None
     own, other = check_divergence_arguments(
         (student, student_weight, student_bias, student_adapters), (teacher, teacher_weight, teacher_bias), target,
         shift, options, spec, sharded_head,

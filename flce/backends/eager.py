@@ -278,7 +278,8 @@ def _merge_divergence(
     merged: dict[int, Tensor] = {}
     target_logit = z.gather(1, targets.column)[:, 0]
     merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
-    exps, decays = [], []
+    exps: list[Tensor] = []
+    decays: list[Tensor] = []
     for x, largest, total, reference in (
         (z, MAX, SUM, STUDENT_REFERENCE),
         (t, TEACHER_MAX, TEACHER_SUM, TEACHER_REFERENCE),
@@ -288,8 +289,10 @@ def _merge_divergence(
         merged[largest] = tile_max if before is None else torch.maximum(tile_max, before[largest])
         safe_max = torch.where(merged[largest] == -torch.inf, 0.0, merged[largest])
         exps.append((x - safe_max[:, None]).exp_())
-        decays.append(0.0 if before is None else (before[largest] - safe_max).exp())
-        merged[total] = exps[-1].sum(1) + (0.0 if before is None else decays[-1] * before[total])
+        merged[total] = exps[-1].sum(1)
+        if before is not None:
+            decays.append((before[largest] - safe_max).exp())
+            merged[total] += decays[-1] * before[total]
         x.sub_(merged[reference][:, None])
 
     def add(slot: int, model: int, x: Tensor) -> None:

@@ -246,7 +246,7 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
 
 
 def divergence_results(state: Mapping[int, Tensor], teacher: TeacherCall) -> RowStatistics:
-    """Compute the student's results from a finished state of `Backend.divergence_statistics`. Write ``teacher.rows``."""
+    """Write ``teacher.rows`` from a finished state of `Backend.divergence_statistics`. Return the student's results."""
     log_sum, teacher_log_sum = state[SUM].log(), state[TEACHER_SUM].log()
     lse = (state[MAX] - state[STUDENT_REFERENCE]) + log_sum
     teacher_lse = (state[TEACHER_MAX] - state[TEACHER_REFERENCE]) + teacher_log_sum

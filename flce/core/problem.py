@@ -23,10 +23,8 @@ STATS: tuple[str, ...] = get_args(Stat)
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
 # Divergences of `flce.linear_divergence`, and its results.
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-DIVERGENCES: tuple[str, ...] = get_args(Divergence)
-DivergenceResult = Literal["divergence", "logprob", "entropy"]
-DIVERGENCE_RESULTS: tuple[str, ...] = get_args(DivergenceResult)
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+DIVERGENCE_RESULTS = ("divergence", "logprob", "entropy")
 # Largest number of candidates, and largest `top_k`.
 MAX_ENTRIES = 256
 

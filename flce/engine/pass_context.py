@@ -335,7 +335,9 @@ class PassContext:
                 else:
                     teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
                     teacher_logits = self._teacher_logits(teacher_x, block_classes)
-                    self.backend.divergence_gradient(logits, teacher_logits, grad, call, self.teacher.call(block_tokens))
+                    self.backend.divergence_gradient(
+                        logits, teacher_logits, grad, call, self.teacher.call(block_tokens)
+                    )
                     del teacher_logits  # before the next block's are allocated
         if self.candidate_grads is not None:
             self.backend.write_entries(

@@ -113,9 +113,7 @@ def check_divergence_arguments(
     refuse_rounded_logits("linear_divergence", options)
     weights = None, None, None
     with renamed_errors(STUDENT_NAMES):
-        own = check_linear_arguments(
-            *student[:2], target, *student[2:], *weights, shift, options, spec, sharded_head
-        )
+        own = check_linear_arguments(*student[:2], target, *student[2:], *weights, shift, options, spec, sharded_head)
     with renamed_errors(_TEACHER_NAMES):
         other = check_linear_arguments(
             *teacher[:2], target, teacher[2], (), *weights, shift, options, spec, sharded_head

@@ -337,7 +337,7 @@ def divergences(group_name: str) -> None:
                 student.input, student.weight, teacher.input, teacher.weight, target=student.p.target,
                 kind=kind, student_bias=student.bias, teacher_bias=teacher.bias, student_adapters=student.adapters,
                 student_softcap=4.0, temperature=0.8, outputs=("divergence", "logprob", "entropy"), **group_arguments,
-            )  # type: ignore[arg-type]  # fmt: skip
+            )  # fmt: skip
             total = torch.zeros((), dtype=torch.float64, device=device())
             for values in (out.divergence, out.logprob, out.entropy):
                 assert values is not None
@@ -346,7 +346,7 @@ def divergences(group_name: str) -> None:
             total.backward()
             return out
 
-        got, expected = call(*shares, shares[0].group_arguments), call(*alone, {})
+        got, expected = call(shares[0], shares[1], shares[0].group_arguments), call(alone[0], alone[1], {})
         for field in fields(got):
             torch.testing.assert_close(
                 getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import math
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

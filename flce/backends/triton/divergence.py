@@ -1,7 +1,7 @@
 """Kernels and launches for a divergence of a student from a teacher. `TritonBackend` launches them.
 
-A program has one row of a tile (`divergence_gradient_kernel`: a part of a row) and reads the logits of both models once.
-As in `cross_entropy.py`, each thread has separate maxima and sums over the row (a lane), which are merged once.
+A program has one row of a tile (`divergence_gradient_kernel`: a part of a row) and reads the logits of both models
+once. As in `cross_entropy.py`, each thread has separate maxima and sums over the row (a lane), which are merged once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from flce.backends.contract import TeacherCall, TileCall
 from flce.backends.triton.launch import VECTOR_BYTES, WARP, Launch, build_launch, overlap_options, thread_options
 from flce.backends.triton.math import (
     LOG2_E,
-    broadcast_lanes,
     lane_sum,
     load_normalizer,
     load_row_gradient,
@@ -283,7 +282,13 @@ def divergence_statistics_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["ignore_index", "normalizer_stride", "teacher_rows_stride", "row_gradient_stride", "column_start"]
+    do_not_specialize=[
+        "ignore_index",
+        "normalizer_stride",
+        "teacher_rows_stride",
+        "row_gradient_stride",
+        "column_start",
+    ]
 )
 def divergence_gradient_kernel(
     logits_ptr,  # (rows, cols) of the student, row stride logits_stride
