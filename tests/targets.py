@@ -71,8 +71,6 @@ TARGETS = {
 # Kernels that only calls with fused products launch, on Hopper.
 PRODUCT_KERNELS = {
     "product_kernel",
-    "divergence_product_kernel",
-    "finish_divergence_kernel",
     "finish_statistics_kernel",
     "reference_kernel",
     "finish_kernel",
@@ -265,7 +263,7 @@ def operator_calls(case: Case) -> Calls:
             yield partial(dry_run.dry_run_passes, Plan(case, schedule.strategy, schedule), runtime)
 
 
-def divergence_calls(dtype: torch.dtype, fused: bool) -> Calls:
+def divergence_calls(dtype: torch.dtype) -> Calls:
     """Yield the operations on tiles of a student and a teacher, of the first, the middle and the last classes."""
     backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
     tile, state, grad = _padded(cols, accum), _new(STATE_SLOTS, ROWS, dtype=accum), _padded(cols, dtype)
@@ -285,14 +283,6 @@ def divergence_calls(dtype: torch.dtype, fused: bool) -> Calls:
         yield partial(backend.divergence_gradient, tile, tile, grad, call, teacher)
         if kind == "jsd":
             yield partial(backend.divergence_sums, tile, tile, call, teacher)
-        if dtype == torch.bfloat16 and fused and kind != "jsd":
-            operands = [_new(size, 512, dtype=dtype) for size in (ROWS, cols, ROWS, cols)]
-            for stop in (cols, cols - 8):
-                some = call._replace(tile=TileClasses(0, stop, 3 * cols, stop))
-                statistics = some._replace(out=out, normalizer=None, row_gradient=None)
-                given = operands[0], operands[1][:stop], operands[2], operands[3][:stop]
-                yield partial(backend.fused_divergence_statistics, *given, statistics, teacher)
-                yield partial(backend.fused_divergence_gradient, *given, grad[:, :stop], some, teacher)
 
 
 def slice_calls() -> Calls:
@@ -323,7 +313,7 @@ def all_calls(target: DeviceRecord) -> Calls:
                 yield from row_calls(dtype, cols, feature)
         yield from softmax_calls(dtype, cols)
     for dtype in DTYPES:
-        yield from divergence_calls(dtype, target.own_products)
+        yield from divergence_calls(dtype)
         for case in cases(dtype, target):
             yield from operator_calls(case)
     if target.own_products:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LogprobSpec, LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
@@ -70,8 +70,6 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
 FUSED_PRODUCT_ROWS = 128
-# Classes of a block of the fused products for divergences, which have the logits of both models in registers.
-DIVERGENCE_PRODUCT_BLOCK = 128
 # Bytes for each row that `weight_gradient` and `add_target_terms` allocate to sort targets.
 SORT_ROW_BYTES = 48
 # Bytes for each class that `weight_gradient` allocates.
@@ -89,10 +87,6 @@ FUSED_PRODUCT_FIELDS = frozenset(
         "candidates",
         "top_k",
         "row_temperature",
-        "divergence",
-        "beta",
-        "teacher_softcap",
-        "teacher_logit_scale",
     ]
 )
 # Statistics that `fused_exponentials` computes. With ``reduction="none"`` the schedule calls `fused_statistics`,
@@ -116,8 +110,6 @@ def unsupported_by_fused_products(spec: LossSpec) -> list[str]:
 def num_partial_statistics(spec: LossSpec) -> int:
     """Return how many numbers `Backend.fused_statistics` stores for each row and block: its largest logit, its sum of
     exponentials, and one for each additional statistic."""
-    if isinstance(spec, LogprobSpec) and spec.divergence is not None:
-        return (5 + ("entropy" in spec.stats)) * FUSED_PRODUCT_BLOCK // DIVERGENCE_PRODUCT_BLOCK
     argmax = "argmax" in spec.stats or "correct" in spec.stats
     return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
 
@@ -352,19 +344,6 @@ class Backend(Protocol):
         w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and ``(1 - beta) (s - log m)`` for "jsd". The mean
         of w under the student is subtracted by the slot SOFTMAX.
         """
-
-    def fused_divergence_statistics(
-        self, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, call: TileCall, teacher: TeacherCall
-    ) -> None:
-        """Run `divergence_statistics` of the logits of all classes of both models, which are never in memory. Not for
-        "jsd". Temporary memory: `fused_product_scratch_bytes`."""
-
-    def fused_divergence_gradient(
-        self, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, grad: Tensor, call: TileCall,
-        teacher: TeacherCall,
-    ) -> None:  # fmt: skip
-        """Run `divergence_gradient` of the logits of a tile of both models, which are never in memory; weights: of the
-        classes of the tile."""
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.

@@ -173,7 +173,6 @@ class TorchBackend:
     exponentials = gradient_of_exponentials = _unavailable
     fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
-    fused_divergence_statistics = fused_divergence_gradient = _unavailable
     add_target_terms = finish_sharded_rows = _unavailable
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -16,7 +16,7 @@ from flce.backends.contract import (
 from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
-from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.core.shard import HeadSharding
 
 
@@ -87,8 +87,6 @@ BLOCK_ROWS = 2048
 # compute all logits in one product. Two products of the same shape agree to the bit. If logits have values in the
 # thousands, a difference in their last bits changes a probability by a thousandth.
 SINGLE_PRODUCT_BYTES = 16 << 20
-# Largest ratio of the hidden sizes of a student and a teacher for fused products.
-MAX_HIDDEN_RATIO = 1.25
 # If a tile has fewer than COLUMN_MULTIPLE classes, a block of its logits has at most 1 / NARROW_TILE_DIVISOR of the
 # tile's bytes. Only plans of the least memory have such tiles.
 NARROW_TILE_DIVISOR = 32
@@ -211,15 +209,6 @@ class Case:
             return f"H is not divisible by {ALIGNMENT}"
         if self.dtype.itemsize != 2:
             return dtype_text(self.dtype)
-        if isinstance(self.spec, LogprobSpec) and self.spec.divergence == "jsd":
-            return "jsd"
-        if self.teacher is not None:
-            size, dtype = self.teacher
-            if size % ALIGNMENT or dtype.itemsize != 2:
-                return "the hidden size or the dtype of the teacher"
-            # One loop sums the logits of both models, over the larger hidden size.
-            if max(size, self.hidden_sizes[0]) > MAX_HIDDEN_RATIO * min(size, self.hidden_sizes[0]):
-                return "different hidden sizes of student and teacher"
         return ", ".join(unsupported_by_fused_products(self.spec)) or None
 
     @functools.cached_property

@@ -284,12 +284,7 @@ class PassContext:
         (at least as many rows, some columns), one block after the other; or in registers."""
         call, state = self.statistics_call(tokens), None
         if self.in_registers:
-            weight, teacher = self.terms[0].weight, self.teacher
-            if teacher is None:
-                self.backend.fused_statistics(xs[0], weight, call)
-            else:
-                operands = xs[0], weight, xs[1], teacher.term.weight
-                self.backend.fused_divergence_statistics(*operands, call, teacher.call(tokens))
+            self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
@@ -329,12 +324,9 @@ class PassContext:
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
         if self.in_registers:
-            weight, call = slice_rows(self.terms[0].weight, classes), self._gradient_call(tokens, tokens, classes)
-            if self.teacher is None:
-                self.backend.fused_gradient(xs[0], weight, dlogits, call)
-            else:
-                operands = xs[0], weight, xs[1], slice_rows(self.teacher.term.weight, classes)
-                self.backend.fused_divergence_gradient(*operands, dlogits, call, self.teacher.call(tokens))
+            self.backend.fused_gradient(
+                xs[0], slice_rows(self.terms[0].weight, classes), dlogits, self._gradient_call(tokens, tokens, classes)
+            )
         else:
             for block_tokens, block_classes, logits, grad in self.compute_logit_blocks(xs, tokens, classes, dlogits):
                 call = self._gradient_call(tokens, block_tokens, block_classes)

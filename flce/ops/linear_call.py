@@ -144,8 +144,7 @@ class LinearCall:
         if p.shard:
             most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
         # Fused products read their operands along rows.
-        operands = [t for term in (*p.terms, (p.teacher, p.teacher_weight)) for t in term if t is not None]
-        row_major = all([t.stride(-1) == 1 for t in operands])  # noqa: C419 - faster
+        row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
             # With "auto", forward in a graph computes gradients even where the schedule defers them, and would round
             # them to float16 before the upstream gradient is known. So the strategy is fixed.

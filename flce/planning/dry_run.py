@@ -216,20 +216,6 @@ class CountingBackend:
     def divergence_gradient(self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._compare(logits, teacher_logits, grad)
 
-    def fused_divergence_statistics(
-        self, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *args: Any
-    ) -> None:
-        self.fused_gradient(x, weight)
-        self.fused_gradient(teacher_x, teacher_weight)
-        numbers = contract.num_partial_statistics(self.case.spec)
-        self.add_scratch(contract.fused_product_scratch_bytes(len(x), len(weight), numbers))
-
-    def fused_divergence_gradient(
-        self, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *args: Any
-    ) -> None:
-        self.fused_gradient(x, weight)
-        self.fused_gradient(teacher_x, teacher_weight)
-
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,7 @@ from flce.core.problem import DIVERGENCES
 from flce.engine import case
 from flce.testing.oracle import dense_logits
 from flce.testing.problem import relative_error
-from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
-from tests.interpreted_bfloat16 import fix_interpreter
+from tests.hopper import logits_dtypes_on_a_gpu
 
 OUTPUTS = ("divergence", "logprob", "entropy")
 # Errors of results and of gradients against float64, relative to the norm.
@@ -157,40 +155,12 @@ def test_half_precision(
 ) -> None:
     """As on a CPU, and with the dtypes of a GPU: float32 tiles of logits, half-precision tiles of gradients."""
     if device.type == "cpu" and backend == "triton":
-        fix_interpreter(monkeypatch)
+        pytest.importorskip("tests.interpreted_bfloat16").fix_interpreter(monkeypatch)
     for gpu in (False, True):
         if gpu:
             monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         options = flce.ChunkOptions(skip_ignored=gpu, max_workspace_bytes=40001 if gpu else None)
         check(call_of(17, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    """Use fused products, with the rounding of a GPU."""
-    if not torch.cuda.is_available():
-        fix_interpreter(monkeypatch)
-    yield from plan_as_on_hopper(monkeypatch)
-
-
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "adapters"])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
-def test_fused_products(kind: str, feature: str, device: torch.device, on_hopper: None) -> None:
-    """Several blocks of classes, the last one not full; hidden sizes that differ."""
-    for dtype in (torch.bfloat16, torch.float16):
-        call = call_of(10, 64, 72, 300, dtype=dtype, device=device, **FEATURES[feature])
-        check(call, kind, options=flce.ChunkOptions(skip_ignored=dtype == torch.float16))
-    check(call_of(10, 64, 72, 300, dtype=torch.bfloat16, device=device), kind, ("divergence",))
-
-
-def test_cases_of_fused_products() -> None:
-    def plan(size: int, hidden: int = 1024) -> flce.ChunkPlan:
-        return flce.plan(4096, hidden, 32000, torch.bfloat16, device_kind="H200", teacher_hidden_size=size)
-
-    assert plan(1024).in_registers
-    assert plan(1280).in_registers
-    assert not plan(2048).in_registers  # the student's loop would be twice as long
-    assert not plan(1028).in_registers
 
 
 @pytest.mark.parametrize("outputs", [("divergence",), ("entropy", "divergence"), ("logprob",)], ids=str)
@@ -225,7 +195,7 @@ def test_a_teacher_near_the_student(
     if device.type == "cpu":
         monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         if backend == "triton":
-            fix_interpreter(monkeypatch)
+            pytest.importorskip("tests.interpreted_bfloat16").fix_interpreter(monkeypatch)
     call = call_of(64, 128, 128, 1000, dtype=torch.bfloat16, device=device)
     call.teacher = [
         (t.detach() * (1 + 0.01 * torch.randn(t.shape, generator=torch.Generator().manual_seed(3)).to(t.device))).to(t)

@@ -18,7 +18,6 @@ from torch import Tensor
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
 from flce.backends.triton import (
     divergence,
-    divergence_product,
     entries,
     exponentials_launch,
     product,
@@ -185,8 +184,6 @@ class TritonBackend:
     divergence_statistics = staticmethod(_replayed(divergence.divergence_statistics))
     divergence_sums = staticmethod(_replayed(divergence.divergence_sums))
     divergence_gradient = staticmethod(_replayed(divergence.divergence_gradient))
-    fused_divergence_statistics = staticmethod(divergence_product.fused_divergence_statistics)
-    fused_divergence_gradient = staticmethod(divergence_product.fused_divergence_gradient)
     row_gradient = staticmethod(_replayed(_row_gradient))
     gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
     fused_statistics = staticmethod(product.fused_statistics)

@@ -51,9 +51,9 @@ _DIVERGENCE = tl.constexpr(contract.DIVERGENCE)
 _MEAN_WEIGHT = tl.constexpr(contract.MEAN_WEIGHT)
 _DIVERGENCE_FACTOR = tl.constexpr(contract.DIVERGENCE_FACTOR)
 _LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
-FORWARD = tl.constexpr(DIVERGENCES.index("forward_kl"))
-REVERSE = tl.constexpr(DIVERGENCES.index("reverse_kl"))
-JSD = tl.constexpr(DIVERGENCES.index("jsd"))
+_FORWARD = tl.constexpr(DIVERGENCES.index("forward_kl"))
+_REVERSE = tl.constexpr(DIVERGENCES.index("reverse_kl"))
+_JSD = tl.constexpr(DIVERGENCES.index("jsd"))
 
 
 @triton.jit
@@ -78,42 +78,12 @@ def _merge_weighted(total, largest, row_max):
 
 
 @triton.jit
-def mixture_logprobs(s, t, beta):
+def _mixture_logprobs(s, t, beta):
     """Return s - log m and t - log m for the mixture m, see `formulas.mixture_logprobs`."""
     difference = s - t
     share = tl.where(difference >= 0.0, beta, 1.0 - beta)
     shared = -log1p(share * (tl.exp2(-tl.abs(difference) * LOG2_E) - 1.0))
     return shared + tl.minimum(difference, 0.0), shared - tl.maximum(difference, 0.0)
-
-
-@triton.jit
-def store_row_results(
-    row, mask, valid, in_range, target_logit, offset, row_sum, teacher_offset, teacher_sum, relative_offset,
-    teacher_relative_offset, cross_sum, entropy_sum, normalizer_ptr, logprob_ptr, entropy_ptr, teacher_rows_ptr,
-    normalizer_stride, teacher_rows_stride, KIND: tl.constexpr, WANT_LOGPROB: tl.constexpr, WANT_ENTROPY: tl.constexpr,
-):  # fmt: skip
-    """Store the results of rows from complete sums. The weighted sums are relative to the same references as the
-    relative offsets."""
-    log_sum = tl.log(tl.where(valid, row_sum, 1.0))
-    teacher_log_sum = tl.log(tl.where(valid, teacher_sum, 1.0))
-    lse = relative_offset + log_sum
-    teacher_lse = teacher_relative_offset + teacher_log_sum
-    tl.store(normalizer_ptr + _OFFSET * normalizer_stride + row, tl.where(valid, offset, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=mask)
-    if WANT_LOGPROB:
-        logprob = tl.where(in_range, (target_logit - offset) - log_sum, float("nan"))
-        tl.store(logprob_ptr + row, tl.where(valid, logprob, 0.0), mask=mask)
-    if WANT_ENTROPY:
-        tl.store(entropy_ptr + row, tl.where(valid, lse - entropy_sum / row_sum, 0.0), mask=mask)
-    teacher_rows_ptr += row
-    tl.store(teacher_rows_ptr + _OFFSET * teacher_rows_stride, tl.where(valid, teacher_offset, 0.0), mask=mask)
-    tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.where(valid, teacher_log_sum, 0.0), mask=mask)
-    if KIND != JSD:
-        if KIND == FORWARD:
-            divergence = (cross_sum / teacher_sum - teacher_lse) + lse
-        else:
-            divergence = (cross_sum / row_sum - lse) + teacher_lse
-        tl.store(teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride, tl.where(valid, divergence, 0.0), mask=mask)
 
 
 @triton.jit
@@ -227,7 +197,7 @@ def divergence_statistics_kernel(
         teacher_total = tl.where(first_lane, tl.load(state_ptr + _TEACHER_SUM * state_stride), teacher_total)
         if WANT_ENTROPY:
             entropy_sum = tl.where(first_lane, tl.load(state_ptr + _ENTROPY_SUM * state_stride), entropy_sum)
-        if KIND != JSD:
+        if KIND != _JSD:
             cross_sum = tl.where(first_lane, tl.load(state_ptr + _CROSS_SUM * state_stride), cross_sum)
         reference = tl.load(state_ptr + _STUDENT_REFERENCE * state_stride)
         teacher_reference = tl.load(state_ptr + _TEACHER_REFERENCE * state_stride)
@@ -261,28 +231,43 @@ def divergence_statistics_kernel(
         t -= teacher_reference
         if WANT_ENTROPY:
             entropy_sum = _add_weighted(entropy_sum, decay, exps, z, LANES, VECTOR)
-        if KIND == FORWARD:
+        if KIND == _FORWARD:
             cross_sum = _add_weighted(cross_sum, teacher_decay, teacher_exps, t - z, LANES, VECTOR)
-        if KIND == REVERSE:
+        if KIND == _REVERSE:
             cross_sum = _add_weighted(cross_sum, decay, exps, z - t, LANES, VECTOR)
 
     row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
     teacher_max, teacher_sum = tl.reduce((teacher_largest, teacher_total), 0, softmax_merge)
     row_cross = tl.full((), 0.0, ACCUM)
-    if KIND == FORWARD:
+    if KIND == _FORWARD:
         row_cross = _merge_weighted(cross_sum, teacher_largest, teacher_max)
-    if KIND == REVERSE:
+    if KIND == _REVERSE:
         row_cross = _merge_weighted(cross_sum, largest, row_max)
-    row_entropy = tl.full((), 0.0, ACCUM)
     if WANT_ENTROPY:
         row_entropy = _merge_weighted(entropy_sum, largest, row_max)
     if FINISH:
-        in_range = (target >= 0) & (target < vocab_size)
-        store_row_results(
-            row, None, valid, in_range, target_logit, row_max, row_sum, teacher_max, teacher_sum, row_max - reference,
-            teacher_max - teacher_reference, row_cross, row_entropy, normalizer_ptr, logprob_ptr, entropy_ptr,
-            teacher_rows_ptr, normalizer_stride, teacher_rows_stride, KIND, WANT_LOGPROB, WANT_ENTROPY,
-        )  # fmt: skip
+        log_sum = tl.log(tl.where(valid, row_sum, 1.0))
+        teacher_log_sum = tl.log(tl.where(valid, teacher_sum, 1.0))
+        lse = (row_max - reference) + log_sum
+        teacher_lse = (teacher_max - teacher_reference) + teacher_log_sum
+        normalizer_ptr += row
+        tl.store(normalizer_ptr + _OFFSET * normalizer_stride, tl.where(valid, row_max, 0.0))
+        tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride, tl.where(valid, log_sum, 0.0))
+        if WANT_LOGPROB:
+            in_range = (target >= 0) & (target < vocab_size)
+            logprob = tl.where(in_range, (target_logit - row_max) - log_sum, float("nan"))
+            tl.store(logprob_ptr + row, tl.where(valid, logprob, 0.0))
+        if WANT_ENTROPY:
+            tl.store(entropy_ptr + row, tl.where(valid, lse - row_entropy / row_sum, 0.0))
+        teacher_rows_ptr += row
+        tl.store(teacher_rows_ptr + _OFFSET * teacher_rows_stride, tl.where(valid, teacher_max, 0.0))
+        tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.where(valid, teacher_log_sum, 0.0))
+        divergence = tl.full((), 0.0, ACCUM)
+        if KIND == _FORWARD:
+            divergence = (row_cross / teacher_sum - teacher_lse) + lse
+        if KIND == _REVERSE:
+            divergence = (row_cross / row_sum - lse) + teacher_lse
+        tl.store(teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride, tl.where(valid, divergence, 0.0))
     else:
         tl.store(state_ptr + _MAX * state_stride, row_max)
         tl.store(state_ptr + _SUM * state_stride, row_sum)
@@ -381,21 +366,21 @@ def divergence_gradient_kernel(
         s = (s - offset) - log_sum
         t = (t - teacher_offset) - teacher_log_sum
         p = tl.exp2(s * LOG2_E)
-        if SUMS or KIND == FORWARD:
+        if SUMS or KIND == _FORWARD:
             q = tl.exp2(t * LOG2_E)
         if SUMS:
-            student_term, teacher_term = mixture_logprobs(s, t, beta)
+            student_term, teacher_term = _mixture_logprobs(s, t, beta)
             student_term = tl.where(p > 0.0, (1.0 - beta) * p * student_term, 0.0)
             student_sum += student_term
             divergence += student_term + tl.where(q > 0.0, beta * q * teacher_term, 0.0)
         else:
             factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
-            if KIND == FORWARD:
+            if KIND == _FORWARD:
                 term = factor * p - divergence_factor * q
             else:
                 weight = s - t
-                if KIND == JSD:
-                    weight, _teacher_term = mixture_logprobs(s, t, beta)
+                if KIND == _JSD:
+                    weight, _teacher_term = _mixture_logprobs(s, t, beta)
                     weight *= 1.0 - beta
                 term = tl.where(p > 0.0, (factor + divergence_factor * weight) * p, 0.0)
             grad = logit_gradient(
@@ -412,19 +397,21 @@ def divergence_gradient_kernel(
         tl.store(mean_ptr, tl.where(valid, tl.load(mean_ptr) + tl.sum(student_sum, axis=0), 0.0))
 
 
-def launch_arguments(
-    x: Tensor, call: TileCall, teacher: TeacherCall, overlap: bool
+def _arguments(
+    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options and the arguments that all launches share. x: a tensor on the device; overlap: True if the
-    kernel waits for the previous one itself."""
-    spec, overlaps = teacher.spec, overlap_options(x.device)
+    """Return the options and the arguments that all launches share."""
+    spec = teacher.spec
     options = {
+        "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
         "KIND": DIVERGENCES.index(teacher.kind),
         "HAS_TEACHER_SCALE": spec.scale != 1.0,
         "HAS_TEACHER_SOFTCAP": spec.softcap is not None,
-        **(overlaps if overlap else {"OVERLAP": overlaps["OVERLAP"]}),
+        **overlap_options(logits.device),
     }
     arguments = {
+        "logits": logits,
+        "teacher_logits": teacher_logits,
         "teacher_bias": teacher.tile_call(call).inputs.tile_bias(call.tile),
         "teacher_rows": teacher.rows,
         "teacher_scale": spec.scale,
@@ -433,19 +420,10 @@ def launch_arguments(
     return options, arguments
 
 
-def _tile_arguments(
-    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `launch_arguments` of logits in memory."""
-    options, arguments = launch_arguments(logits, call, teacher, overlap=True)
-    options["ACCUM"] = tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32
-    return options, {**arguments, "logits": logits, "teacher_logits": teacher_logits}
-
-
 def divergence_statistics(
     logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, state: Tensor | None
 ) -> Iterator[Launch]:
-    options, arguments = _tile_arguments(logits, teacher_logits, call, teacher)
+    options, arguments = _arguments(logits, teacher_logits, call, teacher)
     options |= {
         "LOAD_STATE": not call.tile.is_first,
         "FINISH": call.tile.is_last,
@@ -480,6 +458,6 @@ def _gradient_launch(
     call: TileCall,
     teacher: TeacherCall,
 ) -> Launch:
-    options, arguments = _tile_arguments(logits, teacher_logits, call, teacher)
+    options, arguments = _arguments(logits, teacher_logits, call, teacher)
     options |= {"SUMS": grad is None, "BLOCK": _gradient_block(logits), **thread_options(logits.device, GRADIENT_WARPS)}
     return build_launch(divergence_gradient_kernel, grid, call, options, grad=grad, beta=teacher.beta, **arguments)
