@@ -264,25 +264,20 @@ def operator_calls(case: Case) -> Calls:
 
 
 def divergence_calls(dtype: torch.dtype) -> Calls:
-    """Yield the operations on tiles of a student and a teacher, of the first, the middle and the last classes."""
+    """Yield the operations on tiles of a student and a teacher, of the first and of later classes."""
     backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
-    tile, state, grad = _padded(cols, accum), _new(STATE_SLOTS, ROWS, dtype=accum), _padded(cols, dtype)
+    tile, grad, vector = _padded(cols, accum), _padded(cols, dtype), _new(ROWS, dtype=accum)
     normalizer, rows = _new(NORMALIZER_SLOTS, ROWS, dtype=accum), _new(TEACHER_SLOTS, ROWS, dtype=accum)
     row_gradient = _new(DIVERGENCE_GRADIENT_SLOTS, ROWS, dtype=accum)
     for kind, softcap in itertools.product(DIVERGENCES, (None, 5.0)):
         bias = None if softcap is None else _new(3 * cols, dtype=accum)
-        stats = () if softcap is None else ("logprob", "entropy")
-        spec = LogprobSpec(softcap=softcap, stats=stats, divergence=kind, teacher_softcap=softcap)
+        spec = LogprobSpec(softcap=softcap, divergence=kind, teacher_softcap=softcap)
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
-        out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         teacher = TeacherCall(spec.teacher_spec, bias, rows, kind, 0.5)
-        for start in (0, cols, 2 * cols):
-            call = TileCall(inputs, spec, TileClasses(start, cols, 3 * cols, padded_cols(cols)), out)
-            yield partial(backend.divergence_statistics, tile, tile, call, teacher, state)
-        call = call._replace(out=None, normalizer=normalizer, row_gradient=row_gradient)
+        tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
+        call = TileCall(inputs, spec, tile_classes, None, normalizer, row_gradient=row_gradient)
+        yield partial(backend.divergence_sums, tile, tile, call, teacher, None if kind == "jsd" else vector)
         yield partial(backend.divergence_gradient, tile, tile, grad, call, teacher)
-        if kind == "jsd":
-            yield partial(backend.divergence_sums, tile, tile, call, teacher)
 
 
 def slice_calls() -> Calls:

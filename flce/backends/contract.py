@@ -35,10 +35,6 @@ EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
 LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
-# `Backend.divergence_statistics` has other slots after the first four. Its weighted sums are sums of exponentials times
-# logits or differences of logits, relative to the row's first logits: a common offset of all logits costs no digits.
-TEACHER_MAX, TEACHER_SUM, CROSS_SUM, STUDENT_REFERENCE, TEACHER_REFERENCE = range(ENTROPY_SUM + 1, STATE_SLOTS)
-
 # Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest, and
 # log(sum(exp(z - m))).
 NORMALIZER_SLOTS = 2
@@ -55,9 +51,12 @@ DIVERGENCE_GRADIENT_SLOTS = ROW_GRADIENT_SLOTS + 1
 DIVERGENCE_FACTOR = ROW_GRADIENT_SLOTS
 
 # Slots of `TeacherCall.rows`: the normalizer of the teacher's logits, the divergence, and for "jsd" the mean of the
-# weights w of `Backend.divergence_gradient` under the student.
+# weights w of `Backend.divergence_gradient` under the student. While a KL is summed, they are other numbers: the
+# exponents' reference, the sum, and the first logit of each model, to which differences are relative.
 TEACHER_SLOTS = NORMALIZER_SLOTS + 2
 DIVERGENCE, MEAN_WEIGHT = range(NORMALIZER_SLOTS, TEACHER_SLOTS)
+SUM_SLOTS = 4
+SUM_REFERENCE, CROSS_SUM, STUDENT_REFERENCE, TEACHER_REFERENCE = range(SUM_SLOTS)
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -323,16 +322,15 @@ class Backend(Protocol):
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
 
-    def divergence_statistics(
-        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, state: Tensor | None
+    def divergence_sums(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor | None
     ) -> None:
-        """Run `statistics` of the student's logits, without other results than log-probability and entropy, and of the
-        teacher's logits of the same tile. Both may be overwritten. At the last tile write the normalizer of the teacher
-        and, except for "jsd", the divergence to ``teacher.rows``."""
+        """Add the terms of a tile's classes to a divergence. Logits may be overwritten.
 
-    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
-        """Add the terms of a tile's classes to the divergence and to MEAN_WEIGHT of ``teacher.rows``, for "jsd". The
-        normalizers of all classes are in ``call.normalizer`` and ``teacher.rows``. Logits may be overwritten."""
+        For "jsd" the terms are added to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``. The normalizers of all classes
+        are in ``call.normalizer`` and ``teacher.rows``. For a KL the sums are ``teacher.rows``, (SUM_SLOTS, rows), and
+        `largest`, (rows,), are the largest logits so far of the teacher ("forward_kl") or the student.
+        """
 
     def divergence_gradient(
         self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall

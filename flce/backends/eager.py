@@ -33,15 +33,14 @@ from flce.backends.contract import (
     SQUARE_SUM,
     STUDENT_REFERENCE,
     SUM,
+    SUM_REFERENCE,
     TARGET,
     TARGET_LOGIT,
-    TEACHER_MAX,
     TEACHER_REFERENCE,
-    TEACHER_SUM,
     TeacherCall,
     TileCall,
 )
-from flce.backends.formulas import Targets, is_class, row_gradient, where, write_results, write_state_results
+from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import slice_rows
 
@@ -117,34 +116,15 @@ class TorchBackend:
             _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab is allocated
 
-    def divergence_statistics(
-        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, state: Tensor | None
+    def divergence_sums(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor | None
     ) -> None:
         for piece, part in _slabs(logits):
             slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
-            z, t, _ = _transform_both(logits[piece], teacher_logits[piece], slab, slab_teacher)
-            targets = Targets.from_call(slab)
-            before = None if state is None or call.tile.is_first else state[:, part]
-            merged = _merge_divergence(z, t, slab, slab_teacher, targets, before)
-            if call.tile.is_last:
-                write_results(formulas.divergence_results(merged, slab_teacher), slab, targets)
-            elif state is not None:
-                for slot, value in merged.items():
-                    state[slot, part] = value
-            del z, t  # before the next slab is allocated
-
-    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
-        for piece, part in _slabs(logits):
-            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
-            s, t, _ = _both_logprobs(logits[piece], teacher_logits[piece], slab, slab_teacher)
-            student_term, teacher_term = formulas.mixture_logprobs(s, t, teacher.beta)
-            p, q = s.exp_(), t.exp_()
-            student_sum = _weighted_sum(p, student_term) * (1.0 - teacher.beta)
-            total = student_sum + teacher.beta * _weighted_sum(q, teacher_term)
-            valid = slab.inputs.target != call.spec.ignore_index
-            slab_teacher.rows[DIVERGENCE] += torch.where(valid, total, 0.0)
-            slab_teacher.rows[MEAN_WEIGHT] += torch.where(valid, student_sum, 0.0)
-            del s, t, p, q, student_term, teacher_term  # before the next slab is allocated
+            if largest is None:
+                _add_mixture_terms(logits[piece], teacher_logits[piece], slab, slab_teacher)
+            else:
+                _add_cross_terms(logits[piece], teacher_logits[piece], slab, slab_teacher, largest[part])
 
     def divergence_gradient(
         self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
@@ -244,7 +224,7 @@ class TorchBackend:
 def divergence_bytes(tile: Tensor, device_type: str) -> int:
     """Return an upper bound of the temporary memory of an operation on a tile of student and teacher, (rows, cols)."""
     itemsize, (rows, cols) = accumulation_dtype(tile.dtype).itemsize, tile.shape
-    return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
+    return 7 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
 
 
 def _transform_both(
@@ -252,7 +232,7 @@ def _transform_both(
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return z of student and teacher, in the dtype of the student, and dz/dlogits of the student."""
     z, jacobian = _transform(logits, call, want_jacobian)
-    return z, _transform(teacher_logits, teacher.tile_call(call), False)[0].to(z.dtype), jacobian
+    return z, _transform(teacher_logits, teacher.tile_call(call), False)[0], jacobian
 
 
 def _both_logprobs(
@@ -271,42 +251,32 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
     return torch.where(weights > 0.0, weights * x, 0.0).sum(1)
 
 
-def _merge_divergence(
-    z: Tensor, t: Tensor, call: TileCall, teacher: TeacherCall, targets: Targets, before: Tensor | None
-) -> dict[int, Tensor]:
-    """Merge the statistics of a tile of student and teacher with the statistics of earlier tiles, as `_merge` does."""
-    merged: dict[int, Tensor] = {}
-    target_logit = z.gather(1, targets.column)[:, 0]
-    merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
-    exps: list[Tensor] = []
-    decays: list[Tensor] = []
-    for x, largest, total, reference in (
-        (z, MAX, SUM, STUDENT_REFERENCE),
-        (t, TEACHER_MAX, TEACHER_SUM, TEACHER_REFERENCE),
-    ):
-        merged[reference] = x[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[reference]
-        tile_max = x.amax(1)
-        merged[largest] = tile_max if before is None else torch.maximum(tile_max, before[largest])
-        safe_max = torch.where(merged[largest] == -torch.inf, 0.0, merged[largest])
-        exps.append((x - safe_max[:, None]).exp_())
-        merged[total] = exps[-1].sum(1)
-        if before is not None:
-            decays.append((before[largest] - safe_max).exp())
-            merged[total] += decays[-1] * before[total]
-        x.sub_(merged[reference][:, None])
+def _add_mixture_terms(logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
+    s, t, _ = _both_logprobs(logits, teacher_logits, call, teacher)
+    student_term, teacher_term = formulas.mixture_logprobs(s, t, teacher.beta)
+    student_sum = _weighted_sum(s.exp_(), student_term) * (1.0 - teacher.beta)
+    total = student_sum + teacher.beta * _weighted_sum(t.exp_(), teacher_term)
+    valid = call.inputs.target != call.spec.ignore_index
+    teacher.rows[DIVERGENCE] += torch.where(valid, total, 0.0)
+    teacher.rows[MEAN_WEIGHT] += torch.where(valid, student_sum, 0.0)
 
-    def add(slot: int, model: int, x: Tensor) -> None:
-        merged[slot] = _weighted_sum(exps[model], x)
-        if before is not None:
-            merged[slot] += torch.where(decays[model] > 0.0, decays[model] * before[slot], 0.0)
 
-    if "entropy" in call.spec.stats:
-        add(ENTROPY_SUM, 0, z)
-    if teacher.kind == "forward_kl":
-        add(CROSS_SUM, 1, t - z)
-    elif teacher.kind == "reverse_kl":
-        add(CROSS_SUM, 0, z - t)
-    return merged
+def _add_cross_terms(
+    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor
+) -> None:
+    z, t, _ = _transform_both(logits, teacher_logits, call, teacher)
+    sums = teacher.rows
+    if call.tile.is_first:
+        sums.zero_()
+        sums[STUDENT_REFERENCE], sums[TEACHER_REFERENCE] = (x[:, 0].nan_to_num(0.0, 0.0, 0.0) for x in (z, t))
+    reference = torch.where(largest == -torch.inf, 0.0, largest)
+    exps = ((t if teacher.kind == "forward_kl" else z) - reference[:, None]).exp_()
+    difference = t.sub_(sums[TEACHER_REFERENCE][:, None]).sub_(z.sub_(sums[STUDENT_REFERENCE][:, None]))
+    total = _weighted_sum(exps, difference)
+    decay = (sums[SUM_REFERENCE] - reference).exp()
+    before = torch.where(decay > 0.0, decay * sums[CROSS_SUM], 0.0)
+    sums[CROSS_SUM] = before + (total if teacher.kind == "forward_kl" else -total)
+    sums[SUM_REFERENCE] = reference
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,6 @@ from flce.backends.contract import (
     ARGMAX,
     CLASSES,
     CROSS_SUM,
-    DIVERGENCE,
     ENTROPY_SUM,
     LOG_SUM,
     LOGIT_SUM,
@@ -32,12 +31,9 @@ from flce.backends.contract import (
     SUM,
     TARGET,
     TARGET_LOGIT,
-    TEACHER_MAX,
     TEACHER_REFERENCE,
-    TEACHER_SUM,
     RowOutputs,
     RowProblem,
-    TeacherCall,
     TileCall,
     log_sum_exp,
 )
@@ -245,27 +241,14 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
     return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
 
 
-def divergence_results(state: Mapping[int, Tensor], teacher: TeacherCall) -> RowStatistics:
-    """Write ``teacher.rows`` from a finished state of `Backend.divergence_statistics`. Return the student's results."""
-    log_sum, teacher_log_sum = state[SUM].log(), state[TEACHER_SUM].log()
-    lse = (state[MAX] - state[STUDENT_REFERENCE]) + log_sum
-    teacher_lse = (state[TEACHER_MAX] - state[TEACHER_REFERENCE]) + teacher_log_sum
-    rows = teacher.rows
-    rows[OFFSET], rows[LOG_SUM] = state[TEACHER_MAX], teacher_log_sum
-    if teacher.kind == "forward_kl":
-        rows[DIVERGENCE] = (state[CROSS_SUM] / state[TEACHER_SUM] - teacher_lse) + lse
-    elif teacher.kind == "reverse_kl":
-        rows[DIVERGENCE] = (state[CROSS_SUM] / state[SUM] - lse) + teacher_lse
-    return RowStatistics(
-        offset=state[MAX],
-        log_sum=log_sum,
-        logprob=(state[TARGET_LOGIT] - state[MAX]) - log_sum,
-        smooth=None,
-        entropy=lse - state[ENTROPY_SUM] / state[SUM] if ENTROPY_SUM in state else None,
-        argmax=None,
-        mean_logit=None,
-        log_sum_sq_prob=None,
+def divergence_from_sums(sums: Tensor, student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    """Return the KL of each row, (rows,), from complete sums of `Backend.divergence_sums` and both normalizers."""
+    lse, teacher_lse = (
+        (normalizer[OFFSET] - sums[reference]) + normalizer[LOG_SUM]
+        for normalizer, reference in ((student, STUDENT_REFERENCE), (teacher, TEACHER_REFERENCE))
     )
+    (weights, lse_p, lse_q) = (teacher, teacher_lse, lse) if kind == "forward_kl" else (student, lse, teacher_lse)
+    return (sums[CROSS_SUM] * (-weights[LOG_SUM]).exp() - lse_p) + lse_q
 
 
 def merge_divergences(shards: Tensor, student: Tensor, kind: str) -> Tensor:

@@ -155,7 +155,9 @@ class LogprobSpec(LossSpec):
     @property
     def teacher_spec(self) -> LossSpec:
         """Softcap, scale and temperature of the teacher's logits."""
-        return loss_spec("none", -100, 0.0, self.teacher_softcap, self.teacher_logit_scale, self.temperature)
+        return loss_spec(
+            "none", self.ignore_index, 0.0, self.teacher_softcap, self.teacher_logit_scale, self.temperature
+        )
 
 
 class SpecArguments(TypedDict, total=False):

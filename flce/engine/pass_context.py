@@ -5,15 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import (
+    MAX,
+    OFFSET,
+    STATE_SLOTS,
+    Backend,
+    RowInputs,
+    RowOutputs,
+    TeacherCall,
+    TileCall,
+    TileClasses,
+)
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
@@ -282,42 +292,66 @@ class PassContext:
     def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
         (at least as many rows, some columns), one block after the other; or in registers."""
-        call, state = self.statistics_call(tokens), None
+        call = self.statistics_call(tokens)
         if self.in_registers:
             self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
+        states: list[Any] = [None, None]
         if logits.shape[1] < self.vocab_size:
-            state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
+            for model in range(1 if self.teacher is None else 2):
+                states[model] = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
             block_call = call._replace(tile=self.tile_classes(block))
             if self.teacher is None:
-                self.backend.statistics(block_logits, block_call, state)
+                self.backend.statistics(block_logits, block_call, states[0])
             else:
-                self._compare_with_teacher(xs[-1], block_logits, block_call, tokens, state)
+                self._compare_with_teacher(self.teacher, xs, block_logits, block_call, tokens, states)
 
     def _compare_with_teacher(
-        self, teacher_x: Tensor, logits: Tensor, call: TileCall, tokens: slice, state: Tensor | None
+        self, teacher: Teacher, xs: Sequence[Tensor], logits: Tensor, call: TileCall, tokens: slice, states: list[Any]
     ) -> None:
-        """Compute statistics of the student and the teacher for a tile; or, if both are normalized, the sums of the
-        divergence over the tile's classes."""
-        assert self.teacher is not None
-        teacher_logits, teacher = self._teacher_logits(teacher_x, call.tile.columns), self.teacher.call(tokens)
-        if self.teacher.is_normalized:
+        """Compute statistics of the student and the teacher for a tile, and the sums of a KL over its classes. If both
+        models are normalized, compute the sums of "jsd" instead. `states`: of both models; None if one tile has all
+        classes."""
+        teacher_logits, teacher_call = self._teacher_logits(xs[-1], call.tile.columns), self._teacher_call(tokens)
+        if teacher.is_normalized:
             call = call._replace(out=None, normalizer=slice_columns(self.normalizer, tokens))
-            self.backend.divergence_sums(logits, teacher_logits, call, teacher)
-        else:
-            self.backend.divergence_statistics(logits, teacher_logits, call, teacher, state)
+            self.backend.divergence_sums(logits, teacher_logits, call, teacher_call, None)
+            return
+        assert call.out is not None
+        kept = call._replace(tile=call.tile._replace(keep_logits=True))
+        normalizer = slice_columns(teacher.normalizer, tokens)
+        self.backend.statistics(logits, kept, states[0])
+        theirs = RowOutputs(call.out.loss, None, normalizer, None, None, None, None, None)  # no one reads this loss
+        self.backend.statistics(teacher_logits, teacher_call.tile_call(kept)._replace(out=theirs), states[1])
+        if teacher_call.kind != "jsd":
+            assert teacher.sums is not None
+            teacher_call = teacher_call._replace(rows=slice_columns(teacher.sums, tokens))
+            is_forward = teacher_call.kind == "forward_kl"
+            # The last tile has written the largest logit to the normalizer.
+            largest = (normalizer if is_forward else call.out.normalizer)[OFFSET]
+            largest = largest if call.tile.is_last else states[is_forward][MAX]
+            self.backend.divergence_sums(logits, teacher_logits, call._replace(out=None), teacher_call, largest)
+
+    def _teacher_call(self, tokens: slice) -> TeacherCall:
+        """Return the teacher of a call for some of the selected rows."""
+        spec, teacher = self.problem.spec, self.teacher
+        assert teacher is not None
+        assert isinstance(spec, LogprobSpec)
+        assert spec.divergence is not None
+        rows = slice_columns(teacher.rows, tokens)
+        return TeacherCall(spec.teacher_spec, teacher.bias, rows, spec.divergence, spec.beta)
 
     def _teacher_logits(self, x: Tensor, classes: slice) -> Tensor:
         """Allocate and compute the teacher's logits of a tile, (rows, cols)."""
         assert self.teacher is not None
         weight = slice_rows(self.teacher.term.weight, classes)
-        logits = self.new_tile(len(x), len(weight), accumulation_dtype(x.dtype))
+        logits = self.new_tile(len(x), len(weight), self.normalizer.dtype)
         self.matmul(x, weight.t(), out=logits)
         return logits
 
@@ -336,7 +370,7 @@ class PassContext:
                     teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
                     teacher_logits = self._teacher_logits(teacher_x, block_classes)
                     self.backend.divergence_gradient(
-                        logits, teacher_logits, grad, call, self.teacher.call(block_tokens)
+                        logits, teacher_logits, grad, call, self._teacher_call(block_tokens)
                     )
                     del teacher_logits  # before the next block's are allocated
         if self.candidate_grads is not None:

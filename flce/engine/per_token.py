@@ -35,7 +35,7 @@ from flce.backends.contract import (
     RowOutputs,
     log_sum_exp,
 )
-from flce.backends.formulas import is_class
+from flce.backends.formulas import divergence_from_sums, is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
@@ -100,8 +100,7 @@ def forward(
     local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
     if problem.teacher is not None:
-        rows = Teacher.allocate_rows(selection.max_num_rows, outputs.normalizer, runtime.arena)
-        teacher = Teacher.from_problem(problem, rows)
+        teacher = Teacher.allocate(problem, selection.max_num_rows, outputs.normalizer, runtime.arena)
     context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
     context.local.merge_results(slice(0, selection.num_rows))
@@ -109,7 +108,7 @@ def forward(
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
-        _complete_divergence(context, teacher, plan)
+        _complete_divergence(context, teacher, plan, spec)
         divergence = selection.scatter(teacher.rows[DIVERGENCE].masked_fill(~valid[:, 0], 0.0))
         teacher_rows = selection.scatter(teacher.rows, 1)
     if candidates is not None:
@@ -127,12 +126,17 @@ def forward(
     return TokenResults(outputs, candidate_logprob, top_k_logprob, top_k_ids, divergence, teacher_rows)
 
 
-def _complete_divergence(context: PassContext, teacher: Teacher, plan: Plan) -> None:
+def _complete_divergence(context: PassContext, teacher: Teacher, plan: Plan, spec: LogprobSpec) -> None:
     """Complete the rows of the teacher from the statistics of this process: merge the statistics of all processes, and
     sum the terms of "jsd" in a second pass over the logits."""
-    assert teacher.spec.divergence is not None
-    context.local.merge_teacher(teacher.rows, teacher.spec.divergence)
-    if teacher.spec.divergence == "jsd":
+    assert spec.divergence is not None
+    assert teacher.sums is not None
+    assert context.local_out is not None
+    if spec.divergence != "jsd":
+        normalizers = context.local_out.normalizer, teacher.normalizer
+        teacher.rows[DIVERGENCE] = divergence_from_sums(teacher.sums, *normalizers, spec.divergence)
+    context.local.merge_teacher(teacher.rows, spec.divergence)
+    if spec.divergence == "jsd":
         teacher.is_normalized = True
         teacher.rows[DIVERGENCE:] = 0.0
         plan.schedule.forward(context)
@@ -178,7 +182,8 @@ def backward(
         ids = selection.take(candidates)
         candidate_upstream = candidate_upstream.where(is_class(ids, problem.vocab_size), 0.0)
         upstream = upstream._replace(candidate_logprob=candidate_upstream)
-    teacher = None if upstream.divergence is None else Teacher.from_problem(problem, saved.teacher_rows)
+    has_teacher = upstream.divergence is not None and saved.teacher_rows is not None
+    teacher = Teacher.from_problem(problem, saved.teacher_rows) if has_teacher else None  # type: ignore[arg-type]
     row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream, teacher), None
     if candidate_upstream is not None:
         candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
@@ -228,7 +233,9 @@ def _compute_row_gradient(
     if teacher is not None:
         assert upstream.divergence is not None
         factors[DIVERGENCE_FACTOR] += zero_ignored(upstream.divergence)
-        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * teacher.mean_weight
+        kind = logprob_spec(problem).divergence
+        assert kind is not None
+        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * teacher.mean_weight(kind)
     factors[SOFTMAX].masked_fill_(valid & ~is_class(target, problem.vocab_size), torch.nan)
     return factors
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flce.backends.contract import DIVERGENCE, MEAN_WEIGHT, TEACHER_SLOTS, TeacherCall
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec
-from flce.core.slices import slice_columns
+from flce.backends.contract import DIVERGENCE, LOG_SUM, MEAN_WEIGHT, SUM_SLOTS, TEACHER_SLOTS
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm
 from flce.engine.arena import Arena
 
 
@@ -19,36 +18,32 @@ class Teacher:
 
     Attributes:
         rows: (TEACHER_SLOTS, rows) of the selected tokens, see `TeacherCall.rows`.
+        sums: (SUM_SLOTS, rows), for the sums of a KL.
         is_normalized: True if `rows` has the normalizer of all classes.
     """
 
     term: LinearTerm
     bias: Tensor | None
-    spec: LogprobSpec
     rows: Tensor
+    sums: Tensor | None = None
     is_normalized: bool = False
 
     @staticmethod
-    def from_problem(p: LinearCrossEntropyProblem, rows: Tensor | None) -> Teacher | None:
-        """Return the teacher of a problem, or None without a teacher or without `rows`."""
-        if p.teacher is None or p.teacher_weight is None or rows is None:
-            return None
-        assert isinstance(p.spec, LogprobSpec)
-        return Teacher(LinearTerm(p.teacher, p.teacher_weight), p.teacher_bias, p.spec, rows)
+    def from_problem(p: LinearCrossEntropyProblem, rows: Tensor, sums: Tensor | None = None) -> Teacher:
+        assert p.teacher is not None
+        assert p.teacher_weight is not None
+        return Teacher(LinearTerm(p.teacher, p.teacher_weight), p.teacher_bias, rows, sums)
 
     @staticmethod
-    def allocate_rows(num_rows: int, like: Tensor, arena: Arena) -> Tensor:
-        return arena.new((TEACHER_SLOTS, num_rows), like.dtype, zero=True)
-
-    def call(self, tokens: slice) -> TeacherCall:
-        """Return the teacher of a call for some of the selected rows."""
-        spec, rows = self.spec, slice_columns(self.rows, tokens)
-        assert spec.divergence is not None
-        return TeacherCall(spec.teacher_spec, self.bias, rows, spec.divergence, spec.beta)
+    def allocate(p: LinearCrossEntropyProblem, num_rows: int, like: Tensor, arena: Arena) -> Teacher:
+        rows, sums = (arena.new((slots, num_rows), like.dtype, zero=True) for slots in (TEACHER_SLOTS, SUM_SLOTS))
+        return Teacher.from_problem(p, rows, sums)
 
     @property
-    def mean_weight(self) -> Tensor | float:
-        """The mean of the weights w of `Backend.divergence_gradient` under the student, (rows,) or a number."""
-        if self.spec.divergence == "forward_kl":
-            return -1.0
-        return self.rows[DIVERGENCE if self.spec.divergence == "reverse_kl" else MEAN_WEIGHT]
+    def normalizer(self) -> Tensor:
+        """(slots, rows)."""
+        return self.rows[: LOG_SUM + 1]
+
+    def mean_weight(self, kind: str) -> Tensor | float:
+        """Return the mean of the weights w of `Backend.divergence_gradient` under the student, (rows,) or a number."""
+        return -1.0 if kind == "forward_kl" else self.rows[DIVERGENCE if kind == "reverse_kl" else MEAN_WEIGHT]

@@ -207,9 +207,6 @@ class CountingBackend:
         if self.case.backend == "torch":
             self.add_scratch(eager.divergence_bytes(tiles[0], self.case.device_type))
 
-    def divergence_statistics(self, logits: Tensor, teacher_logits: Tensor, *args: Any) -> None:
-        self._compare(logits, teacher_logits)
-
     def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, *args: Any) -> None:
         self._compare(logits, teacher_logits)
 

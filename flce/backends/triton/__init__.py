@@ -181,7 +181,6 @@ class TritonBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
-    divergence_statistics = staticmethod(_replayed(divergence.divergence_statistics))
     divergence_sums = staticmethod(_replayed(divergence.divergence_sums))
     divergence_gradient = staticmethod(_replayed(divergence.divergence_gradient))
     row_gradient = staticmethod(_replayed(_row_gradient))
