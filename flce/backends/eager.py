@@ -266,10 +266,10 @@ def _add_cross_terms(
 ) -> None:
     z, t, _ = _transform_both(logits, teacher_logits, call, teacher)
     sums = teacher.rows
-    if call.tile.is_first:
-        sums.zero_()
-        sums[STUDENT_REFERENCE], sums[TEACHER_REFERENCE] = (x[:, 0].nan_to_num(0.0, 0.0, 0.0) for x in (z, t))
     reference = torch.where(largest == -torch.inf, 0.0, largest)
+    if call.tile.is_first:
+        sums[SUM_REFERENCE], sums[CROSS_SUM] = reference, 0.0
+        sums[STUDENT_REFERENCE], sums[TEACHER_REFERENCE] = (x[:, 0].nan_to_num(0.0, 0.0, 0.0) for x in (z, t))
     exps = ((t if teacher.kind == "forward_kl" else z) - reference[:, None]).exp_()
     difference = t.sub_(sums[TEACHER_REFERENCE][:, None]).sub_(z.sub_(sums[STUDENT_REFERENCE][:, None]))
     total = _weighted_sum(exps, difference)
