@@ -120,6 +120,8 @@ def linear_divergence(
     if teacher_topk is not None:
         if teacher_bias is not None or teacher_softcap is not None or teacher_logit_scale != 1.0:
             raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
+        if not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
+            raise TypeError(f"teacher_topk must be a pair of tensors, got {type(teacher_topk).__name__}")
         with renamed_errors(STUDENT_NAMES | {"candidates": "teacher_topk"}):
             out = linear_logprobs(
                 student, student_weight, target, candidates=teacher_topk[0], outputs=spec.stats,

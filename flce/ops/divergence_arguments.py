@@ -33,6 +33,8 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
+        if type(error) not in (TypeError, ValueError, RuntimeError):
+            raise  # an error of an allocation or a budget
         message = re.sub(r"\b(" + "|".join(names) + r")\b", lambda match: names[match[0]], str(error))
         raise type(error)(message) from None
 

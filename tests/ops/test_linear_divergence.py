@@ -17,6 +17,7 @@ from flce.engine import case
 from flce.testing.oracle import dense_logits
 from flce.testing.problem import relative_error
 from tests.hopper import logits_dtypes_on_a_gpu
+from tests.planning.test_plan import peak_on_cpu
 
 OUTPUTS = ("divergence", "logprob", "entropy")
 # Errors of results and of gradients against float64, relative to the norm.
@@ -345,6 +346,10 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         wrong(options=flce.ChunkOptions(logits_dtype=torch.bfloat16)),
     ),
     "dtype": (TypeError, "student and student_weight must have one", wrong(student_weight=torch.zeros(30, 8).double())),
+    "no pair": (
+        TypeError, "teacher_topk must be a pair of tensors, got Tensor",
+        wrong(teacher=None, teacher_weight=None, teacher_topk=torch.zeros(4, 2)),
+    ),
     "top k": (
         ValueError, "teacher_topk must be class indices and log-probabilities of the same shape",
         wrong(teacher=None, teacher_weight=None, teacher_topk=(torch.zeros(4, 2).long(), torch.zeros(4, 3))),
@@ -373,3 +378,65 @@ def test_bad_input(name: str) -> None:
 def test_temporary_memory_is_bounded() -> None:
     tile = torch.empty(4096, 4096, device="meta")
     assert 0 < divergence_bytes(tile, "cpu") <= 7 * (8 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [1024, 4096])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_errors_at_a_large_vocabulary(kind: str, hidden: int) -> None:
+    """1024 tokens, 128256 classes, a teacher within 1% of the student; gradients of the inputs against float64."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1024, hidden, device="cuda", generator=g).bfloat16()
+    w = (torch.randn(128256, hidden, device="cuda", generator=g) * 4 / hidden**0.5).bfloat16()
+    noise = [1 + 0.01 * torch.randn(t.shape, device="cuda", generator=g) for t in (x, w)]
+    teacher = [(t * factor).bfloat16() for t, factor in zip((x, w), noise, strict=True)]
+    x.requires_grad_()
+    out: Any = flce.linear_divergence(x, w.requires_grad_(), *teacher, kind=kind)
+    got, _ = torch.autograd.grad(out.divergence.sum(), (x, w))
+    for rows in torch.arange(1024, device="cuda").split(128):
+        leaf = x.detach()[rows].double().requires_grad_()
+        t = teacher[0][rows].double() @ teacher[1].double().T
+        expected = divergence_of(leaf @ w.detach().double().T, t, kind)
+        assert relative_error(out.divergence.detach()[rows], expected.detach()) <= 5e-3
+        assert relative_error(got[rows], torch.autograd.grad(expected.sum(), leaf)[0]) <= 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [None, 96 << 20])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_memory_is_as_planned(kind: str, budget: int | None) -> None:
+    n, hidden, vocab = 4096, 1024, 32000
+    options = flce.ChunkOptions(max_workspace_bytes=budget)
+    x, w, t, tw = (torch.randn(size, hidden, device="cuda", dtype=torch.bfloat16) for size in (n, vocab, n, vocab))
+    x, w = x.requires_grad_(), w.requires_grad_()
+
+    def step() -> None:
+        out: Any = flce.linear_divergence(x, w, t, tw, kind=kind, options=options)
+        out.divergence.sum().backward()
+
+    step()
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    workspace = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
+    plan = flce.plan(n, hidden, vocab, torch.bfloat16, teacher_hidden_size=hidden, options=options)
+    assert workspace <= plan.workspace_bytes + (2 << 20)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_memory_is_as_planned_on_a_cpu(kind: str, torch_backend: str) -> None:
+    n, hidden, vocab = 512, 32, 4000
+    options = flce.ChunkOptions(max_workspace_bytes=6 << 20)
+    x, w, t, tw = (torch.randn(size, hidden) for size in (n, vocab, n, vocab))
+    x, w = x.requires_grad_(), w.requires_grad_()
+
+    def step() -> None:
+        x.grad = w.grad = None
+        out: Any = flce.linear_divergence(x, w, t, tw, kind=kind, options=options)
+        out.divergence.sum().backward()
+
+    step()
+    plan = flce.plan(n, hidden, vocab, torch.float32, device="cpu", teacher_hidden_size=hidden, options=options)
+    assert peak_on_cpu(step) - x.nbytes - w.nbytes <= plan.workspace_bytes <= 6 << 20
