@@ -278,6 +278,7 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
         call = TileCall(inputs, spec, tile_classes, None, normalizer, row_gradient=row_gradient)
         yield partial(backend.divergence_sums, tile, tile, call, teacher, None if kind == "jsd" else vector)
         yield partial(backend.divergence_gradient, tile, tile, grad, call, teacher)
+        yield partial(backend.divergence_gradient, tile, tile, tile.view(dtype)[:, :cols], call, teacher)
 
 
 def slice_calls() -> Calls:

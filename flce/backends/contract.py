@@ -381,6 +381,7 @@ class Backend(Protocol):
         call: TileCall,
         factors: Tensor,
         count: Tensor | None,
+        scales: Callable[[], Tensor | None],
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
         exponentials and factors, from which the gradient is computed as in `exponentials`.
@@ -392,6 +393,8 @@ class Backend(Protocol):
                 piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
             factors: (2, rows) float32.
             count: () if all rows from this number on are ignored: their `exps` are not written.
+            scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
+                launched: an idle device then starts earlier.
         """
 
     def combine_rows(

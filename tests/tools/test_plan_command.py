@@ -28,6 +28,7 @@ from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
+from flce.huggingface.estimate.adapters import Lora
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -401,6 +402,33 @@ def test_a_divided_head(folder: Path) -> None:
     assert "V=1334 of each of 3 processes" in part["loss"]["plan"]
     output = run(*step, "--shards", "3")
     assert "the head divided over 3 processes, with the embedding: the memory of one" in " ".join(output.stdout.split())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_steps_with_adapters_measured_on_an_h100(number: int) -> None:
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    measured = json.loads((RESULTS / "lora-h100.json").read_text())
+    case = measured["cases"][number]
+    model_config = transformers.AutoConfig.for_model(**measured["configs"][case["model"]])
+    training = Training(case["batch"], lora=Lora(**case["lora"]), load_in_4bit=case["load_in_4bit"])
+    steps = TrainingMemory(model_config, training, resolve_device(torch.device("cuda"), "H100", None))
+    for result in case["steps"][1:3]:  # patched with checkpointing, stock without; the others take as long again
+        step = steps.step(case["sequence"], Variant(result["patched"], result["checkpointing"]))
+        assert step.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.01), result
+        assert step.fused == result["patched"]
+
+
+@pytest.mark.usefixtures("no_search")
+def test_adapters_of_a_command(folder: Path) -> None:
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    arguments = "--model", folder, "--lora", "4", "--lora-targets", "q_proj,lm_head", "--load-in-4bit"
+    found = json.loads(run(*arguments, "--json").stdout)
+    adapters = 2 * 4 * (64 + 64) + 4 * (64 + 4000)
+    assert found["training"]["trained_parameters"] == adapters
+    assert found["model"]["parameters"] == TrainingMemory(config(), Training(1), H200).num_parameters
+    assert [step["fused"] for step in found["steps"]] == [False, True, False, True]
+    shown = " ".join(run(*arguments).stdout.split())
+    assert "in 4 bits and bfloat16, LoRA of rank 4 (17,280 parameters), adamw" in shown
 
 
 def test_a_kind_of_device() -> None:

@@ -1,7 +1,6 @@
 """Kernels and launches for a divergence of a student from a teacher. `TritonBackend` launches them.
 
-A program of `divergence_sums_kernel` has one row of a tile, a program of `divergence_gradient_kernel` a part of a row.
-Both read the logits of both models once, and each thread reads whole vectors.
+A program has one row of a tile. It reads the logits of both models once, and each thread reads whole vectors.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def divergence_sums_kernel(
 def divergence_gradient_kernel(
     logits_ptr,  # (rows, cols) of the student, row stride logits_stride
     teacher_logits_ptr,  # (rows, cols), row stride teacher_logits_stride
-    grad_ptr,  # (rows, cols), row stride grad_stride; may be logits_ptr
+    grad_ptr,  # (rows, cols), row stride grad_stride; may be logits_ptr, also with NARROWING
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of this tile
     teacher_bias_ptr,  # (cols,) of this tile
@@ -189,21 +188,22 @@ def divergence_gradient_kernel(
     KIND: tl.constexpr,  # index into `problem.DIVERGENCES`
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
     HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
+    NARROWING: tl.constexpr,  # the gradient has fewer bytes than the logits in the same memory
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr += row * logits_stride
+    teacher_logits_ptr += row * teacher_logits_stride
+    grad_ptr += row * grad_stride
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    scale = tl.full((), scale, ACCUM)
+    cap = tl.full((), cap, ACCUM)
+    teacher_scale = tl.full((), teacher_scale, ACCUM)
+    teacher_cap = tl.full((), teacher_cap, ACCUM)
     beta = tl.full((), beta, ACCUM)
-    z, t, jacobian = _load_both(
-        logits_ptr + row * logits_stride, teacher_logits_ptr + row * teacher_logits_stride, bias_ptr, teacher_bias_ptr,
-        columns, cols, accessible_cols, tl.full((), scale, ACCUM), tl.full((), cap, ACCUM),
-        tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM), ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
-        HAS_TEACHER_SCALE, HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
-    )  # fmt: skip
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
     teacher_offset, teacher_log_sum = load_normalizer(teacher_rows_ptr, teacher_rows_stride, row, None)
     softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
@@ -211,49 +211,53 @@ def divergence_gradient_kernel(
     )
     divergence_factor = tl.load(row_gradient_ptr + _DIVERGENCE_FACTOR * row_gradient_stride + row)
     target = tl.load(target_ptr + row)
-    s = (z - offset) - log_sum
-    t = (t - teacher_offset) - teacher_log_sum
-    p = tl.exp2(s * LOG2_E)
-    factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
-    if KIND == _FORWARD:
-        term = factor * p - divergence_factor * tl.exp2(t * LOG2_E)
-    else:
-        weight = s - t
-        if KIND == _JSD:
-            weight, _teacher_term = _mixture_logprobs(s, t, beta)
-            weight *= 1.0 - beta
-        term = tl.where(p > 0.0, (factor + divergence_factor * weight) * p, 0.0)
-    grad = logit_gradient(term, columns == target - column_start, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
-    grad = tl.where((target != ignore_index) & (columns < cols), grad, 0.0)
-    grad_ptr += row * grad_stride
-    tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < accessible_cols)
+    for start in range(0, cols, BLOCK):  # in ascending order: see NARROWING
+        columns = start + tl.arange(0, BLOCK)
+        z, t, jacobian = _load_both(
+            logits_ptr, teacher_logits_ptr, bias_ptr, teacher_bias_ptr, columns, cols, accessible_cols, scale, cap,
+            teacher_scale, teacher_cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP, HAS_TEACHER_SCALE, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SOFTCAP,
+        )  # fmt: skip
+        s = (z - offset) - log_sum
+        t = (t - teacher_offset) - teacher_log_sum
+        p = tl.exp2(s * LOG2_E)
+        factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
+        if KIND == _FORWARD:
+            term = factor * p - divergence_factor * tl.exp2(t * LOG2_E)
+        else:
+            weight = s - t
+            if KIND == _JSD:
+                weight, _teacher_term = _mixture_logprobs(s, t, beta)
+                weight *= 1.0 - beta
+            term = tl.where(p > 0.0, (factor + divergence_factor * weight) * p, 0.0)
+        is_target = columns == target - column_start
+        grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
+        grad = tl.where((target != ignore_index) & (columns < cols), grad, 0.0)
+        if NARROWING:
+            tl.debug_barrier()
+        tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < accessible_cols)
 
 
 def divergence_sums(
     logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor | None
 ) -> Iterator[Launch]:
-    grid = (len(logits),)
-    yield _launch(divergence_sums_kernel, grid, logits, teacher_logits, call, teacher, largest=largest)
+    yield _launch(divergence_sums_kernel, logits, teacher_logits, call, teacher, {}, largest=largest)
 
 
 def divergence_gradient(
     logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
 ) -> Iterator[Launch]:
-    grid = len(logits), triton.cdiv(call.tile.accessible_cols, _block(logits))
-    yield _launch(divergence_gradient_kernel, grid, logits, teacher_logits, call, teacher, grad=grad)
-
-
-def _block(logits: Tensor) -> int:
-    return WARP * WARPS * PARTS * (VECTOR_BYTES // logits.element_size())
+    narrowing = {"NARROWING": grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr()}
+    yield _launch(divergence_gradient_kernel, logits, teacher_logits, call, teacher, narrowing, grad=grad)
 
 
 def _launch(
     kernel: object,
-    grid: tuple[int, ...],
     logits: Tensor,
     teacher_logits: Tensor,
     call: TileCall,
     teacher: TeacherCall,
+    flags: dict[str, bool],
     **others: Tensor | None,
 ) -> Launch:
     options = {
@@ -261,12 +265,13 @@ def _launch(
         "KIND": DIVERGENCES.index(teacher.kind),
         "HAS_TEACHER_SCALE": teacher.spec.scale != 1.0,
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
-        "BLOCK": _block(logits),
+        "BLOCK": WARP * WARPS * PARTS * (VECTOR_BYTES // logits.element_size()),
+        **flags,
         **thread_options(logits.device, WARPS),
         **overlap_options(logits.device),
     }
     return build_launch(
-        kernel, grid, call, options, logits=logits, teacher_logits=teacher_logits, teacher_rows=teacher.rows,
+        kernel, (len(logits),), call, options, logits=logits, teacher_logits=teacher_logits, teacher_rows=teacher.rows,
         teacher_bias=teacher.tile_call(call).inputs.tile_bias(call.tile), teacher_scale=teacher.spec.scale,
         teacher_cap=teacher.spec.cap, beta=teacher.beta, **others,
     )  # fmt: skip
