@@ -57,6 +57,8 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
             (*MODEL, ".", "--gpus", "4", "--sharding", "fsdp", "--shards", "2"),
             "flce plan does not support both at once",
         ),
+        ((*LARGE, "--tp", "2"), "--tp': needs --model"),
+        ((*MODEL, ".", "--tp", "2", "--shards", "2"), "give --tp without --sharding and --shards"),
         ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
         ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (

@@ -23,10 +23,10 @@ from flce.huggingface.estimate.adapters import Lora, add_adapters, quantize_line
 from flce.huggingface.estimate.language_model import (
     StepInputs,
     format_in_one_line,
-    make_model,
     max_positions,
     shard_config,
 )
+from flce.huggingface.estimate.parallelism import Parallelism
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -99,6 +99,7 @@ class Training:
     lora: Lora | None = None
     load_in_4bit: bool = False
     """True if the frozen linear layers except the head are stored in 4 bits. Needs `lora`."""
+    parallel: Parallelism = field(default_factory=Parallelism)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class TrainingMemory:
         self.training, self.device, self.config = training, device, config
         with _without_warnings():
             process_config = shard_config(config, training.shards) if training.shards > 1 else config
-            self.model: Any = make_model(process_config, training.dtype)
+            self.model: Any = training.parallel.make_model(process_config, training.dtype)
             self.num_parameters = sum(p.numel() for p in self.model.parameters())
             """Without adapters."""
             if training.load_in_4bit:
@@ -182,7 +183,7 @@ class TrainingMemory:
         """Sentences about missing features of the model, and about additional and omitted inputs of a step."""
         kind = type(self.model).__name__
         missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
-        return [*self.inputs.remarks, *missing_features]
+        return [*self.inputs.remarks, *missing_features, *self.training.parallel.remarks]
 
     @property
     def head_shape(self) -> tuple[int, int]:
@@ -199,7 +200,7 @@ class TrainingMemory:
         if key not in self._step_cache:
             try:
                 with _without_warnings(), self._apply_variant(variant):
-                    self._step_cache[key] = self._rehearse(length)
+                    self._step_cache[key] = self._rehearse(self.training.parallel.local_length(length))
             except BudgetError:
                 raise
             except Exception as error:  # the model's code may raise any exception
@@ -253,8 +254,12 @@ class TrainingMemory:
             # Autograd runs backward without function modes, so the recomputation enters a separate one.
             arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._checkpoint_contexts}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        gathered = (
+            contextlib.nullcontext() if variant.patched else self.training.parallel.gathered_logits(model, self.config)
+        )
         try:
-            yield
+            with gathered:
+                yield
         finally:
             if variant.checkpointing:
                 model.gradient_checkpointing_disable()

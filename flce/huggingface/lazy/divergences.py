@@ -19,6 +19,7 @@ def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
     """Subtract the log-probabilities of two models. The student is the model that requires a gradient."""
     forms = state.normal_form, other.normal_form
     require_lazy(forms[0].is_logprob and forms[1].is_logprob)
+    require_lazy(state.division is None and other.division is None)
     require_lazy((state.shape, state.device, state.dtype) == (other.shape, other.device, other.dtype))
     student, teacher, sign = (other, state, -1.0) if other.requires_grad else (state, other, 1.0)
     require_lazy(not (teacher.requires_grad and torch.is_grad_enabled()))
@@ -58,6 +59,7 @@ def divergence(student: LazyState, teacher: LazyState, **spec: Any) -> Tensor:
         assert values is not None
         return values
 
+    require_lazy(student.division is None and teacher.division is None)
     require_lazy(len(teacher.terms) == 1 and not (student.normal_form.has_divisor or teacher.normal_form.has_divisor))
     target, options = spec.pop("target", None), spec.pop("options", student.token_options)
     student.note_values()

@@ -45,6 +45,7 @@ NOTE = (
 # Options of a training step. The plan of a loss alone does not have them.
 STEP_OPTIONS = (
     *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
+    *("tp", "cp", "pp"),
     *("lora", "lora_targets", "load_in_4bit"),
 )
 # Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
@@ -94,6 +95,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each layer (tensor parallelism).")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each sequence (context parallelism).")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Number of pipeline stages. Memory is printed for the last one.")] = 1,
     lora: Annotated[
         int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
     ] = None,
@@ -115,6 +119,7 @@ def plan(
 
     import flce
     from flce.huggingface.estimate.adapters import Lora
+    from flce.huggingface.estimate.parallelism import Parallelism
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import kind_text, resolve_device
@@ -130,11 +135,15 @@ def plan(
         raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
     if sharding is not None and shards is not None:
         raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
+    if tp > 1 and (sharding is not None or shards is not None):
+        raise typer.BadParameter("give --tp without --sharding and --shards: flce plan does not support both at once")
     if lora is None and (lora_targets is not None or load_in_4bit):
         option = "--load-in-4bit" if load_in_4bit else "--lora-targets"
         raise usage_error(option, "needs --lora: give a rank, such as 16")
-    if lora is not None and (sharding is not None or shards is not None):
-        raise usage_error("--lora", "plans a step on one GPU: leave out --gpus, --sharding and --shards")
+    if lora is not None and (sharding is not None or shards is not None or max(tp, cp, pp) > 1):
+        raise usage_error(
+            "--lora", "plans a step on one GPU: leave out --gpus, --sharding, --shards, --tp, --cp and --pp"
+        )
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -146,7 +155,8 @@ def plan(
         raise usage_error("--gpu-memory", f"is needed: flce has no memory size for a {device_kind}")
     budget_bytes = parse_option("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=budget_bytes) if budget_bytes is not None else None
-    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
+    divided_head = tp if tp > 1 else shards
+    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": divided_head}
     plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **settings)
     result: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
@@ -157,7 +167,8 @@ def plan(
         step_settings = optimizer.value, frozen_head, accumulation, options, shards or 1
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
         adapters = None if lora is None else Lora(lora, lora_targets)
-        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit)
+        parallel = Parallelism(tp, cp, pp)
+        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit, parallel)
         result |= _plan_steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
         print_json(result)
@@ -176,8 +187,10 @@ def _plan_loss(
     plan_loss: Callable[..., ChunkPlan],
     weight_grad: bool,
     shards: int | None,
+    gathers_logits: bool = False,
 ) -> dict[str, Any]:
-    """Return the plan of the loss alone. If the head is divided: of the process with the most classes."""
+    """Return the plan of the loss alone. If the head is divided: of the process with the most classes.
+    ``gathers_logits``: True if stock then has the logits of all classes."""
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
     from flce.planning.search import BudgetError
 
@@ -194,7 +207,9 @@ def _plan_loss(
         "hidden_size": hidden,
         "vocab_size": vocab,
         "shards": shards,
-        "stock_bytes": stock_loss_bytes(tokens, hidden, planned.case.vocab_size, dtype, weight_grad),
+        "stock_bytes": stock_loss_bytes(
+            tokens, hidden, vocab if gathers_logits else planned.case.vocab_size, dtype, weight_grad
+        ),
         "flce_bytes": planned.workspace_bytes,
         "collectives": [asdict(each) for each in planned.collectives],
         "plan": str(planned),
@@ -234,12 +249,13 @@ def _plan_steps(
         num_tokens = seq_len * training.batch_size
         raise usage_error("--seq-len", f"expected at most {MAX_TOKENS:,} tokens in a step, got {num_tokens:,}")
     vocab, hidden = measured.head_shape
-    if training.shards > 1:
+    parallel = training.parallel
+    shards = max(training.shards, parallel.tensor)
+    if shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
-    sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _plan_loss(
-        sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None
-    )
+    sizes = training.batch_size * parallel.local_length(seq_len), hidden, vocab
+    settings = not training.frozen_head, shards if shards > 1 else None, parallel.tensor > 1
+    loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     begin = time.monotonic()
@@ -281,6 +297,7 @@ def _plan_steps(
             "load_in_4bit": training.load_in_4bit,
             "sharding": None if training.sharding is None else training.sharding.kind,
             "gpus": 1 if training.sharding is None else training.sharding.gpus,
+            "parallel": asdict(parallel),
         },
         "loss": loss,
         "steps": steps,
@@ -316,6 +333,9 @@ def _print_plan(result: dict[str, Any]) -> None:
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
     if training["sharding"]:
         batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
+    sizes = [f"{size} GPUs of {name} parallelism" for name, size in training["parallel"].items() if size > 1]
+    if sizes:
+        batch += f", divided over {', '.join(sizes)}: the memory of a GPU of the last stage"
     model = result["model"]
     console.print(
         f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, "
