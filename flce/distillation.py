@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,51 +13,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import LEAST_LOGPROB
-from flce.core.numbers import check_bool
+from flce.backends.formulas import divergence_terms
+from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
-from flce.core.problem import DIVERGENCE_RESULTS, LinearDivergenceOutput, LogprobSpec
+from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LogprobSpec
 from flce.functional import DEFAULT_OPTIONS, linear_logprobs, make_linear_problem
-from flce.ops.arguments import check_tensors, shift_target
-from flce.ops.divergence_arguments import (
-    STUDENT_NAMES,
-    check_divergence_arguments,
-    divergence_spec,
-    renamed_errors,
-)
+from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors, shift_target
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 
 
 def linear_divergence(
-    student: Tensor,
-    student_weight: Tensor,
-    teacher: Tensor | None = None,
-    teacher_weight: Tensor | None = None,
-    *,
-    kind: str = "forward_kl",
-    beta: float | None = None,
-    temperature: float = 1.0,
-    target: Tensor | None = None,
-    ignore_index: int | None = -100,
-    shift: int = 0,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    student_softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    student_logit_scale: float = 1.0,
-    teacher_logit_scale: float = 1.0,
-    student_adapters: Sequence[tuple[Tensor, Tensor]] = (),
-    teacher_topk: tuple[Tensor, Tensor] | None = None,
-    outputs: Sequence[str] = ("divergence",),
-    options: ChunkOptions | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    vocab_size: int | None = None,
-    sequence_parallel: bool = False,
-) -> LinearDivergenceOutput:
+    student: Tensor, student_weight: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None, *,
+    kind: str = "forward_kl", beta: float | None = None, temperature: float = 1.0, target: Tensor | None = None,
+    ignore_index: int | None = -100, shift: int = 0, student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, student_softcap: float | None = None, teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
+    student_adapters: Sequence[tuple[Tensor, Tensor]] = (), teacher_topk: tuple[Tensor, Tensor] | None = None,
+    outputs: Sequence[str] = ("divergence",), options: ChunkOptions | None = None,
+    process_group: dist.ProcessGroup | None = None, vocab_size: int | None = None, sequence_parallel: bool = False,
+) -> LinearDivergenceOutput:  # fmt: skip
     """Compute the divergence of each token between the predicted distributions of a student and a teacher.
 
-    Neither the logits of the student nor the logits of the teacher are stored in memory. With p and q the probabilities
-    of the student and the teacher over all classes, and m = (1 - beta) p + beta q:
+    No logits are stored in memory. With p and q the probabilities of the student and the teacher over all classes, and
+    m = (1 - beta) p + beta q:
 
         forward_kl = sum of q log(q / p)        reverse_kl = sum of p log(p / q)
         jsd = beta * sum of q log(q / m) + (1 - beta) * sum of p log(p / m)
@@ -69,18 +49,16 @@ def linear_divergence(
         student: (..., H) hidden states of the student; float16, bfloat16, float32 or float64.
         student_weight: (V, H) weight of the student's head, in the dtype of `student`. Autocast applies as to
             `torch.nn.functional.linear`.
-        teacher: (..., H_t) hidden states of the teacher, of the same tokens. H_t and the dtype may differ from the
-            student's.
-        teacher_weight: (V, H_t) weight of the teacher's head, in the dtype of `teacher`. The classes are the classes of
-            `student_weight`.
+        teacher, teacher_weight: (..., H_t) and (V, H_t), hidden states and head of the teacher, of the same tokens and
+            classes. H_t and the dtype may differ from the student's.
         kind: the divergence.
         beta: weight of the teacher in the mixture of "jsd", from 0 to 1; None: 0.5. As in TRL, 0 is "forward_kl", and 1
             is "reverse_kl".
         temperature: divides the logits of student and teacher after softcap, > 0. The divergence is not multiplied by
             ``temperature**2``.
-        target: (...) class indices, int64 or int32. Positions equal to `ignore_index` have no results and no gradients.
-            None: all positions count.
-        ignore_index, shift: as in `linear_logprobs`.
+        target: (...) class indices. Positions equal to `ignore_index` have no results and no gradients. None: all
+            positions count.
+        ignore_index, shift, options: as in `linear_logprobs`.
         student_bias, teacher_bias: (V,) biases of the heads.
         student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale, student_adapters: as `softcap`,
             `logit_scale` and `adapters` in `fused_linear_cross_entropy`.
@@ -89,7 +67,6 @@ def linear_divergence(
             rest. -1 and -inf are an empty entry. `temperature` divides only the student's logits. Not supported with
             `teacher_bias`, `teacher_softcap` and `teacher_logit_scale`.
         outputs: any of "divergence", "logprob" (needs `target`) and "entropy". The last two are of the student.
-        options: as in `linear_logprobs`.
         process_group, vocab_size, sequence_parallel: as in `linear_logprobs`. Each process has a slice of the classes
             of both heads. With `sequence_parallel`, `student` and `teacher` are the shares of this process.
 
@@ -107,71 +84,117 @@ def linear_divergence(
         >>> teacher, teacher_W = torch.randn(2, 6, 32), torch.randn(100, 32)
         >>> linear_divergence(h, W, teacher, teacher_W, kind="jsd", beta=0.1).divergence.mean().backward()
     """
-    ignore_index = -100 if ignore_index is None or target is None else ignore_index
-    softcaps, scales = (student_softcap, teacher_softcap), (student_logit_scale, teacher_logit_scale)
-    spec = divergence_spec(kind, beta, outputs, temperature, ignore_index, softcaps, scales)
-    if (teacher is None) == (teacher_topk is None) or (teacher is None) != (teacher_weight is None):
-        given = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_topk": teacher_topk}
-        names = [name for name, value in given.items() if value is not None]
+    kind, beta = _check_kind(kind, beta)
+    if isinstance(outputs, str) or not set(outputs) <= set(DIVERGENCE_RESULTS):
+        raise ValueError(f"outputs must be names out of {DIVERGENCE_RESULTS}, got {outputs!r}")
+    teachers = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_topk": teacher_topk}
+    given = [name for name, value in teachers.items() if value is not None]
+    if given not in (["teacher", "teacher_weight"], ["teacher_topk"]):
         raise ValueError(
-            f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(names) or 'none'}"
+            f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(given) or 'none'}"
         )
-    sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
+    with _renamed_errors("teacher"):
+        teacher_spec = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
+    arguments = {
+        "outputs": [name for name in outputs if name != "divergence"], "linear_bias": student_bias,
+        "adapters": student_adapters, "temperature": temperature, "softcap": student_softcap,
+        "logit_scale": student_logit_scale, "ignore_index": ignore_index, "shift": shift, "options": options,
+    }  # fmt: skip
+    group = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
     if teacher_topk is not None:
-        if teacher_bias is not None or teacher_softcap is not None or teacher_logit_scale != 1.0:
+        if teacher_bias is not None or teacher_spec != LogprobSpec():
             raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
         if not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
             raise TypeError(f"teacher_topk must be a pair of tensors, got {type(teacher_topk).__name__}")
-        with renamed_errors(STUDENT_NAMES | {"candidates": "teacher_topk"}):
+        ids, logprob = teacher_topk
+        with _renamed_errors("student"):
             out = linear_logprobs(
-                student, student_weight, target, candidates=teacher_topk[0], outputs=spec.stats,
-                linear_bias=student_bias, adapters=student_adapters, temperature=temperature, softcap=student_softcap,
-                logit_scale=student_logit_scale, ignore_index=ignore_index, shift=shift, options=options,
-                process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
-            )  # fmt: skip
-        divergence = None
-        if "divergence" in outputs:
-            divergence = _topk_divergence(out.candidate_logprob, teacher_topk, spec)
-            if target is not None:
-                divergence = divergence.where(shift_target(target, shift, ignore_index) != ignore_index, 0.0)
-        return LinearDivergenceOutput(divergence, out.logprob, out.entropy)
+                student, student_weight, target, candidates=ids, **arguments, **group._asdict()  # type: ignore[arg-type]
+            )
+        assert out.candidate_logprob is not None
+        check_tensors({"student": student, "teacher_topk[1]": logprob})
+        if logprob.shape != out.candidate_logprob.shape:
+            raise ValueError(
+                "teacher_topk must be class indices and log-probabilities of the same shape, (..., K) for the tokens "
+                f"of student, got {tuple(ids.shape)} and {tuple(logprob.shape)}"
+            )
+        logprob = logprob.detach().masked_fill(ids < 0, -torch.inf)
+        divergence = _divergence_of_classes(out.candidate_logprob, logprob, kind, beta, tail=True)
+        if target is not None and ignore_index is not None:
+            divergence = divergence.where(shift_target(target, shift, ignore_index) != ignore_index, 0.0)
+        return LinearDivergenceOutput(divergence if "divergence" in outputs else None, out.logprob, out.entropy)
     assert teacher is not None
     assert teacher_weight is not None
-    own, other = check_divergence_arguments(
-        (student, student_weight, student_bias, student_adapters), (teacher, teacher_weight, teacher_bias), target,
-        shift, options, spec, sharded_head,
-    )  # fmt: skip
-    if "divergence" not in outputs:
-        spec = replace(spec, divergence=None)
-    problem = make_linear_problem(own, spec)
-    if spec.divergence is not None:
-        problem = replace(
-            problem,
-            teacher=other.input.reshape(-1, other.input.shape[-1]),
-            teacher_weight=other.linear_weight,
-            teacher_bias=None if other.linear_bias is None else other.linear_bias.contiguous(),
+    _check_sizes(student, student_weight, teacher, teacher_weight)
+    with _renamed_errors("student"):
+        own, spec, _, inverse_temperature = check_logprob_arguments(
+            student, student_weight, target, candidates=None, top_k=0, sharded_head=group, **arguments  # type: ignore[arg-type]
         )
+    if inverse_temperature is not None:
+        raise ValueError("temperature must be one number for all tokens, got a tensor with one for each")
+    with _renamed_errors("teacher"):
+        bias = None if teacher_bias is None else teacher_bias.detach()
+        other = check_linear_arguments(
+            teacher.detach(), teacher_weight.detach(), own.target, bias, (), None, None, None, own.shift, options,
+            teacher_spec, group,
+        )  # fmt: skip
+    problem = make_linear_problem(own, spec)
+    if "divergence" in outputs:
+        softcap, scale = teacher_spec.softcap, teacher_spec.logit_scale
+        problem = replace(
+            problem, teacher=other.input.reshape(-1, other.input.shape[-1]), teacher_weight=other.linear_weight,
+            teacher_bias=None if other.linear_bias is None else other.linear_bias.contiguous(),
+            spec=replace(spec, divergence=kind, beta=beta, teacher_softcap=softcap, teacher_logit_scale=scale),
+        )  # fmt: skip
     results = run_linear_logprobs(problem, None, options or DEFAULT_OPTIONS)
     values = (results[name] for name in DIVERGENCE_RESULTS)
     return LinearDivergenceOutput(*(None if x is None else x.reshape(own.input.shape[:-1]) for x in values))
 
 
-def _topk_divergence(
-    candidate_logprob: Tensor | None, teacher_topk: tuple[Tensor, Tensor], spec: LogprobSpec
-) -> Tensor:
-    """Return the divergences from the teacher's most probable classes, whose log-probabilities for the student are
-    given."""
-    ids, teacher_logprob = teacher_topk
-    assert candidate_logprob is not None
-    check_tensors({"student": candidate_logprob, "teacher_topk[1]": teacher_logprob})
-    if teacher_logprob.shape != candidate_logprob.shape:
+def _check_kind(kind: str, beta: float | None) -> tuple[str, float]:
+    """Return the kind and the weight of the teacher in the mixture."""
+    if kind not in DIVERGENCES:
+        raise ValueError(f"kind must be one of {DIVERGENCES}, got {kind!r}")
+    if beta is not None and kind != "jsd":
+        raise ValueError(f"beta needs kind='jsd', got beta={beta!r} with kind={kind!r}")
+    weight = 0.5 if beta is None else check_float("beta", beta)
+    if not 0.0 <= weight <= 1.0:
+        raise ValueError(f"beta must be in [0, 1], got {weight}")
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(weight, kind), weight
+
+
+def _check_sizes(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> None:
+    tensors = {"student": student, "student_weight": student_weight, "teacher": teacher}
+    check_tensors({**tensors, "teacher_weight": teacher_weight})
+    if student.shape[:-1] != teacher.shape[:-1]:
         raise ValueError(
-            "teacher_topk must be class indices and log-probabilities of the same shape, (..., K) for the tokens of "
-            f"student, got {tuple(ids.shape)} and {tuple(teacher_logprob.shape)}"
+            "student and teacher must have the same tokens, (..., H) with any H, got "
+            f"{tuple(student.shape)} and {tuple(teacher.shape)}"
         )
-    teacher_logprob = teacher_logprob.detach().masked_fill(ids < 0, -torch.inf)
-    assert spec.divergence is not None
-    return _divergence_of_classes(candidate_logprob, teacher_logprob, spec.divergence, spec.beta, True)
+    if student_weight.shape[:1] != teacher_weight.shape[:1]:
+        sizes = len(student_weight), len(teacher_weight)
+        larger = ("student_weight", "teacher_weight")[sizes[1] > sizes[0]]
+        raise ValueError(
+            f"student_weight and teacher_weight must have the same number of classes V, got {sizes[0]} and {sizes[1]}. "
+            f"If the additional classes are padding, give {larger}[:{min(sizes)}]"
+        )
+
+
+@contextlib.contextmanager
+def _renamed_errors(model: str) -> Iterator[None]:
+    """Replace the arguments of `linear_logprobs` in messages by the arguments of `linear_divergence`."""
+    names = {"input": model, "candidates": "teacher_topk", "linear_logprobs": "linear_divergence"}
+    names |= {name: f"{model}_{name.removeprefix('linear_')}" for name in _NAMES_OF_HEADS}
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if type(error) not in (TypeError, ValueError, RuntimeError):
+            raise  # an error of an allocation or a budget
+        message = re.sub(r"\b(" + "|".join(names) + r")\b", lambda match: names[match[0]], str(error))
+        raise type(error)(message) from None
+
+
+_NAMES_OF_HEADS = ("linear_weight", "linear_bias", "adapters", "softcap", "logit_scale")
 
 
 def topk_kl(
@@ -208,8 +231,7 @@ def topk_kl(
         )
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction must be 'forward' or 'reverse', got {direction!r}")
-    kind = "forward_kl" if direction == "forward" else "reverse_kl"
-    return _divergence_of_classes(candidate_logprob, teacher_logprob, kind, 0.5, tail)
+    return _divergence_of_classes(candidate_logprob, teacher_logprob, f"{direction}_kl", 0.5, tail)
 
 
 def _divergence_of_classes(student: Tensor, teacher: Tensor, kind: str, beta: float, tail: bool) -> Tensor:
@@ -218,23 +240,14 @@ def _divergence_of_classes(student: Tensor, teacher: Tensor, kind: str, beta: fl
     student, teacher: (..., K) log-probabilities; -inf for empty entries of the teacher.
     """
     present = teacher > -torch.inf
-    student, teacher = (t.to(student.dtype).masked_fill(~present, 0.0) for t in (student, teacher))
+    models = [t.to(student.dtype).masked_fill(~present, 0.0) for t in (student, teacher)]  # equal: they add 0
     if tail:
         # The clamp avoids log(0): a sum of rounded probabilities may reach 1.
-        least = torch.finfo(student.dtype).eps
-        student, teacher = (
-            torch.cat((t, (1.0 - (t.exp() * present).sum(-1, keepdim=True).clamp(max=1.0 - least)).log()), -1)
-            for t in (student, teacher)
-        )
-        present = torch.nn.functional.pad(present, (0, 1), value=True)
-
-    def relative_entropy(p: Tensor, q: Tensor) -> Tensor:
+        most = 1.0 - torch.finfo(student.dtype).eps
+        rests = [(1.0 - (t.exp() * present).sum(-1, keepdim=True).clamp(max=most)).log() for t in models]
+        models = [torch.cat(each, -1) for each in zip(models, rests, strict=True)]
+    if kind != "forward_kl":
         # The clamp avoids 0 * -inf = NaN for classes to which the student gives probability 0.
-        return (p.exp() * (p.clamp(min=LEAST_LOGPROB) - q)).masked_fill(~present, 0.0).sum(-1)
-
-    if kind == "forward_kl":
-        return relative_entropy(teacher, student)
-    if kind == "reverse_kl":
-        return relative_entropy(student, teacher)
-    mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-    return beta * relative_entropy(teacher, mixture) + (1.0 - beta) * relative_entropy(student, mixture)
+        models[0] = models[0].clamp(min=LEAST_LOGPROB)
+    student_terms, teacher_terms = divergence_terms(*models, kind, beta)
+    return student_terms + teacher_terms

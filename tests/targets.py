@@ -33,16 +33,16 @@ from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
     DIVERGENCE_GRADIENT_SLOTS,
+    DIVERGENCE_SLOTS,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
     LOSS_GRADIENT_SLOTS,
     NORMALIZER_SLOTS,
     ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
-    TEACHER_SLOTS,
     RowInputs,
     RowOutputs,
-    TeacherCall,
+    Teacher,
     TileCall,
     TileClasses,
 )
@@ -266,19 +266,17 @@ def operator_calls(case: Case) -> Calls:
 def divergence_calls(dtype: torch.dtype) -> Calls:
     """Yield the operations on tiles of a student and a teacher, of the first and of later classes."""
     backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
-    tile, grad, vector = _padded(cols, accum), _padded(cols, dtype), _new(ROWS, dtype=accum)
-    normalizer, rows = _new(NORMALIZER_SLOTS, ROWS, dtype=accum), _new(TEACHER_SLOTS, ROWS, dtype=accum)
+    tile, grad, rows = _padded(cols, accum), _padded(cols, dtype), _new(DIVERGENCE_SLOTS, ROWS, dtype=accum)
     row_gradient = _new(DIVERGENCE_GRADIENT_SLOTS, ROWS, dtype=accum)
     for kind, softcap in itertools.product(DIVERGENCES, (None, 5.0)):
         bias = None if softcap is None else _new(3 * cols, dtype=accum)
         spec = LogprobSpec(softcap=softcap, divergence=kind, teacher_softcap=softcap)
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
-        teacher = TeacherCall(spec.teacher_spec, bias, rows, kind, 0.5)
+        teacher = Teacher(tile, tile, bias, spec.teacher_spec, kind, 0.5, rows)
         tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
-        call = TileCall(inputs, spec, tile_classes, None, normalizer, row_gradient=row_gradient)
-        yield partial(backend.divergence_sums, tile, tile, call, teacher, None if kind == "jsd" else vector)
-        yield partial(backend.divergence_gradient, tile, tile, grad, call, teacher)
-        yield partial(backend.divergence_gradient, tile, tile, tile.view(dtype)[:, :cols], call, teacher)
+        call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
+        for memory in (None, grad, tile.view(dtype)[:, :cols]):
+            yield partial(backend.divergence, tile, tile, call, teacher, memory)
 
 
 def slice_calls() -> Calls:

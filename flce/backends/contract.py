@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LogprobSpec, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
@@ -50,13 +50,11 @@ LEAST_LOGPROB = -1e4
 DIVERGENCE_GRADIENT_SLOTS = ROW_GRADIENT_SLOTS + 1
 DIVERGENCE_FACTOR = ROW_GRADIENT_SLOTS
 
-# Slots of `TeacherCall.rows`: the normalizer of the teacher's logits, the divergence, and for "jsd" the mean of the
-# weights w of `Backend.divergence_gradient` under the student. While a KL is summed, they are other numbers: the
-# exponents' reference, the sum, and the first logit of each model, to which differences are relative.
-TEACHER_SLOTS = NORMALIZER_SLOTS + 2
-DIVERGENCE, MEAN_WEIGHT = range(NORMALIZER_SLOTS, TEACHER_SLOTS)
-SUM_SLOTS = 4
-SUM_REFERENCE, CROSS_SUM, STUDENT_REFERENCE, TEACHER_REFERENCE = range(SUM_SLOTS)
+# Slots of `Teacher.rows`: the normalizers of teacher and student, the divergence, and the mean under the student of the
+# weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials, and
+# DIVERGENCE is the sum of probabilities times differences of logits, all relative to the largest logits so far.
+TEACHER, STUDENT = 0, NORMALIZER_SLOTS
+DIVERGENCE, MEAN_WEIGHT, DIVERGENCE_SLOTS = range(2 * NORMALIZER_SLOTS, 2 * NORMALIZER_SLOTS + 3)
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -271,17 +269,30 @@ class TileCall(NamedTuple):
         )
 
 
-class TeacherCall(NamedTuple):
-    """The teacher of a call of a divergence, for the rows and the classes of a tile."""
+class Teacher(NamedTuple):
+    """The teacher of a divergence. Its logits are ``input @ weight.T + bias``, of the classes of this process."""
 
-    spec: LossSpec  # softcap, scale and temperature of the teacher's logits
+    input: Tensor  # (N, H_t)
+    weight: Tensor  # (V, H_t)
     bias: Tensor | None  # (V,)
-    rows: Tensor  # (TEACHER_SLOTS, rows)
+    spec: LossSpec  # softcap, scale and temperature
     kind: str  # one of `problem.DIVERGENCES`
     beta: float
+    rows: Tensor  # (DIVERGENCE_SLOTS, rows) of the selected tokens
 
-    def select_rows(self, part: slice) -> TeacherCall:
-        return self._replace(rows=self.rows[:, part])
+    @staticmethod
+    def from_problem(p: LinearCrossEntropyProblem, rows: Tensor, kind: str | None = None) -> Teacher:
+        """`kind` replaces the kind of the problem: the normalizers for "jsd" are statistics of another kind."""
+        assert isinstance(p.spec, LogprobSpec)
+        assert p.teacher is not None
+        assert p.teacher_weight is not None
+        kind = kind or p.spec.divergence
+        assert kind is not None
+        beta = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, p.spec.beta)
+        return Teacher(p.teacher, p.teacher_weight, p.teacher_bias, p.spec.teacher_spec, kind, beta, rows)
+
+    def select_rows(self, part: slice) -> Teacher:
+        return self._replace(rows=slice_columns(self.rows, part))
 
     def tile_call(self, call: TileCall) -> TileCall:
         """Return the call of the teacher's logits for the tile of `call`."""
@@ -322,25 +333,19 @@ class Backend(Protocol):
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
 
-    def divergence_sums(
-        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor | None
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
     ) -> None:
-        """Add the terms of a tile's classes to a divergence. Logits may be overwritten.
+        """Process a tile of student and teacher. Logits may be overwritten.
 
-        For "jsd" the terms are added to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``. The normalizers of all classes
-        are in ``call.normalizer`` and ``teacher.rows``. For a KL the sums are ``teacher.rows``, (SUM_SLOTS, rows), and
-        `largest`, (rows,), are the largest logits so far of the teacher ("forward_kl") or the student.
-        """
+        p and q are the probabilities of the student and the teacher, s and t their logarithms, and m is
+        ``(1 - beta) p + beta q``. w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and
+        ``(1 - beta) (s - log m)`` for "jsd".
 
-    def divergence_gradient(
-        self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
-    ) -> None:
-        """Run `gradient`, with the gradient of the divergence. ``call.row_gradient`` has DIVERGENCE_GRADIENT_SLOTS.
-
-        With p and q the probabilities of the student and the teacher, s and t their logarithms, m the mixture
-        ``(1 - beta) p + beta q``, and f the slot DIVERGENCE_FACTOR, ``f * p * w`` is added to the gradient in z, where
-        w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and ``(1 - beta) (s - log m)`` for "jsd". The mean
-        of w under the student is subtracted by the slot SOFTMAX.
+        * With `grad`: run `gradient`. ``call.row_gradient`` has DIVERGENCE_GRADIENT_SLOTS. With f the last of them,
+          ``f * p * w`` is added to the gradient in z. The slot SOFTMAX subtracts the mean of w under the student.
+        * Otherwise for "jsd": add the terms of the tile's classes to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``.
+        * Otherwise: merge the tile's statistics into ``teacher.rows``.
         """
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:

@@ -16,7 +16,6 @@ from flce.backends import formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
-    CROSS_SUM,
     DIVERGENCE,
     DIVERGENCE_FACTOR,
     ENTROPY,
@@ -31,13 +30,12 @@ from flce.backends.contract import (
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
-    STUDENT_REFERENCE,
+    STUDENT,
     SUM,
-    SUM_REFERENCE,
     TARGET,
     TARGET_LOGIT,
-    TEACHER_REFERENCE,
-    TeacherCall,
+    TEACHER,
+    Teacher,
     TileCall,
 )
 from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
@@ -116,36 +114,31 @@ class TorchBackend:
             _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab is allocated
 
-    def divergence_sums(
-        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor | None
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
     ) -> None:
         for piece, part in _slabs(logits):
-            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
-            if largest is None:
-                _add_mixture_terms(logits[piece], teacher_logits[piece], slab, slab_teacher)
-            else:
-                _add_cross_terms(logits[piece], teacher_logits[piece], slab, slab_teacher, largest[part])
-
-    def divergence_gradient(
-        self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, call: TileCall, teacher: TeacherCall
-    ) -> None:
-        for piece, part in _slabs(logits):
-            slab, slab_teacher = call.select_rows(part), teacher.select_rows(part)
-            assert slab.row_gradient is not None
-            s, t, jacobian = _both_logprobs(logits[piece], teacher_logits[piece], slab, slab_teacher)
-            factor = slab.row_gradient[DIVERGENCE_FACTOR][:, None]
-            if teacher.kind == "forward_kl":
-                added = t.exp_().mul_(-factor)
-            else:
-                weight = s - t
-                if teacher.kind == "jsd":
-                    weight = formulas.mixture_logprobs(s, t, teacher.beta)[0].mul_(1.0 - teacher.beta)
-                p = s.exp()
-                added = weight.mul_(p).mul_(factor).masked_fill_(p == 0.0, 0.0)
-                del p, weight
-            term = _softmax_term_with_entropy(s, slab).add_(added)
-            _gradient(term, jacobian, term, slab, Targets.from_call(slab), grad[piece])
-            del s, t, term, added, jacobian  # before the next slab is allocated
+            slab, model = call.select_rows(part), teacher.select_rows(part)
+            merging = grad is None and teacher.kind != "jsd"
+            s, jacobian = _transform(logits[piece], slab, grad is not None)
+            t = _transform(teacher_logits[piece], model.tile_call(slab), False)[0]
+            rows = torch.zeros_like(model.rows) if merging else model.rows
+            for x, slot in ((s, STUDENT), (t, TEACHER)):
+                if merging:
+                    rows[slot + OFFSET] = x.amax(1)
+                x.sub_(where(rows[slot + OFFSET] > -torch.inf, rows[slot + OFFSET], 0.0)[:, None])
+                if merging:
+                    rows[slot + LOG_SUM] = x.exp().sum(1)
+                else:
+                    x.sub_(rows[slot + LOG_SUM][:, None])
+            if grad is not None:
+                _divergence_gradient(s, t, jacobian, slab, model, grad[piece])
+                continue
+            student_sum, teacher_sum = formulas.divergence_terms(s, t, model.kind, model.beta)
+            rows[DIVERGENCE] += student_sum + teacher_sum
+            rows[MEAN_WEIGHT] += student_sum
+            if merging:
+                model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
@@ -227,56 +220,20 @@ def divergence_bytes(tile: Tensor, device_type: str) -> int:
     return 7 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
 
 
-def _transform_both(
-    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, want_jacobian: bool = False
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return z of student and teacher, in the dtype of the student, and dz/dlogits of the student."""
-    z, jacobian = _transform(logits, call, want_jacobian)
-    return z, _transform(teacher_logits, teacher.tile_call(call), False)[0], jacobian
-
-
-def _both_logprobs(
-    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return the log-probabilities of student and teacher, from the normalizers of all classes, and dz/dlogits."""
-    z, t, jacobian = _transform_both(logits, teacher_logits, call, teacher, want_jacobian=True)
-    assert call.normalizer is not None
-    for x, normalizer in ((z, call.normalizer), (t, teacher.rows)):
-        x.sub_(normalizer[OFFSET][:, None]).sub_(normalizer[LOG_SUM][:, None])
-    return z, t, jacobian
-
-
-def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the sum of ``weights * x`` over classes; 0 for classes of weight 0, where x may be infinite."""
-    return torch.where(weights > 0.0, weights * x, 0.0).sum(1)
-
-
-def _add_mixture_terms(logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall) -> None:
-    s, t, _ = _both_logprobs(logits, teacher_logits, call, teacher)
-    student_term, teacher_term = formulas.mixture_logprobs(s, t, teacher.beta)
-    student_sum = _weighted_sum(s.exp_(), student_term) * (1.0 - teacher.beta)
-    total = student_sum + teacher.beta * _weighted_sum(t.exp_(), teacher_term)
-    valid = call.inputs.target != call.spec.ignore_index
-    teacher.rows[DIVERGENCE] += torch.where(valid, total, 0.0)
-    teacher.rows[MEAN_WEIGHT] += torch.where(valid, student_sum, 0.0)
-
-
-def _add_cross_terms(
-    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: TeacherCall, largest: Tensor
+def _divergence_gradient(
+    s: Tensor, t: Tensor, jacobian: Tensor | float, call: TileCall, teacher: Teacher, grad: Tensor
 ) -> None:
-    z, t, _ = _transform_both(logits, teacher_logits, call, teacher)
-    sums = teacher.rows
-    reference = torch.where(largest == -torch.inf, 0.0, largest)
-    if call.tile.is_first:
-        sums[SUM_REFERENCE], sums[CROSS_SUM] = reference, 0.0
-        sums[STUDENT_REFERENCE], sums[TEACHER_REFERENCE] = (x[:, 0].nan_to_num(0.0, 0.0, 0.0) for x in (z, t))
-    exps = ((t if teacher.kind == "forward_kl" else z) - reference[:, None]).exp_()
-    difference = t.sub_(sums[TEACHER_REFERENCE][:, None]).sub_(z.sub_(sums[STUDENT_REFERENCE][:, None]))
-    total = _weighted_sum(exps, difference)
-    decay = (sums[SUM_REFERENCE] - reference).exp()
-    before = torch.where(decay > 0.0, decay * sums[CROSS_SUM], 0.0)
-    sums[CROSS_SUM] = before + (total if teacher.kind == "forward_kl" else -total)
-    sums[SUM_REFERENCE] = reference
+    """Write the gradient of `Backend.divergence` from the log-probabilities, which are overwritten."""
+    assert call.row_gradient is not None
+    factor = call.row_gradient[DIVERGENCE_FACTOR][:, None]
+    if teacher.kind == "forward_kl":
+        added = t.exp_().mul_(-factor)
+    else:
+        p = s.exp()
+        added = formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0].mul_(p).mul_(factor * (1.0 - teacher.beta))
+        added.masked_fill_(p == 0.0, 0.0)
+    term = _softmax_term_with_entropy(s, call).add_(added)
+    _gradient(term, jacobian, term, call, Targets.from_call(call), grad)
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

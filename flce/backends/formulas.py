@@ -16,22 +16,23 @@ from torch import Tensor
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
-    CROSS_SUM,
+    DIVERGENCE,
     ENTROPY_SUM,
     LOG_SUM,
     LOGIT_SUM,
     LOSS_GRADIENT_SLOTS,
     MAX,
+    MEAN_WEIGHT,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
-    STUDENT_REFERENCE,
+    STUDENT,
     SUM,
     TARGET,
     TARGET_LOGIT,
-    TEACHER_REFERENCE,
+    TEACHER,
     RowOutputs,
     RowProblem,
     TileCall,
@@ -241,44 +242,59 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
     return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
 
 
-def divergence_from_sums(sums: Tensor, student: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    """Return the KL of each row, (rows,), from complete sums of `Backend.divergence_sums` and both normalizers."""
-    lse, teacher_lse = (
-        (normalizer[OFFSET] - sums[reference]) + normalizer[LOG_SUM]
-        for normalizer, reference in ((student, STUDENT_REFERENCE), (teacher, TEACHER_REFERENCE))
-    )
-    (weights, lse_p, lse_q) = (teacher, teacher_lse, lse) if kind == "forward_kl" else (student, lse, teacher_lse)
-    return (sums[CROSS_SUM] * (-weights[LOG_SUM]).exp() - lse_p) + lse_q
+def merge_divergences(states: Tensor, kind: str) -> Tensor:
+    """Merge the statistics of `Backend.divergence` of several tiles or shards, (parts, DIVERGENCE_SLOTS, rows)."""
+    a, b = (TEACHER, STUDENT) if kind == "forward_kl" else (STUDENT, TEACHER)  # a's probabilities are the weights
+    merged = states.amax(0)
+    shifts = states - torch.where(merged == -torch.inf, 0.0, merged)
+    decays = shifts.exp()
+    for model in (a, b):
+        merged[model + LOG_SUM] = (decays[:, model + OFFSET] * states[:, model + LOG_SUM]).sum(0)
+    decay, shift = decays[:, a + OFFSET], shifts[:, a + OFFSET] - shifts[:, b + OFFSET]
+    terms = decay * (states[:, DIVERGENCE] + shift * states[:, a + LOG_SUM])
+    merged[DIVERGENCE] = torch.where(decay > 0.0, terms, 0.0).sum(0)
+    return merged
 
 
-def merge_divergences(shards: Tensor, student: Tensor, kind: str) -> Tensor:
-    """Merge the teacher's normalizer and the divergence of shards into those of all classes, (3, rows).
+def finish_divergence(state: Tensor, kind: str) -> None:
+    """Turn the statistics of all classes into normalizers, KL and mean weight, in place. state: (DIVERGENCE_SLOTS,
+    rows)."""
+    a, b = (TEACHER, STUDENT) if kind == "forward_kl" else (STUDENT, TEACHER)
+    state[DIVERGENCE] /= state[a + LOG_SUM]
+    for model in (a, b):
+        state[model + LOG_SUM].log_()
+    state[DIVERGENCE] += state[b + LOG_SUM] - state[a + LOG_SUM]
+    state[MEAN_WEIGHT] = -1.0 if kind == "forward_kl" else state[DIVERGENCE]
 
-    With P_r and Q_r the probabilities of the classes of shard r under the student and the teacher, and KL_r the
-    divergence of the distributions within the shard, the divergence is the sum of ``Q_r (KL_r + log Q_r - log P_r)``,
-    or of ``P_r (KL_r + log P_r - log Q_r)`` for "reverse_kl". For "jsd" it is not computed here.
 
-    Args:
-        shards: (shards, 5, rows) the normalizer of the student, the normalizer of the teacher, the divergence.
-        student: (slots, rows) the normalizer of the student over all classes.
-    """
-    student_offset, student_sum, teacher_offset, teacher_sum, divergence = shards.unbind(1)
-    offset = teacher_offset.amax(0)
-    relative = (teacher_offset - torch.where(offset.isinf(), 0.0, offset)) + teacher_sum
-    log_sum = relative.logsumexp(0)
-    log_q, log_p = relative - log_sum, (student_offset - student[OFFSET]) + student_sum - student[LOG_SUM]
-    a, b = (log_p, log_q) if kind == "reverse_kl" else (log_q, log_p)
-    merged = torch.where(a == -torch.inf, 0.0, a.exp() * (divergence + (a - b))).sum(0)
-    return torch.stack((offset, log_sum, merged))
+def divergence_terms(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of a divergence over classes, weighted by the probabilities of the student and of the teacher,
+    (...) each. s, t: (..., classes) log-probabilities, or logits relative to other numbers of their row."""
+
+    def weighted_sum(weight: float, logprob: Tensor, ratio: Tensor) -> Tensor:
+        p = logprob.exp()  # Classes of probability 0 add 0, also if the ratio is infinite.
+        return torch.where(p > 0.0, weight * p * ratio, 0.0).sum(-1)
+
+    student, teacher = log_ratios(s, t, kind, beta)
+    if kind == "jsd":
+        return weighted_sum(1.0 - beta, s, student), weighted_sum(beta, t, teacher)
+    zero = s.new_zeros(s.shape[:-1])
+    return (zero, weighted_sum(1.0, t, teacher)) if kind == "forward_kl" else (weighted_sum(1.0, s, student), zero)
+
+
+def log_ratios(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Return s and t relative to each other, or for "jsd" relative to the log-probabilities of the mixture."""
+    return mixture_logprobs(s, t, beta) if kind == "jsd" else (s - t, t - s)
 
 
 def mixture_logprobs(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return s - log m and t - log m from the log-probabilities s and t of student and teacher, with the mixture m =
     (1 - beta) p + beta q. Small differences of s and t lose no digits."""
     difference = student - teacher
-    share = (difference < 0.0).to(difference.dtype) * (1.0 - 2.0 * beta) + beta  # of the less probable of the two
-    shared = -torch.log1p(share * torch.expm1(-difference.abs()))
-    return shared + difference.clamp(max=0.0), shared - difference.clamp(min=0.0)
+    below, above = torch.where(difference < 0.0, difference, 0.0), torch.where(difference < 0.0, 0.0, difference)
+    share = torch.where(difference < 0.0, 1.0 - beta, beta)  # of the less probable of the two
+    shared = -torch.log1p(share * torch.expm1(below - above))
+    return shared + below, shared - above
 
 
 def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:

@@ -5,30 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import (
-    MAX,
-    OFFSET,
-    STATE_SLOTS,
-    Backend,
-    RowOutputs,
-    TeacherCall,
-    TileCall,
-    TileClasses,
-)
+from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, Teacher, TileCall, TileClasses
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
 from flce.engine.shards import LocalProblem
-from flce.engine.teacher import Teacher
 from flce.engine.top_k import TopK
 
 
@@ -82,7 +72,7 @@ class PassContext:
         self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
-        self._input_terms = self.terms if self.teacher is None else (*self.terms, self.teacher.term)
+        self._inputs = [*[term.input for term in self.terms], *([] if self.teacher is None else [self.teacher.input])]
         self.vocab_size: int = self.problem.vocab_size
         self.all_classes = slice(0, self.vocab_size)
         needs = self.problem.needs
@@ -211,11 +201,11 @@ class PassContext:
         the rows of the previous call are freed."""
         if self._gathered is None or self._gathered[0] != tokens:
             self._gathered = None
-            xs = [slice_rows(term.input, tokens) for term in self._input_terms]
+            xs = [slice_rows(x, tokens) for x in self._inputs]
             if self.selection.index is not None:
                 xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
-                for term, out in zip(self._input_terms, xs, strict=True):
-                    self.take_rows(term.input, out, tokens)
+                for x, out in zip(self._inputs, xs, strict=True):
+                    self.take_rows(x, out, tokens)
             self._gathered = tokens, xs
         return self._gathered[1]
 
@@ -280,7 +270,7 @@ class PassContext:
 
     def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor) -> None:
         """Write the sum of all terms for a tile to `out`, (rows, cols). `xs`: the tile's rows of the inputs."""
-        for k, (term, x) in enumerate(zip(self.terms, xs)):  # noqa: B905  # the teacher's rows may follow
+        for k, (term, x) in enumerate(zip(self.terms, xs[: len(self.terms)], strict=True)):
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
@@ -329,68 +319,37 @@ class PassContext:
     def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
         (at least as many rows, some columns), one block after the other; or in registers."""
-        call = self.statistics_call(tokens)
+        call, state = self.statistics_call(tokens), None
         if self.in_registers:
             self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
-        states: list[Any] = [None, None]
-        if logits.shape[1] < self.vocab_size:
-            for model in range(1 if self.teacher is None else 2):
-                states[model] = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
+        if logits.shape[1] < self.vocab_size and self._needs_statistics:
+            state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            block_call = call._replace(tile=self.tile_classes(block))
-            if self.teacher is None:
-                self.backend.statistics(block_logits, block_call, states[0])
-            else:
-                self._compare_with_teacher(self.teacher, xs, block_logits, block_call, tokens, states)
+            tile = self.tile_classes(block)._replace(keep_logits=self.teacher is not None)
+            if self._needs_statistics:
+                self.backend.statistics(block_logits, call._replace(tile=tile), state)
+            if self.teacher is not None:
+                self._compare_with_teacher(block_logits, xs[-1], tokens, call._replace(tile=tile))
+
+    @property
+    def _needs_statistics(self) -> bool:
+        """False if the teacher's rows have all statistics. The second pass of "jsd" repeats no statistics."""
+        return self.teacher is None or (bool(self.problem.spec.stats) and self.teacher.kind != "jsd")
 
     def _compare_with_teacher(
-        self, teacher: Teacher, xs: Sequence[Tensor], logits: Tensor, call: TileCall, tokens: slice, states: list[Any]
+        self, logits: Tensor, teacher_x: Tensor, tokens: slice, call: TileCall, grad: Tensor | None = None
     ) -> None:
-        """Compute statistics of the student and the teacher for a tile, and the sums of a KL over its classes. If both
-        models are normalized, compute the sums of "jsd" instead. `states`: of both models; None if one tile has all
-        classes."""
-        teacher_logits, teacher_call = self._teacher_logits(xs[-1], call.tile.columns), self._teacher_call(tokens)
-        if teacher.is_normalized:
-            call = call._replace(out=None, normalizer=slice_columns(self.normalizer, tokens))
-            self.backend.divergence_sums(logits, teacher_logits, call, teacher_call, None)
-            return
-        assert call.out is not None
-        kept = call._replace(tile=call.tile._replace(keep_logits=True))
-        normalizer = slice_columns(teacher.normalizer, tokens)
-        self.backend.statistics(logits, kept, states[0])
-        theirs = RowOutputs(call.out.loss, None, normalizer, None, None, None, None, None)  # no one reads this loss
-        self.backend.statistics(teacher_logits, teacher_call.tile_call(kept)._replace(out=theirs), states[1])
-        if teacher_call.kind != "jsd":
-            assert teacher.sums is not None
-            teacher_call = teacher_call._replace(rows=slice_columns(teacher.sums, tokens))
-            is_forward = teacher_call.kind == "forward_kl"
-            # The last tile has written the largest logit to the normalizer.
-            largest = (normalizer if is_forward else call.out.normalizer)[OFFSET]
-            largest = largest if call.tile.is_last else states[is_forward][MAX]
-            self.backend.divergence_sums(logits, teacher_logits, call._replace(out=None), teacher_call, largest)
-
-    def _teacher_call(self, tokens: slice) -> TeacherCall:
-        """Return the teacher of a call for some of the selected rows."""
-        spec, teacher = self.problem.spec, self.teacher
-        assert teacher is not None
-        assert isinstance(spec, LogprobSpec)
-        assert spec.divergence is not None
-        rows = slice_columns(teacher.rows, tokens)
-        return TeacherCall(spec.teacher_spec, teacher.bias, rows, spec.divergence, spec.beta)
-
-    def _teacher_logits(self, x: Tensor, classes: slice) -> Tensor:
-        """Allocate and compute the teacher's logits of a tile, (rows, cols)."""
+        """Compute the teacher's logits of a tile, and run `Backend.divergence`."""
         assert self.teacher is not None
-        weight = slice_rows(self.teacher.term.weight, classes)
-        logits = self.new_tile(len(x), len(weight), self.normalizer.dtype)
-        self.matmul(x, weight.t(), out=logits)
-        return logits
+        teacher_logits = self.new_tile(*logits.shape, self.normalizer.dtype)
+        self.matmul(teacher_x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
+        self.backend.divergence(logits, teacher_logits, call, self.teacher.select_rows(tokens), grad)
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
@@ -405,11 +364,7 @@ class PassContext:
                     self.backend.gradient(logits, grad, call)
                 else:
                     teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
-                    teacher_logits = self._teacher_logits(teacher_x, block_classes)
-                    self.backend.divergence_gradient(
-                        logits, teacher_logits, grad, call, self._teacher_call(block_tokens)
-                    )
-                    del teacher_logits  # before the next block's are allocated
+                    self._compare_with_teacher(logits, teacher_x, block_tokens, call, grad)
         if self.candidate_grads is not None:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start

@@ -24,25 +24,29 @@ from flce.backends.contract import (
     DIVERGENCE,
     DIVERGENCE_FACTOR,
     DIVERGENCE_GRADIENT_SLOTS,
+    DIVERGENCE_SLOTS,
     ENTROPY,
     LEAST_LOGPROB,
     LOG_SUM,
+    MEAN_WEIGHT,
+    NORMALIZER_SLOTS,
     LOSS_GRADIENT_SLOTS,
     OFFSET,
     ROW_GRADIENT_SLOTS,
     SOFTMAX,
+    STUDENT,
     TARGET,
     RowOutputs,
+    Teacher,
     log_sum_exp,
 )
-from flce.backends.formulas import divergence_from_sums, is_class
+from flce.backends.formulas import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
 from flce.engine.selection import Selection
 from flce.engine.shards import build_local_problem
-from flce.engine.teacher import Teacher
 from flce.engine.top_k import TopK
 
 # The id that is not a class.
@@ -57,7 +61,7 @@ class TokenResults(NamedTuple):
     top_k_logprob: Tensor | None  # (N, k)
     top_k_ids: Tensor | None  # (N, k)
     divergence: Tensor | None  # (N,)
-    teacher_rows: Tensor | None  # (TEACHER_SLOTS, N)
+    teacher_rows: Tensor | None  # (DIVERGENCE_SLOTS, N)
 
 
 class UpstreamGradients(NamedTuple):
@@ -76,7 +80,7 @@ class SavedRows(NamedTuple):
     normalizer: Tensor  # (slots, N)
     entropy: Tensor | None  # (N,) if it has a gradient
     candidate_logprob: Tensor | None  # (N, K) if they have a gradient
-    teacher_rows: Tensor | None = None  # (TEACHER_SLOTS, N) if the divergence has a gradient
+    teacher_rows: Tensor | None = None  # (DIVERGENCE_SLOTS, N) if the divergence has a gradient
 
 
 def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
@@ -100,7 +104,9 @@ def forward(
     local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
     if problem.teacher is not None:
-        teacher = Teacher.allocate(problem, selection.max_num_rows, outputs.normalizer, runtime.arena)
+        rows = runtime.arena.new((DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
+        rows[OFFSET] = rows[STUDENT + OFFSET] = -torch.inf
+        teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
     context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
     context.local.merge_results(slice(0, selection.num_rows))
@@ -108,9 +114,11 @@ def forward(
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
-        _complete_divergence(context, teacher, plan, spec)
-        divergence = selection.scatter(teacher.rows[DIVERGENCE].masked_fill(~valid[:, 0], 0.0))
-        teacher_rows = selection.scatter(teacher.rows, 1)
+        _complete_divergence(context, teacher, plan)
+        if not context.problem.spec.stats:
+            outputs.normalizer.copy_(rows[STUDENT : STUDENT + NORMALIZER_SLOTS])
+        teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
+        divergence = teacher_rows[DIVERGENCE].clone()
     if candidates is not None:
         ids = selection.take(candidates)
         values = _subtract_normalizer(_candidate_logits(context, ids), outputs.normalizer)
@@ -126,18 +134,12 @@ def forward(
     return TokenResults(outputs, candidate_logprob, top_k_logprob, top_k_ids, divergence, teacher_rows)
 
 
-def _complete_divergence(context: PassContext, teacher: Teacher, plan: Plan, spec: LogprobSpec) -> None:
+def _complete_divergence(context: PassContext, teacher: Teacher, plan: Plan) -> None:
     """Complete the rows of the teacher from the statistics of this process: merge the statistics of all processes, and
     sum the terms of "jsd" in a second pass over the logits."""
-    assert spec.divergence is not None
-    assert teacher.sums is not None
-    assert context.local_out is not None
-    if spec.divergence != "jsd":
-        normalizers = context.local_out.normalizer, teacher.normalizer
-        teacher.rows[DIVERGENCE] = divergence_from_sums(teacher.sums, *normalizers, spec.divergence)
-    context.local.merge_teacher(teacher.rows, spec.divergence)
-    if spec.divergence == "jsd":
-        teacher.is_normalized = True
+    context.local.merge_divergences(teacher.rows, teacher.kind)
+    if logprob_spec(context.problem).divergence == "jsd":
+        context.teacher = Teacher.from_problem(context.problem, teacher.rows)
         teacher.rows[DIVERGENCE:] = 0.0
         plan.schedule.forward(context)
         context.local.sum_over_processes(teacher.rows[DIVERGENCE:], "divergences")
@@ -184,7 +186,7 @@ def backward(
         upstream = upstream._replace(candidate_logprob=candidate_upstream)
     has_teacher = upstream.divergence is not None and saved.teacher_rows is not None
     teacher = Teacher.from_problem(problem, saved.teacher_rows) if has_teacher else None  # type: ignore[arg-type]
-    row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream, teacher), None
+    row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream), None
     if candidate_upstream is not None:
         candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
     if plan.dtypes.unscales_sums:
@@ -206,12 +208,12 @@ def backward(
 
 
 def _compute_row_gradient(
-    runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients, teacher: Teacher | None
+    runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
     """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slot ENTROPY is included if
     entropies or the divergence have a gradient, and DIVERGENCE_FACTOR if the divergence has one."""
     slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
-    slots = slots if teacher is None else DIVERGENCE_GRADIENT_SLOTS
+    slots = slots if upstream.divergence is None else DIVERGENCE_GRADIENT_SLOTS
     factors = runtime.arena.new((slots, selection.max_num_rows), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
     valid = target != problem.spec.ignore_index
@@ -230,12 +232,10 @@ def _compute_row_gradient(
         assert saved.entropy is not None
         factors[ENTROPY] += zero_ignored(upstream.entropy)
         factors[SOFTMAX] -= factors[ENTROPY] * saved.entropy
-    if teacher is not None:
-        assert upstream.divergence is not None
+    if upstream.divergence is not None:
+        assert saved.teacher_rows is not None
         factors[DIVERGENCE_FACTOR] += zero_ignored(upstream.divergence)
-        kind = logprob_spec(problem).divergence
-        assert kind is not None
-        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * teacher.mean_weight(kind)
+        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * saved.teacher_rows[MEAN_WEIGHT]
     factors[SOFTMAX].masked_fill_(valid & ~is_class(target, problem.vocab_size), torch.nan)
     return factors
 

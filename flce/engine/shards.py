@@ -24,12 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
-    DIVERGENCE,
     EXPONENTIAL_STATS,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
-    NORMALIZER_SLOTS,
     OFFSET,
+    STUDENT,
     RowOutputs,
     TileCall,
     TileClasses,
@@ -38,6 +37,7 @@ from flce.backends.contract import (
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
+    finish_divergence,
     log_sum_exps,
     merge_divergences,
     merge_shards,
@@ -163,9 +163,9 @@ class LocalProblem:
         """Sum `x`, which is `what`, over all processes in place and return it. One collective."""
         return x
 
-    def merge_teacher(self, rows: Tensor, kind: str) -> None:
-        """Replace the teacher's normalizer and the divergence of the classes of this process, in `TeacherCall.rows`, by
-        those of all classes. One collective."""
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        """Complete `Teacher.rows` from the statistics of all processes. One collective."""
+        finish_divergence(rows, kind)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         """Return the largest logits of all classes from the largest of each process. Two collectives."""
@@ -270,14 +270,16 @@ class ShardProblem(LocalProblem):
         dist.all_reduce(x, group=self.group)
         return x
 
-    def merge_teacher(self, rows: Tensor, kind: str) -> None:
-        assert self.local_out is not None
-        local = torch.cat((self.local_out.normalizer, rows[: DIVERGENCE + 1]))
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        offsets = rows[OFFSET], rows[STUDENT + OFFSET]
         if self.shard.is_empty:
-            local[OFFSET] = local[NORMALIZER_SLOTS + OFFSET] = -torch.inf
-        rows[: DIVERGENCE + 1] = merge_divergences(all_gather(local, self.group), self.normalizer, kind)
+            for offset in offsets:
+                offset.fill_(-torch.inf)
+        rows.copy_(merge_divergences(all_gather(rows, self.group), kind))
+        finish_divergence(rows, kind)
         if self.shard.is_empty:  # The probability of the stand-in class is 0.
-            rows[OFFSET] = OFFSET_OF_EMPTY_SHARD
+            for offset in offsets:
+                offset.fill_(OFFSET_OF_EMPTY_SHARD)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]

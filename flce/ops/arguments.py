@@ -223,19 +223,14 @@ def check_logprob_arguments(
     if spec.top_k > linear.vocab_size:
         of = "linear_weight" if sharded_head == NOT_SHARDED else "all processes"
         raise ValueError(f"top_k must be at most the {linear.vocab_size} classes of {of}, got {spec.top_k}")
-    refuse_rounded_logits("linear_logprobs", options)
+    if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
+            f"got {options.logits_dtype}"
+        )
     if row_temperature is not None:
         row_temperature = 1.0 / row_temperature.to(accumulation_dtype(linear.input.dtype)).reshape(-1)
     return linear, spec, candidates, row_temperature
-
-
-def refuse_rounded_logits(function: str, options: ChunkOptions | None) -> None:
-    """Raise ValueError for an option of logits in half precision. The results of tokens are never rounded so."""
-    if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"{function} never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
-            f"got {options.logits_dtype}"
-        )
 
 
 def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import TEACHER_SLOTS, RowOutputs, log_sum_exp
+from flce.backends.contract import DIVERGENCE_SLOTS, RowOutputs, log_sum_exp
 from flce.core import log
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs, accumulation_dtype
@@ -43,7 +43,7 @@ class LogprobResults(NamedTuple):
     log_sum_sq_prob: Tensor  # (N,)
     top_k_logprob: Tensor  # (N, k)
     top_k_ids: Tensor  # (N, k) int64
-    teacher_rows: Tensor  # (TEACHER_SLOTS, N)
+    teacher_rows: Tensor  # (DIVERGENCE_SLOTS, N)
 
 
 _NUM_DIFFERENTIABLE = 5
@@ -145,7 +145,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
     outputs = RowOutputs.allocate(spec, accum, new)
     top = entries(spec.top_k, accum), entries(spec.top_k, torch.int64)
-    teacher = (None, None) if spec.divergence is None else (new((), accum), new((TEACHER_SLOTS,), accum))
+    teacher = (None, None) if spec.divergence is None else (new((), accum), new((DIVERGENCE_SLOTS,), accum))
     return _results(p, per_token.TokenResults(outputs, entries(spec.candidates, accum), *top, *teacher))
 
 

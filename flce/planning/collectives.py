@@ -10,7 +10,6 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from flce.backends.contract import DIVERGENCE, NORMALIZER_SLOTS
 from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import HeadSharding
@@ -139,8 +138,8 @@ class CountingShard(LocalProblem):
         self.tally.add("all-reduce", what, x.nbytes)
         return x
 
-    def merge_teacher(self, rows: Tensor, kind: str) -> None:
-        gathered = (NORMALIZER_SLOTS + DIVERGENCE + 1) * self.sharding.num_processes * rows[0].nbytes
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        gathered = self.sharding.num_processes * rows.nbytes
         self.tally.add("all-gather", "teacher statistics", gathered)
         cast(CountingArena, self.arena).count_temporary(4 * gathered)
 

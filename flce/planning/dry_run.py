@@ -126,7 +126,7 @@ def _dry_run_token_passes(
 
     candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
-    teacher_rows = arena.new((contract.TEACHER_SLOTS, n), accum) if problem.teacher is not None else None
+    teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher is not None else None
     saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
     divergence = None if teacher_rows is None else vector()
     upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)
@@ -206,16 +206,12 @@ class CountingBackend:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
-    def _compare(self, *tiles: Tensor) -> None:
-        self.add_pass(*tiles)
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Tensor | None = None
+    ) -> None:
+        self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
         if self.case.backend == "torch":
-            self.add_scratch(eager.divergence_bytes(tiles[0], self.case.device_type))
-
-    def divergence_sums(self, logits: Tensor, teacher_logits: Tensor, *args: Any) -> None:
-        self._compare(logits, teacher_logits)
-
-    def divergence_gradient(self, logits: Tensor, teacher_logits: Tensor, grad: Tensor, *args: Any) -> None:
-        self._compare(logits, teacher_logits, grad)
+            self.add_scratch(eager.divergence_bytes(logits, self.case.device_type))
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)

@@ -181,8 +181,7 @@ class TritonBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
-    divergence_sums = staticmethod(_replayed(divergence.divergence_sums))
-    divergence_gradient = staticmethod(_replayed(divergence.divergence_gradient))
+    divergence = staticmethod(_replayed(divergence.divergence))
     row_gradient = staticmethod(_replayed(_row_gradient))
     gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
     fused_statistics = staticmethod(product.fused_statistics)
