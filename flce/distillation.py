@@ -17,8 +17,8 @@ from flce.backends.formulas import divergence_terms
 from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
 from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LogprobSpec
-from flce.functional import DEFAULT_OPTIONS, linear_logprobs, make_linear_problem
-from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors, shift_target
+from flce.functional import DEFAULT_OPTIONS, make_linear_problem
+from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 
@@ -59,13 +59,11 @@ def linear_divergence(
         target: (...) class indices. Positions equal to `ignore_index` have no results and no gradients. None: all
             positions count.
         ignore_index, shift, options: as in `linear_logprobs`.
-        student_bias, teacher_bias: (V,) biases of the heads.
-        student_softcap, teacher_softcap, student_logit_scale, teacher_logit_scale, student_adapters: as `softcap`,
-            `logit_scale` and `adapters` in `fused_linear_cross_entropy`.
+        student_bias, student_softcap, student_logit_scale, student_adapters, teacher_bias, teacher_softcap,
+            teacher_logit_scale: as `linear_bias`, `softcap`, `logit_scale` and `adapters` in `linear_logprobs`.
         teacher_topk: class indices and log-probabilities of the teacher's most probable classes, (..., K) each, instead
-            of `teacher` and `teacher_weight`. All other classes count as one more class, whose probability is the
-            rest. -1 and -inf are an empty entry. `temperature` divides only the student's logits. Not supported with
-            `teacher_bias`, `teacher_softcap` and `teacher_logit_scale`.
+            of the teacher and its head. All other classes count as one more class, whose probability is the rest. -1
+            and -inf are an empty entry. `temperature` divides only the student's logits.
         outputs: any of "divergence", "logprob" (needs `target`) and "entropy". The last two are of the student.
         process_group, vocab_size, sequence_parallel: as in `linear_logprobs`. Each process has a slice of the classes
             of both heads. With `sequence_parallel`, `student` and `teacher` are the shares of this process.
@@ -74,103 +72,86 @@ def linear_divergence(
         A `LinearDivergenceOutput` with results of shape (...).
 
     Raises:
-        TypeError, IndexError, RuntimeError: as `linear_logprobs`.
-        ValueError: as `linear_logprobs`; also if the heads have different numbers of classes, student and teacher have
-            different tokens, `kind` is unknown, `beta` is given for another kind than "jsd", or neither or both of a
-            teacher and `teacher_topk` are given.
+        TypeError, IndexError, RuntimeError, ValueError: as `linear_logprobs`. ValueError also if the heads have
+            different numbers of classes, student and teacher have different tokens, `kind` is unknown, `beta` is given
+            for another kind than "jsd", or neither or both of a teacher and `teacher_topk` are given.
 
     Examples:
         >>> h, W = torch.randn(2, 6, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
         >>> teacher, teacher_W = torch.randn(2, 6, 32), torch.randn(100, 32)
         >>> linear_divergence(h, W, teacher, teacher_W, kind="jsd", beta=0.1).divergence.mean().backward()
     """
-    kind, beta = _check_kind(kind, beta)
+    if kind not in DIVERGENCES:
+        raise ValueError(f"kind must be one of {DIVERGENCES}, got {kind!r}")
+    if beta is not None and kind != "jsd":
+        raise ValueError(f"beta needs kind='jsd', got beta={beta!r} with kind={kind!r}")
+    beta = 0.5 if beta is None else check_float("beta", beta)
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta must be in [0, 1], got {beta}")
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind)
+    beta = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, beta)
     if isinstance(outputs, str) or not set(outputs) <= set(DIVERGENCE_RESULTS):
         raise ValueError(f"outputs must be names out of {DIVERGENCE_RESULTS}, got {outputs!r}")
     teachers = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_topk": teacher_topk}
     given = [name for name, value in teachers.items() if value is not None]
     if given not in (["teacher", "teacher_weight"], ["teacher_topk"]):
-        raise ValueError(
-            f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(given) or 'none'}"
-        )
-    with _renamed_errors("teacher"):
-        teacher_spec = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
-    arguments = {
-        "outputs": [name for name in outputs if name != "divergence"], "linear_bias": student_bias,
-        "adapters": student_adapters, "temperature": temperature, "softcap": student_softcap,
-        "logit_scale": student_logit_scale, "ignore_index": ignore_index, "shift": shift, "options": options,
-    }  # fmt: skip
+        raise ValueError(f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(given) or None}")
     group = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
-    if teacher_topk is not None:
-        if teacher_bias is not None or teacher_spec != LogprobSpec():
-            raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
-        if not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
-            raise TypeError(f"teacher_topk must be a pair of tensors, got {type(teacher_topk).__name__}")
-        ids, logprob = teacher_topk
-        with _renamed_errors("student"):
-            out = linear_logprobs(
-                student, student_weight, target, candidates=ids, **arguments, **group._asdict()  # type: ignore[arg-type]
-            )
-        assert out.candidate_logprob is not None
-        check_tensors({"student": student, "teacher_topk[1]": logprob})
-        if logprob.shape != out.candidate_logprob.shape:
-            raise ValueError(
-                "teacher_topk must be class indices and log-probabilities of the same shape, (..., K) for the tokens "
-                f"of student, got {tuple(ids.shape)} and {tuple(logprob.shape)}"
-            )
-        logprob = logprob.detach().masked_fill(ids < 0, -torch.inf)
-        divergence = _divergence_of_classes(out.candidate_logprob, logprob, kind, beta, tail=True)
-        if target is not None and ignore_index is not None:
-            divergence = divergence.where(shift_target(target, shift, ignore_index) != ignore_index, 0.0)
-        return LinearDivergenceOutput(divergence if "divergence" in outputs else None, out.logprob, out.entropy)
-    assert teacher is not None
-    assert teacher_weight is not None
-    _check_sizes(student, student_weight, teacher, teacher_weight)
-    with _renamed_errors("student"):
-        own, spec, _, inverse_temperature = check_logprob_arguments(
-            student, student_weight, target, candidates=None, top_k=0, sharded_head=group, **arguments  # type: ignore[arg-type]
-        )
-    if inverse_temperature is not None:
-        raise ValueError("temperature must be one number for all tokens, got a tensor with one for each")
     with _renamed_errors("teacher"):
-        bias = None if teacher_bias is None else teacher_bias.detach()
-        other = check_linear_arguments(
-            teacher.detach(), teacher_weight.detach(), own.target, bias, (), None, None, None, own.shift, options,
-            teacher_spec, group,
+        theirs = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
+    ids, teacher_logprob = None, None
+    if teacher is not None and teacher_weight is not None:
+        _check_sizes(student, student_weight, teacher, teacher_weight)
+    elif teacher_bias is not None or theirs != LogprobSpec():
+        raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
+    elif not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
+        raise TypeError(f"teacher_topk must be a pair of tensors, got {type(teacher_topk).__name__}")
+    else:
+        ids, teacher_logprob = teacher_topk
+        with _renamed_errors("student"):
+            check_tensors({"student": student, "candidates": ids, "teacher_topk[1]": teacher_logprob})
+        if ids.shape != teacher_logprob.shape:
+            shapes = f"{tuple(ids.shape)} and {tuple(teacher_logprob.shape)}"
+            raise ValueError(f"teacher_topk must be class indices and log-probabilities of one shape, got {shapes}")
+    with _renamed_errors("student"):
+        own, spec, ids, inverse_temperature = check_logprob_arguments(
+            student, student_weight, target, ids, 0, [name for name in outputs if name != "divergence"], student_bias,
+            student_adapters, temperature, student_softcap, student_logit_scale, ignore_index, shift, options, group,
         )  # fmt: skip
-    problem = make_linear_problem(own, spec)
-    if "divergence" in outputs:
-        softcap, scale = teacher_spec.softcap, teacher_spec.logit_scale
+    problem = make_linear_problem(own, spec, inverse_temperature)
+    if "divergence" in outputs and teacher is not None and teacher_weight is not None:
+        if inverse_temperature is not None:
+            raise ValueError("temperature must be one number for all tokens, got a tensor with one for each")
+        bias = None if teacher_bias is None else teacher_bias.detach()
+        with _renamed_errors("teacher"):
+            other = check_linear_arguments(
+                teacher.detach(), teacher_weight.detach(), own.target, bias, (), None, None, None, own.shift, options,
+                theirs, group,
+            )  # fmt: skip
         problem = replace(
             problem, teacher=other.input.reshape(-1, other.input.shape[-1]), teacher_weight=other.linear_weight,
             teacher_bias=None if other.linear_bias is None else other.linear_bias.contiguous(),
-            spec=replace(spec, divergence=kind, beta=beta, teacher_softcap=softcap, teacher_logit_scale=scale),
+            spec=replace(
+                spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap, teacher_logit_scale=theirs.logit_scale
+            ),
         )  # fmt: skip
-    results = run_linear_logprobs(problem, None, options or DEFAULT_OPTIONS)
+    results = run_linear_logprobs(problem, ids, options or DEFAULT_OPTIONS)
+    tokens, logprob = own.input.shape[:-1], results["candidate_logprob"]
+    if ids is not None and teacher_logprob is not None and logprob is not None and "divergence" in outputs:
+        teacher_logprob = teacher_logprob.detach().expand(*tokens, -1).reshape(ids.shape)
+        teacher_logprob = teacher_logprob.masked_fill(ids < 0, -torch.inf)
+        divergence = _divergence_of_classes(logprob, teacher_logprob, kind, beta, tail=True)
+        results["divergence"] = divergence.where(problem.target != spec.ignore_index, 0.0)
     values = (results[name] for name in DIVERGENCE_RESULTS)
-    return LinearDivergenceOutput(*(None if x is None else x.reshape(own.input.shape[:-1]) for x in values))
-
-
-def _check_kind(kind: str, beta: float | None) -> tuple[str, float]:
-    """Return the kind and the weight of the teacher in the mixture."""
-    if kind not in DIVERGENCES:
-        raise ValueError(f"kind must be one of {DIVERGENCES}, got {kind!r}")
-    if beta is not None and kind != "jsd":
-        raise ValueError(f"beta needs kind='jsd', got beta={beta!r} with kind={kind!r}")
-    weight = 0.5 if beta is None else check_float("beta", beta)
-    if not 0.0 <= weight <= 1.0:
-        raise ValueError(f"beta must be in [0, 1], got {weight}")
-    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(weight, kind), weight
+    return LinearDivergenceOutput(*(None if x is None else x.reshape(tokens) for x in values))
 
 
 def _check_sizes(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> None:
     tensors = {"student": student, "student_weight": student_weight, "teacher": teacher}
     check_tensors({**tensors, "teacher_weight": teacher_weight})
     if student.shape[:-1] != teacher.shape[:-1]:
-        raise ValueError(
-            "student and teacher must have the same tokens, (..., H) with any H, got "
-            f"{tuple(student.shape)} and {tuple(teacher.shape)}"
-        )
+        shapes = f"{tuple(student.shape)} and {tuple(teacher.shape)}"
+        raise ValueError(f"student and teacher must have the same tokens, (..., H) with any H, got {shapes}")
     if student_weight.shape[:1] != teacher_weight.shape[:1]:
         sizes = len(student_weight), len(teacher_weight)
         larger = ("student_weight", "teacher_weight")[sizes[1] > sizes[0]]
@@ -184,7 +165,8 @@ def _check_sizes(student: Tensor, student_weight: Tensor, teacher: Tensor, teach
 def _renamed_errors(model: str) -> Iterator[None]:
     """Replace the arguments of `linear_logprobs` in messages by the arguments of `linear_divergence`."""
     names = {"input": model, "candidates": "teacher_topk", "linear_logprobs": "linear_divergence"}
-    names |= {name: f"{model}_{name.removeprefix('linear_')}" for name in _NAMES_OF_HEADS}
+    for name in ("linear_weight", "linear_bias", "adapters", "softcap", "logit_scale"):
+        names[name] = f"{model}_{name.removeprefix('linear_')}"
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -192,9 +174,6 @@ def _renamed_errors(model: str) -> Iterator[None]:
             raise  # an error of an allocation or a budget
         message = re.sub(r"\b(" + "|".join(names) + r")\b", lambda match: names[match[0]], str(error))
         raise type(error)(message) from None
-
-
-_NAMES_OF_HEADS = ("linear_weight", "linear_bias", "adapters", "softcap", "logit_scale")
 
 
 def topk_kl(
@@ -231,7 +210,8 @@ def topk_kl(
         )
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction must be 'forward' or 'reverse', got {direction!r}")
-    return _divergence_of_classes(candidate_logprob, teacher_logprob, f"{direction}_kl", 0.5, tail)
+    kind, beta = f"{direction}_kl", float(direction == "forward")
+    return _divergence_of_classes(candidate_logprob, teacher_logprob, kind, beta, tail)
 
 
 def _divergence_of_classes(student: Tensor, teacher: Tensor, kind: str, beta: float, tail: bool) -> Tensor:
@@ -240,14 +220,15 @@ def _divergence_of_classes(student: Tensor, teacher: Tensor, kind: str, beta: fl
     student, teacher: (..., K) log-probabilities; -inf for empty entries of the teacher.
     """
     present = teacher > -torch.inf
-    models = [t.to(student.dtype).masked_fill(~present, 0.0) for t in (student, teacher)]  # equal: they add 0
+    p, q = (t.to(student.dtype).masked_fill(~present, 0.0) for t in (student, teacher))  # equal: they add 0
     if tail:
         # The clamp avoids log(0): a sum of rounded probabilities may reach 1.
         most = 1.0 - torch.finfo(student.dtype).eps
-        rests = [(1.0 - (t.exp() * present).sum(-1, keepdim=True).clamp(max=most)).log() for t in models]
-        models = [torch.cat(each, -1) for each in zip(models, rests, strict=True)]
+        p, q = (
+            torch.cat((t, (1.0 - (t.exp() * present).sum(-1, keepdim=True).clamp(max=most)).log()), -1) for t in (p, q)
+        )
     if kind != "forward_kl":
         # The clamp avoids 0 * -inf = NaN for classes to which the student gives probability 0.
-        models[0] = models[0].clamp(min=LEAST_LOGPROB)
-    student_terms, teacher_terms = divergence_terms(*models, kind, beta)
-    return student_terms + teacher_terms
+        p = p.clamp(min=LEAST_LOGPROB)
+    p_terms, q_terms = divergence_terms(p, q, kind, beta)
+    return p_terms + q_terms

@@ -541,9 +541,8 @@ def plan(
         sequence_parallel: with `shards`, as in `fused_linear_cross_entropy`. `num_tokens` counts the tokens of all
             processes. The workspace does not include the gathered input and the memory of its gradient before the
             gradient is scattered.
-        teacher_hidden_size: H of the teacher's head. The plan is the plan of `linear_divergence`, with a teacher of the
-            same dtype, for "forward_kl" and "reverse_kl". "jsd" computes two more products in the same workspace.
-            `stats` are "logprob" and "entropy".
+        teacher_hidden_size: H of the teacher's head, of the same dtype. The plan is the plan of `linear_divergence`.
+            "jsd" computes two more products in the same workspace. `stats` are "logprob" and "entropy".
 
     Returns:
         A `ChunkPlan`. ``.workspace_bytes`` is the peak of memory above the inputs and the returned gradients, from the
@@ -563,16 +562,21 @@ def plan(
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
     sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
     sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
+    sizes |= {} if teacher_hidden_size is None else {"teacher_hidden_size": teacher_hidden_size}
     sizes = {name: check_int(name, value) for name, value in sizes.items()}
     for name, value in sizes.items():
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
+    teacher = None if teacher_hidden_size is None else (sizes.pop("teacher_hidden_size"), dtype)
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_dtype("dtype", dtype)
     spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats)
-    teacher = None
     if teacher_hidden_size is not None:
-        spec, teacher = _divergence_plan_arguments(spec, teacher_hidden_size, dtype)
+        if spec.reduction != "mean" or label_smoothing or z_loss:
+            raise ValueError(
+                "teacher_hidden_size is of linear_divergence: give no reduction, label_smoothing or z_loss"
+            )
+        spec = LogprobSpec(softcap=softcap, stats=stats, divergence="forward_kl")
     check_options(options)
     try:
         device = torch.device(device)
@@ -593,17 +597,3 @@ def plan(
         teacher,
     )
     return plan_for_case(case).made_for(kind_text(device, device_kind))
-
-
-def _divergence_plan_arguments(
-    spec: LossSpec, teacher_hidden_size: int, dtype: torch.dtype
-) -> tuple[LogprobSpec, tuple[int, torch.dtype]]:
-    """Return the spec and the teacher of the case of a `linear_divergence`."""
-    size = check_int("teacher_hidden_size", teacher_hidden_size)
-    if size < 1:
-        raise ValueError(f"teacher_hidden_size must be positive, got {size}")
-    if spec.reduction != "mean" or spec.label_smoothing or spec.z_loss:
-        raise ValueError(
-            "teacher_hidden_size plans linear_divergence, which has no reduction, label_smoothing and z_loss: give none"
-        )
-    return LogprobSpec(softcap=spec.softcap, stats=spec.stats, divergence="forward_kl"), (size, dtype)

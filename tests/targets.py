@@ -32,7 +32,6 @@ from triton.runtime.driver import driver
 from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
-    DIVERGENCE_GRADIENT_SLOTS,
     DIVERGENCE_SLOTS,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
@@ -267,12 +266,12 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
     """Yield the operations on tiles of a student and a teacher, of the first and of later classes."""
     backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
     tile, grad, rows = _padded(cols, accum), _padded(cols, dtype), _new(DIVERGENCE_SLOTS, ROWS, dtype=accum)
-    row_gradient = _new(DIVERGENCE_GRADIENT_SLOTS, ROWS, dtype=accum)
+    row_gradient = _new(ROW_GRADIENT_SLOTS, ROWS, dtype=accum)
     for kind, softcap in itertools.product(DIVERGENCES, (None, 5.0)):
         bias = None if softcap is None else _new(3 * cols, dtype=accum)
         spec = LogprobSpec(softcap=softcap, divergence=kind, teacher_softcap=softcap)
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
-        teacher = Teacher(tile, tile, bias, spec.teacher_spec, kind, 0.5, rows)
+        teacher = Teacher(tile, tile, bias, spec, kind, 0.5, rows)
         tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
         call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
         for memory in (None, grad, tile.view(dtype)[:, :cols]):

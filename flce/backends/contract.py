@@ -11,7 +11,7 @@ to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponential
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -40,15 +40,12 @@ EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 NORMALIZER_SLOTS = 2
 OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
 
-# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last slot, ENTROPY. Log-probabilities are
-# clamped to LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
-ROW_GRADIENT_SLOTS = 4
-SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
+# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last two. Log-probabilities are clamped to
+# LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
+ROW_GRADIENT_SLOTS = 5
+SOFTMAX, TARGET, CLASSES, ENTROPY, DIVERGENCE_FACTOR = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
-# The gradient of a divergence has all of these slots and one more: the upstream gradient of the divergence.
-DIVERGENCE_GRADIENT_SLOTS = ROW_GRADIENT_SLOTS + 1
-DIVERGENCE_FACTOR = ROW_GRADIENT_SLOTS
 
 # Slots of `Teacher.rows`: the normalizers of teacher and student, the divergence, and the mean under the student of the
 # weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials, and
@@ -277,19 +274,16 @@ class Teacher(NamedTuple):
     bias: Tensor | None  # (V,)
     spec: LossSpec  # softcap, scale and temperature
     kind: str  # one of `problem.DIVERGENCES`
-    beta: float
+    beta: float  # weight of the teacher's term: 1 for "forward_kl", 0 for "reverse_kl"
     rows: Tensor  # (DIVERGENCE_SLOTS, rows) of the selected tokens
 
     @staticmethod
     def from_problem(p: LinearCrossEntropyProblem, rows: Tensor, kind: str | None = None) -> Teacher:
         """`kind` replaces the kind of the problem: the normalizers for "jsd" are statistics of another kind."""
         assert isinstance(p.spec, LogprobSpec)
-        assert p.teacher is not None
-        assert p.teacher_weight is not None
-        kind = kind or p.spec.divergence
-        assert kind is not None
-        beta = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, p.spec.beta)
-        return Teacher(p.teacher, p.teacher_weight, p.teacher_bias, p.spec.teacher_spec, kind, beta, rows)
+        spec = replace(p.spec, softcap=p.spec.teacher_softcap, logit_scale=p.spec.teacher_logit_scale)
+        model = p.teacher, p.teacher_weight, p.teacher_bias
+        return Teacher(*model, spec, kind or str(p.spec.divergence), p.spec.beta, rows)  # type: ignore[arg-type]
 
     def select_rows(self, part: slice) -> Teacher:
         return self._replace(rows=slice_columns(self.rows, part))
@@ -342,8 +336,8 @@ class Backend(Protocol):
         ``(1 - beta) p + beta q``. w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and
         ``(1 - beta) (s - log m)`` for "jsd".
 
-        * With `grad`: run `gradient`. ``call.row_gradient`` has DIVERGENCE_GRADIENT_SLOTS. With f the last of them,
-          ``f * p * w`` is added to the gradient in z. The slot SOFTMAX subtracts the mean of w under the student.
+        * With `grad`: run `gradient`, and add ``f * p * w`` to the gradient in z. f is the slot DIVERGENCE_FACTOR of
+          ``call.row_gradient``. The slot SOFTMAX subtracts the mean of w under the student.
         * Otherwise for "jsd": add the terms of the tile's classes to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``.
         * Otherwise: merge the tile's statistics into ``teacher.rows``.
         """

@@ -24,7 +24,6 @@ from flce.backends.contract import (
     LOG_SUM,
     LOGIT_SUM,
     MAX,
-    MEAN_WEIGHT,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
@@ -124,21 +123,27 @@ class TorchBackend:
             t = _transform(teacher_logits[piece], model.tile_call(slab), False)[0]
             rows = torch.zeros_like(model.rows) if merging else model.rows
             for x, slot in ((s, STUDENT), (t, TEACHER)):
+                offset = x.amax(1) if merging else rows[slot + OFFSET]
+                x.sub_(where(offset > -torch.inf, offset, 0.0)[:, None])
                 if merging:
-                    rows[slot + OFFSET] = x.amax(1)
-                x.sub_(where(rows[slot + OFFSET] > -torch.inf, rows[slot + OFFSET], 0.0)[:, None])
-                if merging:
-                    rows[slot + LOG_SUM] = x.exp().sum(1)
+                    rows[slot + OFFSET], rows[slot + LOG_SUM] = offset, x.exp().sum(1)
                 else:
                     x.sub_(rows[slot + LOG_SUM][:, None])
-            if grad is not None:
-                _divergence_gradient(s, t, jacobian, slab, model, grad[piece])
+            if grad is None:
+                student_sum, teacher_sum = formulas.divergence_terms(s, t, model.kind, model.beta)
+                rows[DIVERGENCE:] += torch.stack((student_sum + teacher_sum, student_sum))
+                if merging:
+                    model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
                 continue
-            student_sum, teacher_sum = formulas.divergence_terms(s, t, model.kind, model.beta)
-            rows[DIVERGENCE] += student_sum + teacher_sum
-            rows[MEAN_WEIGHT] += student_sum
-            if merging:
-                model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
+            assert slab.row_gradient is not None
+            factor = slab.row_gradient[DIVERGENCE_FACTOR][:, None]
+            if teacher.kind == "forward_kl":
+                added = t.exp_().mul_(-factor)
+            else:
+                p, ratio = s.exp(), formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0]
+                added = ratio.mul_(p).mul_(factor * (1.0 - teacher.beta)).masked_fill_(p == 0.0, 0.0)
+            term = _softmax_term_with_entropy(s, slab).add_(added)
+            _gradient(term, jacobian, term, slab, Targets.from_call(slab), grad[piece])
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
@@ -217,23 +222,7 @@ class TorchBackend:
 def divergence_bytes(tile: Tensor, device_type: str) -> int:
     """Return an upper bound of the temporary memory of an operation on a tile of student and teacher, (rows, cols)."""
     itemsize, (rows, cols) = accumulation_dtype(tile.dtype).itemsize, tile.shape
-    return 7 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
-
-
-def _divergence_gradient(
-    s: Tensor, t: Tensor, jacobian: Tensor | float, call: TileCall, teacher: Teacher, grad: Tensor
-) -> None:
-    """Write the gradient of `Backend.divergence` from the log-probabilities, which are overwritten."""
-    assert call.row_gradient is not None
-    factor = call.row_gradient[DIVERGENCE_FACTOR][:, None]
-    if teacher.kind == "forward_kl":
-        added = t.exp_().mul_(-factor)
-    else:
-        p = s.exp()
-        added = formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0].mul_(p).mul_(factor * (1.0 - teacher.beta))
-        added.masked_fill_(p == 0.0, 0.0)
-    term = _softmax_term_with_entropy(s, call).add_(added)
-    _gradient(term, jacobian, term, call, Targets.from_call(call), grad)
+    return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

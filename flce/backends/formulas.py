@@ -23,16 +23,15 @@ from flce.backends.contract import (
     LOSS_GRADIENT_SLOTS,
     MAX,
     MEAN_WEIGHT,
+    NORMALIZER_SLOTS,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
-    STUDENT,
     SUM,
     TARGET,
     TARGET_LOGIT,
-    TEACHER,
     RowOutputs,
     RowProblem,
     TileCall,
@@ -242,29 +241,28 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
     return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
 
 
+# Slots of the offsets and of the sums of teacher and student in `Teacher.rows`.
+_OFFSETS, _SUMS = (slice(slot, DIVERGENCE, NORMALIZER_SLOTS) for slot in (OFFSET, LOG_SUM))
+
+
 def merge_divergences(states: Tensor, kind: str) -> Tensor:
     """Merge the statistics of `Backend.divergence` of several tiles or shards, (parts, DIVERGENCE_SLOTS, rows)."""
-    a, b = (TEACHER, STUDENT) if kind == "forward_kl" else (STUDENT, TEACHER)  # a's probabilities are the weights
-    merged = states.amax(0)
-    shifts = states - torch.where(merged == -torch.inf, 0.0, merged)
-    decays = shifts.exp()
-    for model in (a, b):
-        merged[model + LOG_SUM] = (decays[:, model + OFFSET] * states[:, model + LOG_SUM]).sum(0)
-    decay, shift = decays[:, a + OFFSET], shifts[:, a + OFFSET] - shifts[:, b + OFFSET]
-    terms = decay * (states[:, DIVERGENCE] + shift * states[:, a + LOG_SUM])
-    merged[DIVERGENCE] = torch.where(decay > 0.0, terms, 0.0).sum(0)
+    merged, (weights, other) = states.amax(0), (0, 1) if kind == "forward_kl" else (1, 0)
+    shifts = states[:, _OFFSETS] - torch.where(merged[_OFFSETS] == -torch.inf, 0.0, merged[_OFFSETS])
+    decays, sums = shifts.exp(), states[:, _SUMS]
+    merged[_SUMS] = (decays * sums).sum(0)
+    terms = states[:, DIVERGENCE] + (shifts[:, weights] - shifts[:, other]) * sums[:, weights]
+    merged[DIVERGENCE] = torch.where(decays[:, weights] > 0.0, decays[:, weights] * terms, 0.0).sum(0)
     return merged
 
 
-def finish_divergence(state: Tensor, kind: str) -> None:
-    """Turn the statistics of all classes into normalizers, KL and mean weight, in place. state: (DIVERGENCE_SLOTS,
-    rows)."""
-    a, b = (TEACHER, STUDENT) if kind == "forward_kl" else (STUDENT, TEACHER)
-    state[DIVERGENCE] /= state[a + LOG_SUM]
-    for model in (a, b):
-        state[model + LOG_SUM].log_()
-    state[DIVERGENCE] += state[b + LOG_SUM] - state[a + LOG_SUM]
-    state[MEAN_WEIGHT] = -1.0 if kind == "forward_kl" else state[DIVERGENCE]
+def finish_divergence(rows: Tensor, kind: str) -> None:
+    """Turn the statistics of all classes into normalizers, KL and mean weight, in place."""
+    sums, sign = rows[_SUMS], -1.0 if kind == "forward_kl" else 1.0
+    rows[DIVERGENCE] /= sums[0 if kind == "forward_kl" else 1]
+    sums.log_()
+    rows[DIVERGENCE] += (sums[0] - sums[1]) * sign
+    rows[MEAN_WEIGHT] = -1.0 if kind == "forward_kl" else rows[DIVERGENCE]
 
 
 def divergence_terms(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
@@ -272,14 +270,13 @@ def divergence_terms(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tens
     (...) each. s, t: (..., classes) log-probabilities, or logits relative to other numbers of their row."""
 
     def weighted_sum(weight: float, logprob: Tensor, ratio: Tensor) -> Tensor:
+        if weight == 0.0:
+            return logprob.new_zeros(logprob.shape[:-1])
         p = logprob.exp()  # Classes of probability 0 add 0, also if the ratio is infinite.
         return torch.where(p > 0.0, weight * p * ratio, 0.0).sum(-1)
 
     student, teacher = log_ratios(s, t, kind, beta)
-    if kind == "jsd":
-        return weighted_sum(1.0 - beta, s, student), weighted_sum(beta, t, teacher)
-    zero = s.new_zeros(s.shape[:-1])
-    return (zero, weighted_sum(1.0, t, teacher)) if kind == "forward_kl" else (weighted_sum(1.0, s, student), zero)
+    return weighted_sum(1.0 - beta, s, student), weighted_sum(beta, t, teacher)
 
 
 def log_ratios(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
@@ -292,7 +289,7 @@ def mixture_logprobs(student: Tensor, teacher: Tensor, beta: float) -> tuple[Ten
     (1 - beta) p + beta q. Small differences of s and t lose no digits."""
     difference = student - teacher
     below, above = torch.where(difference < 0.0, difference, 0.0), torch.where(difference < 0.0, 0.0, difference)
-    share = torch.where(difference < 0.0, 1.0 - beta, beta)  # of the less probable of the two
+    share = (difference < 0.0).to(difference.dtype) * (1.0 - 2.0 * beta) + beta  # of the less probable of the two
     shared = -torch.log1p(share * torch.expm1(below - above))
     return shared + below, shared - above
 

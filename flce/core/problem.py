@@ -120,8 +120,7 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class LogprobSpec(LossSpec):
-    """Scalar arguments of `flce.linear_logprobs` and `flce.linear_divergence`: the results of each token, instead of a
-    loss.
+    """Scalar arguments of `linear_logprobs` and `linear_divergence`: the results of each token, instead of a loss.
 
     Gradients are computed for an upstream gradient of each token, as for a loss that is not reduced.
     """
@@ -136,7 +135,7 @@ class LogprobSpec(LossSpec):
     divergence: str | None = None
     """Divergence from a teacher, one of DIVERGENCES; None: without a teacher."""
     beta: float = 0.5
-    """Weight of the teacher in the mixture of "jsd", between 0 and 1."""
+    """Weight of the teacher: in the mixture of "jsd", between 0 and 1; 1 for "forward_kl", 0 for "reverse_kl"."""
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
 
@@ -151,13 +150,6 @@ class LogprobSpec(LossSpec):
         object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
         if not 0 <= self.top_k <= MAX_ENTRIES:
             raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
-
-    @property
-    def teacher_spec(self) -> LossSpec:
-        """Softcap, scale and temperature of the teacher's logits."""
-        return loss_spec(
-            "none", self.ignore_index, 0.0, self.teacher_softcap, self.teacher_logit_scale, self.temperature
-        )
 
 
 class SpecArguments(TypedDict, total=False):

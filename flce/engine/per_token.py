@@ -8,7 +8,7 @@ its logits z is
     p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + S) + g_divergence * (w - mean of w under p)),
     plus g_logprob at the target and g_candidates at the candidates.
 
-(The derivative of S = -sum(p * l) in z is -p * (l + S).) `Backend.divergence_gradient` defines w. "jsd" needs the
+(The derivative of S = -sum(p * l) in z is -p * (l + S).) `Backend.divergence` defines w. "jsd" needs the
 normalizers of student and teacher before it can be summed, so forward computes the logits of both twice.
 """
 
@@ -23,14 +23,13 @@ from torch import Tensor
 from flce.backends.contract import (
     DIVERGENCE,
     DIVERGENCE_FACTOR,
-    DIVERGENCE_GRADIENT_SLOTS,
     DIVERGENCE_SLOTS,
     ENTROPY,
     LEAST_LOGPROB,
     LOG_SUM,
+    LOSS_GRADIENT_SLOTS,
     MEAN_WEIGHT,
     NORMALIZER_SLOTS,
-    LOSS_GRADIENT_SLOTS,
     OFFSET,
     ROW_GRADIENT_SLOTS,
     SOFTMAX,
@@ -40,7 +39,7 @@ from flce.backends.contract import (
     Teacher,
     log_sum_exp,
 )
-from flce.backends.formulas import is_class
+from flce.backends.formulas import finish_divergence, is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
@@ -105,7 +104,7 @@ def forward(
     teacher = None
     if problem.teacher is not None:
         rows = runtime.arena.new((DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
-        rows[OFFSET] = rows[STUDENT + OFFSET] = -torch.inf
+        rows[:DIVERGENCE:NORMALIZER_SLOTS] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
     context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
@@ -114,7 +113,13 @@ def forward(
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
-        _complete_divergence(context, teacher, plan)
+        context.local.merge_divergences(rows, teacher.kind)
+        finish_divergence(rows, teacher.kind)
+        if spec.divergence == "jsd":  # The terms are summed in a second pass over the logits.
+            context.teacher = Teacher.from_problem(problem, rows)
+            rows[DIVERGENCE:] = 0.0
+            plan.schedule.forward(context)
+            context.local.sum_over_processes(rows[DIVERGENCE:])
         if not context.problem.spec.stats:
             outputs.normalizer.copy_(rows[STUDENT : STUDENT + NORMALIZER_SLOTS])
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
@@ -132,17 +137,6 @@ def forward(
         top_k_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
     outputs = selection.scatter_outputs(outputs)
     return TokenResults(outputs, candidate_logprob, top_k_logprob, top_k_ids, divergence, teacher_rows)
-
-
-def _complete_divergence(context: PassContext, teacher: Teacher, plan: Plan) -> None:
-    """Complete the rows of the teacher from the statistics of this process: merge the statistics of all processes, and
-    sum the terms of "jsd" in a second pass over the logits."""
-    context.local.merge_divergences(teacher.rows, teacher.kind)
-    if logprob_spec(context.problem).divergence == "jsd":
-        context.teacher = Teacher.from_problem(context.problem, teacher.rows)
-        teacher.rows[DIVERGENCE:] = 0.0
-        plan.schedule.forward(context)
-        context.local.sum_over_processes(teacher.rows[DIVERGENCE:], "divergences")
 
 
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
@@ -210,10 +204,10 @@ def backward(
 def _compute_row_gradient(
     runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
-    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slot ENTROPY is included if
-    entropies or the divergence have a gradient, and DIVERGENCE_FACTOR if the divergence has one."""
-    slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
-    slots = slots if upstream.divergence is None else DIVERGENCE_GRADIENT_SLOTS
+    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slots ENTROPY and
+    DIVERGENCE_FACTOR are included if entropies or divergences have a gradient."""
+    is_loss = upstream.entropy is None and upstream.divergence is None
+    slots = LOSS_GRADIENT_SLOTS if is_loss else ROW_GRADIENT_SLOTS
     factors = runtime.arena.new((slots, selection.max_num_rows), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
     valid = target != problem.spec.ignore_index

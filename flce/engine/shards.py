@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
+    DIVERGENCE,
     EXPONENTIAL_STATS,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
+    NORMALIZER_SLOTS,
     OFFSET,
-    STUDENT,
     RowOutputs,
     TileCall,
     TileClasses,
@@ -37,7 +38,6 @@ from flce.backends.contract import (
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
-    finish_divergence,
     log_sum_exps,
     merge_divergences,
     merge_shards,
@@ -159,13 +159,12 @@ class LocalProblem:
         """Return the local indices of classes; -1 for classes of other processes."""
         return ids
 
-    def sum_over_processes(self, x: Tensor, what: str = "logits of candidates") -> Tensor:
-        """Sum `x`, which is `what`, over all processes in place and return it. One collective."""
+    def sum_over_processes(self, x: Tensor) -> Tensor:
+        """Sum `x` over all processes in place and return it. One collective."""
         return x
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
-        """Complete `Teacher.rows` from the statistics of all processes. One collective."""
-        finish_divergence(rows, kind)
+        """Merge the statistics in `Teacher.rows` of all processes, in place. One collective."""
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         """Return the largest logits of all classes from the largest of each process. Two collectives."""
@@ -266,20 +265,17 @@ class ShardProblem(LocalProblem):
         is_local = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
         return torch.where(is_local, ids - start, -1)
 
-    def sum_over_processes(self, x: Tensor, what: str = "") -> Tensor:
+    def sum_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
-        offsets = rows[OFFSET], rows[STUDENT + OFFSET]
+        offsets = rows[:DIVERGENCE:NORMALIZER_SLOTS]
         if self.shard.is_empty:
-            for offset in offsets:
-                offset.fill_(-torch.inf)
+            offsets.fill_(-torch.inf)
         rows.copy_(merge_divergences(all_gather(rows, self.group), kind))
-        finish_divergence(rows, kind)
         if self.shard.is_empty:  # The probability of the stand-in class is 0.
-            for offset in offsets:
-                offset.fill_(OFFSET_OF_EMPTY_SHARD)
+            offsets.fill_(OFFSET_OF_EMPTY_SHARD)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]

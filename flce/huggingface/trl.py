@@ -18,14 +18,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flce.core.callers import find_caller
 from flce.core.options import ChunkOptions
 from flce.distillation import linear_divergence
 from flce.huggingface.lazy import register_results, state_of
 from flce.huggingface.lazy.divergences import divergence
-from flce.huggingface.lazy.normal_form import NoLazyFormError
+from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.huggingface.wrappers import is_partitioned
@@ -56,8 +55,7 @@ _originals: dict[tuple[Any, str], Any] = {}
 def install(*, options: ChunkOptions | None = None) -> None:
     """Compute the losses of TRL's SFT, DPO, KTO, GRPO, RLOO, distillation and GKD trainers with flce.
 
-    Call `install` before you create a trainer (`SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`,
-    `DistillationTrainer`, `GKDTrainer`).
+    Call `install` before you create a trainer (`SFTTrainer`, `DPOTrainer`, ..., `DistillationTrainer`, `GKDTrainer`).
     Losses, metrics and gradients equal TRL's, without logits in memory. `SFTTrainer` with ``loss_type="nll"`` computes
     three matrix products instead of four. The trainer's model is patched as by `flce.patch_model`. A second call
     replaces the options for trainers that are created later.
@@ -107,11 +105,12 @@ def _check_signature(place: tuple[Any, str], stock: Any, replacement: Any) -> No
     if stock is None:
         raise ImportError(f"flce needs TRL 1.16 or newer: TRL {trl.__version__} has no {name}")
     if isinstance(stock, type):  # an autograd.Function, whose forward has a context before the arguments of apply
-        stock, replacement = functools.partial(getattr(stock, "forward"), None), replacement.apply  # noqa: B009
-    theirs, ours = (
-        inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()])
-        for function in (stock, replacement)
-    )
+        theirs, ours = f"{[*inspect.signature(stock.forward).parameters][1:]}", f"{_DIVERGENCE_ARGUMENTS}"  # type: ignore[attr-defined]
+    else:
+        theirs, ours = (
+            f"{inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(each).parameters.values()])}"
+            for each in (stock, replacement)
+        )
     if theirs != ours:
         raise ImportError(f"flce replaces {name}{ours}, but TRL {trl.__version__} has {name}{theirs}")
 
@@ -249,42 +248,29 @@ def _without_ignored(options: ChunkOptions | None) -> ChunkOptions:
     return replace(options, skip_ignored=True) if options.skip_ignored == "auto" else options
 
 
+_DIVERGENCE_ARGUMENTS = [
+    "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta",
+    "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
+    "teacher_final_logit_softcapping",
+]  # fmt: skip
+"""Arguments of TRL's `ChunkedDivergenceFunction`."""
+
+
 def _make_divergence_function(stock: Any, options: ChunkOptions | None) -> Any:
     class FusedDivergence:
-        """Replacement of TRL's ``autograd.Function``."""
+        """Replacement of TRL's ``autograd.Function``. `apply` returns the divergence and the entropy of each token."""
 
         @staticmethod
-        def apply(
-            student_hidden: Tensor,
-            student_weight: Tensor,
-            student_bias: Tensor | None,
-            teacher_hidden: Tensor,
-            teacher_weight: Tensor,
-            teacher_bias: Tensor | None,
-            beta: float,
-            temperature: float = 1.0,
-            student_logit_scale: float = 1.0,
-            student_final_logit_softcapping: float | None = None,
-            teacher_logit_scale: float = 1.0,
-            teacher_final_logit_softcapping: float | None = None,
-        ) -> tuple[Tensor, Tensor]:
-            """Return the divergence and the entropy of each token."""
-            if is_partitioned(student_weight) or is_partitioned(teacher_weight):
-                _warn_stock("ZeRO-3 has partitioned a head, and TRL's kernel gathers it")
-                arguments = (student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias)
-                softcaps = student_final_logit_softcapping, teacher_final_logit_softcapping
-                scales = student_logit_scale, softcaps[0], teacher_logit_scale, softcaps[1]
-                stock_result: tuple[Tensor, Tensor] = stock.apply(*arguments, beta, temperature, *scales)
-                return stock_result
-            # Under autocast both are cast later. Otherwise TRL computes in the dtype of the hidden states.
-            out = linear_divergence(
-                student_hidden, student_weight.to(student_hidden.dtype), teacher_hidden,
-                teacher_weight.to(teacher_hidden.dtype), kind="jsd", beta=beta, temperature=temperature,
-                student_bias=student_bias, teacher_bias=teacher_bias, student_logit_scale=student_logit_scale,
-                teacher_logit_scale=teacher_logit_scale, student_softcap=student_final_logit_softcapping,
-                teacher_softcap=teacher_final_logit_softcapping, outputs=("divergence", "entropy"), options=options,
-            )  # fmt: skip
-            assert out.divergence is not None
+        def apply(*args: Any) -> Any:
+            names = [name.replace("final_logit_softcapping", "softcap") for name in _DIVERGENCE_ARGUMENTS]
+            given = dict(zip([name.removesuffix("_hidden") for name in names], args, strict=False))
+            for model in ("student", "teacher"):
+                if is_partitioned(given[f"{model}_weight"]):
+                    _warn_stock("ZeRO-3 has partitioned a head, and TRL's kernel gathers it")
+                    return stock.apply(*args)
+                # Under autocast both are cast later. Otherwise TRL computes in the dtype of the hidden states.
+                given[f"{model}_weight"] = given[f"{model}_weight"].to(given[model].dtype)
+            out = linear_divergence(**given, kind="jsd", outputs=("divergence", "entropy"), options=options)
             assert out.entropy is not None
             return out.divergence, out.entropy.detach()
 
@@ -303,8 +289,7 @@ def _make_gkd_compute_loss(stock: Any, options: ChunkOptions | None) -> Callable
                     patch_model(each, options=options)
         except TypeError as error:
             _warn_stock(f"{error}")
-            return stock(self, model, inputs, return_outputs, num_items_in_batch)
-        with lazy_logits(teacher):
+        with lazy_logits(teacher) if is_patched(teacher) else contextlib.nullcontext():
             return stock(self, model, inputs, return_outputs, num_items_in_batch)
 
     return compute_loss
@@ -313,31 +298,23 @@ def _make_gkd_compute_loss(stock: Any, options: ChunkOptions | None) -> Callable
 def _make_generalized_jsd_loss(stock: Any) -> Any:
     @staticmethod  # type: ignore[misc]
     def generalized_jsd_loss(
-        student_logits: Any,
-        teacher_logits: Any,
-        labels: Any = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        num_items_in_batch: Any = None,
-    ) -> Any:
+        student_logits: Any, teacher_logits: Any, labels: Any = None, beta: float = 0.5, temperature: float = 1.0,
+        reduction: str = "batchmean", num_items_in_batch: Any = None,
+    ) -> Any:  # fmt: skip
         """Compute TRL's loss from lazy logits; call TRL's function for other logits and reductions."""
-        student, teacher = state_of(student_logits), state_of(teacher_logits)
-        reduced = num_items_in_batch is not None or reduction in ("batchmean", "sum")
-        values = None
-        if student is not None and teacher is not None and reduced and student.shape == teacher.shape:
+        student: Any = state_of(student_logits)
+        teacher: Any = state_of(teacher_logits)
+        try:
+            require_lazy(student is not None and teacher is not None and student.shape == teacher.shape)
+            require_lazy(num_items_in_batch is not None or reduction in ("batchmean", "sum"))
             options = _without_ignored(student.token_options)
-            spec = {"kind": "jsd", "beta": beta, "temperature": temperature, "target": labels, "options": options}
-            with contextlib.suppress(NoLazyFormError):
-                values = divergence(student, teacher, **spec)
-        if values is None or student is None:
+            values = divergence(student, teacher, labels, options, kind="jsd", beta=beta, temperature=temperature)
+        except NoLazyFormError:
             return stock(student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch)
         register_results(student, (values,))
-        total = values.sum()
-        if num_items_in_batch is not None:
-            return total / torch.as_tensor(num_items_in_batch, device=total.device)
-        if reduction == "sum":
-            return total
-        return total / (max(len(values), 1) if labels is None else (labels != -100).sum().clamp_min(1))
+        count: Any = torch.as_tensor(1 if num_items_in_batch is None else num_items_in_batch, device=values.device)
+        if num_items_in_batch is None and reduction == "batchmean":
+            count = max(len(values), 1) if labels is None else (labels != -100).sum().clamp_min(1)
+        return values.sum() / count
 
     return generalized_jsd_loss

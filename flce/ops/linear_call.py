@@ -94,10 +94,8 @@ class OperatorArguments(NamedTuple):
         return LinearCall(problem, options, others.is_traced, self.candidates)
 
 
-_FIELDS = (
-    "target", "linear_bias", "class_weight", "token_weight", "num_items", "inverse_temperature", "teacher",
-    "teacher_weight", "teacher_bias",
-)  # fmt: skip
+# Tensors of the problem.
+_FIELDS = OperatorArguments._fields[2:-2]
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,8 @@ class LinearCall:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors as `OperatorArguments.tensors` does."""
         p = self.problem
-        optional = p.linear_bias, p.class_weight, p.token_weight, p.num_items, p.inverse_temperature
-        teacher = p.teacher, p.teacher_weight, p.teacher_bias
-        return (*[x for x, _ in p.terms], *[w for _, w in p.terms], p.target, *optional, *teacher, self.candidates)
+        others = [getattr(p, name) for name in _FIELDS]
+        return (*[x for x, _ in p.terms], *[w for _, w in p.terms], *others, self.candidates)
 
     @functools.cached_property
     def case(self) -> Case:

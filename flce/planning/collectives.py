@@ -134,8 +134,8 @@ class CountingShard(LocalProblem):
         if term not in self._started:
             self.start_dx_sum(term, dx)
 
-    def sum_over_processes(self, x: Tensor, what: str = "logits of candidates") -> Tensor:
-        self.tally.add("all-reduce", what, x.nbytes)
+    def sum_over_processes(self, x: Tensor) -> Tensor:
+        self.tally.add("all-reduce", "logits of candidates", x.nbytes)
         return x
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:

@@ -83,8 +83,8 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
     if c.teacher is not None:
         size, dtype = c.teacher
-        operands = new_operand(n, size, dtype=dtype), new_operand(c.vocab_size, size, dtype=dtype)
-        problem = replace(problem, teacher=operands[0], teacher_weight=operands[1])
+        teacher, weight = (new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size))
+        problem = replace(problem, teacher=teacher, teacher_weight=weight)
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:

@@ -24,8 +24,9 @@ FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
     ),
     "none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1),
     "mean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="mean"),
-    "module": lambda s, t: torch.nn.KLDivLoss(reduction="batchmean")(F.log_softmax(s, -1), F.softmax(t, -1)),
-    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1).exp(), reduction="batchmean"),
+    "module": lambda s, t: torch.nn.KLDivLoss(reduction="batchmean", log_target=True)(
+        F.log_softmax(s, -1), F.log_softmax(t, -1)
+    ),
     "reverse": lambda s, t: F.kl_div(t.log_softmax(-1), s.log_softmax(-1), log_target=True, reduction="batchmean"),
     "shifted": lambda s, t: F.kl_div(
         s[:, :-1].float().log_softmax(-1), t[:, :-1].float().log_softmax(-1), log_target=True, reduction="sum"
@@ -74,6 +75,7 @@ OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
     "other weights": lambda s, t: (t.log_softmax(-1) - s.log_softmax(-1)).mul(s.softmax(-1) * 2).sum(-1),
     "two temperatures": lambda s, t: ((s / 2).softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1),
     "one model": lambda s, t: (s.softmax(-1) * (s.log_softmax(-1) - (s / 2).log_softmax(-1))).sum(-1),
+    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
     "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
     "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
     "temperatures of tokens": lambda s, t: F.kl_div(

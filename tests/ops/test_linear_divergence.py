@@ -351,7 +351,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         wrong(teacher=None, teacher_weight=None, teacher_topk=torch.zeros(4, 2)),
     ),
     "top k": (
-        ValueError, "teacher_topk must be class indices and log-probabilities of the same shape",
+        ValueError, r"teacher_topk must be .* of one shape, got \(4, 2\) and \(4, 3\)",
         wrong(teacher=None, teacher_weight=None, teacher_topk=(torch.zeros(4, 2).long(), torch.zeros(4, 3))),
     ),
     "top k's head": (
@@ -377,7 +377,7 @@ def test_bad_input(name: str) -> None:
 
 def test_temporary_memory_is_bounded() -> None:
     tile = torch.empty(4096, 4096, device="meta")
-    assert 0 < divergence_bytes(tile, "cpu") <= 7 * (8 << 20)
+    assert 0 < divergence_bytes(tile, "cpu") <= 9 * (8 << 20)
 
 
 @pytest.mark.gpu

@@ -29,21 +29,7 @@ _DIVERGENCE = tl.constexpr(contract.DIVERGENCE)
 _MEAN_WEIGHT = tl.constexpr(contract.MEAN_WEIGHT)
 _DIVERGENCE_FACTOR = tl.constexpr(contract.DIVERGENCE_FACTOR)
 _LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
-_FORWARD = tl.constexpr(DIVERGENCES.index("forward_kl"))
-_REVERSE = tl.constexpr(DIVERGENCES.index("reverse_kl"))
-_JSD = tl.constexpr(DIVERGENCES.index("jsd"))
-
-
-@triton.jit
-def _load_logits(
-    row_ptr, bias_ptr, columns, cols, accessible_cols, scale, cap, ACCUM: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Return z of some columns of a row, -inf behind the last class, and dz/da."""
-    a = tl.load(row_ptr + columns, mask=columns < accessible_cols, other=0.0, eviction_policy="evict_first")
-    present = columns < cols
-    z, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
-    return tl.where(present, z, float("-inf")), jacobian
+_FORWARD, _REVERSE, _JSD = map(tl.constexpr, range(len(DIVERGENCES)))
 
 
 @triton.jit
@@ -77,14 +63,12 @@ def _carry(total, weight_sum, shift, other_shift):
 
 @triton.jit(do_not_specialize=["ignore_index", "column_start", "teacher_rows_stride", "row_gradient_stride"])
 def divergence_kernel(
-    logits_ptr,  # (rows, cols) of the student, row stride logits_stride
-    teacher_logits_ptr,  # (rows, cols), row stride teacher_logits_stride
-    grad_ptr,  # (rows, cols), row stride grad_stride; may be logits_ptr, also with NARROWING
+    logits_ptr, teacher_logits_ptr,  # (rows, cols)
+    grad_ptr,  # (rows, cols); may be logits_ptr, also with NARROWING
     target_ptr,  # (rows,) int64
-    bias_ptr,  # (cols,) of this tile
-    teacher_bias_ptr,  # (cols,) of this tile
-    teacher_rows_ptr,  # (slots, rows), row stride teacher_rows_stride, see `Teacher.rows`
-    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
+    bias_ptr, teacher_bias_ptr,  # (cols,) of this tile
+    teacher_rows_ptr,  # (slots, rows), see `Teacher.rows`
+    row_gradient_ptr,  # (slots, rows)
     logits_stride, teacher_logits_stride, grad_stride, teacher_rows_stride, row_gradient_stride,
     cols,  # classes in this tile
     accessible_cols,  # columns of a row that may be read and written, cols or more
@@ -112,11 +96,8 @@ def divergence_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    scale = tl.full((), scale, ACCUM)
-    cap = tl.full((), cap, ACCUM)
-    teacher_scale = tl.full((), teacher_scale, ACCUM)
-    teacher_cap = tl.full((), teacher_cap, ACCUM)
-    beta = tl.full((), beta, ACCUM)
+    scale, cap, beta = tl.full((), scale, ACCUM), tl.full((), cap, ACCUM), tl.full((), beta, ACCUM)
+    teacher_scale, teacher_cap = tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM)
     # With STATISTICS log_sum and teacher_log_sum are sums of exponentials.
     offset, log_sum = load_normalizer(student_rows_ptr, teacher_rows_stride, 0, None)
     teacher_offset, teacher_log_sum = load_normalizer(teacher_rows_ptr, teacher_rows_stride, 0, None)
@@ -130,13 +111,15 @@ def divergence_kernel(
         divergence, mean_weight = tl.load(divergence_ptr), tl.load(mean_ptr)
     for start in range(0, cols, BLOCK):  # in ascending order: see NARROWING
         columns = start + tl.arange(0, BLOCK)
-        s, jacobian = _load_logits(
-            logits_ptr, bias_ptr, columns, cols, accessible_cols, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
-        )
-        t, _teacher_jacobian = _load_logits(
-            teacher_logits_ptr, teacher_bias_ptr, columns, cols, accessible_cols, teacher_scale, teacher_cap, ACCUM,
-            HAS_TEACHER_SCALE, HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
+        present, readable = columns < cols, columns < accessible_cols
+        a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
+        b = tl.load(teacher_logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
+        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+        t, _teacher_jacobian = transform(
+            b, teacher_bias_ptr, columns, present, teacher_scale, teacher_cap, ACCUM, HAS_TEACHER_SCALE,
+            HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
         )  # fmt: skip
+        s, t = tl.where(present, s, float("-inf")), tl.where(present, t, float("-inf"))
         if STATISTICS:
             offset, reference, shift = _rescale(offset, s)
             teacher_offset, teacher_reference, teacher_shift = _rescale(teacher_offset, t)
@@ -163,10 +146,10 @@ def divergence_kernel(
                 term = tl.where(p > 0.0, (factor + divergence_factor * (1.0 - beta) * ratio) * p, 0.0)
             is_target = columns == target - column_start
             grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
-            grad = tl.where((target != ignore_index) & (columns < cols), grad, 0.0)
+            grad = tl.where((target != ignore_index) & present, grad, 0.0)
             if NARROWING:
                 tl.debug_barrier()
-            tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < accessible_cols)
+            tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
         else:  # Classes of probability 0 add 0, also if their ratio is infinite.
             if KIND != _FORWARD:
                 student_sum = tl.sum(tl.where(p > 0.0, (1.0 - beta) * p * ratio, 0.0), axis=0)

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce.core.options import ChunkOptions
 from flce.distillation import linear_divergence
-from flce.huggingface.lazy.normal_form import require_lazy, to_normal_form
+from flce.huggingface.lazy.normal_form import require_lazy
 from flce.huggingface.lazy.state import LazyState
-from flce.ops.arguments import autocast_operand_dtype
 
 
 def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
     """Subtract the log-probabilities of two models. The student is the model that requires a gradient."""
-    forms = state.normal_form, other.normal_form
-    require_lazy(forms[0].is_logprob and forms[1].is_logprob)
-    require_lazy(state.division is None and other.division is None)
+    require_lazy(state.normal_form.is_logprob and other.normal_form.is_logprob)
     require_lazy((state.shape, state.device, state.dtype) == (other.shape, other.device, other.dtype))
     student, teacher, sign = (other, state, -1.0) if other.requires_grad else (state, other, 1.0)
     require_lazy(not (teacher.requires_grad and torch.is_grad_enabled()))
+    require_lazy(student.division is None and teacher.division is None)
     ratio = replace(student, teacher=teacher.detach()).with_op("sub_teacher")
     return ratio if sign > 0 else ratio.with_op("mul", sign)
 
@@ -30,7 +29,6 @@ def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
 def weigh(state: LazyState, other: LazyState) -> LazyState:
     """Multiply a difference of log-probabilities by the probabilities of one of both models."""
     ratio, weights = (state, other) if state.teacher is not None else (other, state)
-    require_lazy(ratio.teacher is not None and weights.teacher is None)
     assert ratio.teacher is not None
     if weights.cached_results is ratio.cached_results:
         return ratio.with_op("times", weights.ops)
@@ -39,68 +37,53 @@ def weigh(state: LazyState, other: LazyState) -> LazyState:
     return ratio.with_op("times_teacher")
 
 
-def divergence(student: LazyState, teacher: LazyState, **spec: Any) -> Tensor:
-    """Call :func:`flce.linear_divergence` for the logits of two states, which have no divisor, with gradients of the
-    first. `spec`: other arguments."""
+def divergence(
+    student: LazyState, teacher: LazyState, target: Tensor | None, options: ChunkOptions | None, **spec: Any
+) -> Tensor:
+    """Call :func:`flce.linear_divergence` for the logits of two states, with gradients of the first."""
+    require_lazy(student.division is None and teacher.division is None and len(teacher.terms) == 1)
+    require_lazy(not (student.normal_form.has_divisor or teacher.normal_form.has_divisor))
+    require_lazy(student.autocast_dtype == teacher.autocast_dtype)
 
-    def arguments(hidden: Tensor, weight: Tensor, target: None, **others: Any) -> dict[str, Any]:
-        dtype = autocast_operand_dtype(hidden.dtype, hidden.device.type)
-        return {"hidden": hidden.to(dtype), "weight": weight.to(dtype), **others}
+    def rename(given: dict[str, Any], model: str) -> None:
+        """Move arguments of the head of one of both models to `spec`."""
+        for name in ("linear_bias", "logit_scale", "softcap"):
+            spec[f"{model}_{name.removeprefix('linear_')}"] = given.pop(name)
 
-    def run(hidden: Tensor, weight: Tensor, target: Tensor | None, **ours: Any) -> Tensor:
-        for name in ("bias", "logit_scale", "softcap"):
-            spec[f"student_{name}"], spec[f"teacher_{name}"] = (
-                given["linear_bias" if name == "bias" else name] for given in (ours, theirs)
-            )
-        values = linear_divergence(
-            hidden, weight, theirs["hidden"], theirs["weight"], target=target,
-            student_adapters=ours.get("adapters", ()), options=ours["options"], **spec,
-        ).divergence  # fmt: skip
-        assert values is not None
-        return values
+    def store_teacher(hidden: Tensor, weight: Tensor, target: None, **given: Any) -> None:
+        rename(given, "teacher")
+        spec.update(teacher=hidden, teacher_weight=weight)
 
-    require_lazy(student.division is None and teacher.division is None)
-    require_lazy(len(teacher.terms) == 1 and not (student.normal_form.has_divisor or teacher.normal_form.has_divisor))
-    target, options = spec.pop("target", None), spec.pop("options", student.token_options)
+    def run(hidden: Tensor, weight: Tensor, target: Tensor | None, adapters: Any = (), **given: Any) -> Any:
+        rename(given, "student")
+        return linear_divergence(hidden, weight, target=target, student_adapters=adapters, **given, **spec)
+
     student.note_values()
     with student.gathered_weights(), teacher.gathered_weights():
-        theirs = teacher._call_operator(arguments, None, None)
-        values: Tensor = student._call_operator(run, target, options)
+        teacher._call_operator(store_teacher, None, None)
+        values: Tensor = student._call_operator(run, target, options).divergence
     return values
 
 
 def kl_div(
-    state: LazyState,
-    target: LazyState,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    log_target: bool = False,
-) -> Any:
-    """Compute ``torch.nn.functional.kl_div`` of the log-probabilities of a model and the values of another model."""
-    require_lazy(size_average is None and reduce is None and isinstance(target, LazyState))
-    require_lazy(reduction in ("none", "sum", "mean", "batchmean") and state.normal_form.is_logprob)
-    if not log_target:
-        require_lazy(target.normal_form.form == "probabilities" and target.ops[-1][0] in ("softmax", "exp"))
-        *ops, (name, dtype) = target.ops
-        normal_form = to_normal_form(tuple(ops))
-        assert normal_form is not None
-        target = replace(target, ops=tuple(ops), normal_form=normal_form)
-        target = target.with_op("log_softmax", dtype) if name == "softmax" else target
+    state: LazyState, target: LazyState, size_average: bool | None = None, reduce: bool | None = None,
+    reduction: str = "mean", log_target: bool = False,
+) -> Any:  # fmt: skip
+    """Compute ``torch.nn.functional.kl_div`` of the log-probabilities of two models."""
+    require_lazy(isinstance(target, LazyState) and log_target and size_average is None and reduce is None)
+    require_lazy(reduction in ("none", "sum", "mean", "batchmean"))
     terms = weigh(target.with_op("exp"), subtract_logprobs(target, state))
     if reduction == "none":
         return terms
-    total = terms_of(terms).sum()
-    return total / {"sum": 1, "mean": state.shape.numel(), "batchmean": state.shape[0]}[reduction]
+    return sum_of_terms(terms).sum() / {"sum": 1, "mean": state.shape.numel(), "batchmean": state.shape[0]}[reduction]
 
 
-def terms_of(state: LazyState) -> Tensor:
+def sum_of_terms(state: LazyState) -> Tensor:
     """Return the sums over the vocabulary of weighted differences, with their sign, in the dtype of the state."""
-    form = state.normal_form.form
-    require_lazy(state.teacher is not None and form in ("weighted log ratio", "log ratio weighted by the teacher"))
-    assert state.teacher is not None
-    if form == "weighted log ratio":
-        value = divergence(state, state.teacher, kind="reverse_kl")
-    else:  # the terms are q (s - t)
-        value = -divergence(state, state.teacher, kind="forward_kl")
-    return (-value if state.normal_form.is_negative else value).to(state.device, state.dtype)
+    form, teacher = state.normal_form.form, state.teacher
+    require_lazy(teacher is not None and form != "log ratio")
+    assert teacher is not None
+    # The terms are p (s - t) or q (s - t).
+    kind, sign = ("reverse_kl", 1.0) if form == "weighted log ratio" else ("forward_kl", -1.0)
+    values = divergence(state, teacher, None, state.token_options, kind=kind).to(state.device, state.dtype)
+    return values * (-sign if state.normal_form.is_negative else sign)

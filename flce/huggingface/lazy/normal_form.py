@@ -17,8 +17,7 @@ from torch import Tensor
 #   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
 #   ("div_row" | "sub_row", None), by a vector of the state's `token_vectors`, which has one number for each token
 #   ("times", operations): the product with the result of these operations on the same sum
-#   ("sub_teacher" | "times_teacher", None): the log-probabilities of the state's teacher are subtracted, or their
-#   exponentials multiplied
+#   ("sub_teacher" | "times_teacher", None), by the log-probabilities or the probabilities of the state's teacher
 Op = tuple[str, Any]
 
 
@@ -160,14 +159,8 @@ def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
 
 
 _WEIGHTED: dict[Form, Form] = {
-    "logits": "weighted logits",
-    "log-probabilities": "weighted log-probabilities",
-    "log ratio": "weighted log ratio",
-}
-
-
-def _minus_teacher(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    return normal_form._replace(form="log ratio") if normal_form.is_logprob else None
+    "logits": "weighted logits", "log-probabilities": "weighted log-probabilities", "log ratio": "weighted log ratio",
+}  # fmt: skip
 
 
 def _times_teacher(normal_form: NormalForm, _: Any) -> NormalForm | None:
@@ -193,7 +186,7 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
     "div_row": Update(_divided_by_row, torch.div),
     "sub_row": Update(_normalised_by_row, torch.sub),
     "times": Update(_times, torch.mul),
-    "sub_teacher": Update(_minus_teacher, torch.sub),
+    "sub_teacher": Update(lambda form, _: form._replace(form="log ratio"), torch.sub),
     "times_teacher": Update(_times_teacher, lambda z, teacher: z * teacher.exp()),
     "clone": Update(None, lambda z, _: z.clone()),
     "to": Update(None, Tensor.to),

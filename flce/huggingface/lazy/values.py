@@ -107,7 +107,7 @@ def sum_over_vocabulary(
     require_lazy(is_class_dim(state, dim) and form not in ("logits", "probabilities"))
     state = state if dtype is None else to_dtype(state, dtype)
     if state.teacher is not None:
-        return _with_kept_dim(state, divergences.terms_of(state), keepdim)
+        return _with_kept_dim(state, divergences.sum_of_terms(state), keepdim)
     if form == "log-probabilities":
         value = _sum_of_logprobs(state)
     else:
