@@ -338,7 +338,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "shift": (ValueError, "shift=1 needs a target", wrong(shift=1)),
     "softcap": (ValueError, "teacher_softcap must be None or a finite number > 0", wrong(teacher_softcap=-1.0)),
     "its softcap": (ValueError, "student_softcap must be None", wrong(student_softcap=0.0)),
-    "no teacher": (ValueError, "got none", wrong(teacher=None, teacher_weight=None)),
+    "no teacher": (ValueError, "got None", wrong(teacher=None, teacher_weight=None)),
     "half a teacher": (ValueError, "give either .*got teacher", wrong(teacher_weight=None)),
     "both": (ValueError, "got teacher and teacher_weight and teacher_topk", wrong(teacher_topk=(1, 2))),
     "rounded": (
