@@ -100,7 +100,7 @@ GAINS = (
     ),
     Gain(
         f"GRPO step of {LLAMA} in TRL, ms",
-        *(GRPO, "h100-grpo.json", MILLISECONDS, OF_A_GRPO_STEP, {"part": TRAINING}),
+        *(GRPO, "h200-grpo.json", MILLISECONDS, OF_A_GRPO_STEP, {"part": TRAINING}),
     ),
 )
 
