@@ -573,9 +573,7 @@ def plan(
     spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats)
     if teacher_hidden_size is not None:
         if spec.reduction != "mean" or label_smoothing or z_loss:
-            raise ValueError(
-                "teacher_hidden_size plans linear_divergence: give no reduction, label_smoothing, z_loss"
-            )
+            raise ValueError("teacher_hidden_size plans linear_divergence: give no reduction, label_smoothing, z_loss")
         spec = LogprobSpec(softcap=softcap, stats=stats, divergence="forward_kl")
     check_options(options)
     try:
