@@ -51,14 +51,14 @@ def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, be
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     head, theirs, options = (x, w, None), (*teacher, None), (1.0, 1.0, None, 1.0, None)
     divergence, _entropy = function.apply(*head, *theirs, beta, *options)
-    return divergence  # type: ignore[no-any-return]
+    return divergence
 
 
 LIGER = "liger_kernel.ops.fused_linear_jsd"
 
 
 def liger_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, beta: float) -> Tensor:
-    return importlib.import_module(LIGER).LigerFusedLinearJSDFunction.apply(x, w, *teacher, y, beta)  # type: ignore[no-any-return]
+    return importlib.import_module(LIGER).LigerFusedLinearJSDFunction.apply(x, w, *teacher, y, beta)
 
 
 def contender(name: str, title: str, beta: str, number: Number, family: str, **more: Any) -> OperatorContender:

@@ -87,7 +87,7 @@ def models(run: Run) -> Table:
     names = dict.fromkeys(model for _, model in cases)
     rows = []
     for setting in dict.fromkeys(setting for setting, _ in cases):
-        entries = [cases[setting, model] for model in names]
+        entries = [cases.get((setting, model), Entry(None)) for model in names]  # a deadline cuts off the last cases
         for index, (name, title) in enumerate(shown(entries).items()):
             cells = [cell for entry in entries for cell in model_cells(entry, entry.by_name(name))]
             rows.append(["" if index else setting, title, *cells])
@@ -221,6 +221,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "heads-measured": from_run(OPERATOR, measured),
     "device-plans-measured": from_run(OPERATOR, device_plans.measured),
     "models": from_run(MODEL, models),
+    "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),
     "logprobs-measured": from_run(LOGPROBS, measured),
     "divergence": from_run(DIVERGENCE, logprobs),
@@ -233,8 +234,7 @@ KINDS: dict[str, Callable[..., str]] = {
 UNNAMED: dict[str, Callable[[], str]] = {
     "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
-    "device-plans-training": lambda: device_plans.plans(frozen=False),
-    "device-plans-lora": lambda: device_plans.plans(frozen=True),
+    "device-plans": device_plans.plans,
 }
 
 

@@ -77,7 +77,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     steps = []
     for setting in SETTINGS:
         for model in ("Llama-3.2-1B", "Qwen3-0.6B"):
-            stock = "oom" if setting == SETTINGS[2] else (1e3, 9 * GIB)
+            stock = "oom" if setting == SETTINGS[1] else (1e3, 9 * GIB)
             figures = [result("ours", "flce", "ours", (500.0, 5 * GIB)), result("stock", "stock", "stock", stock)]
             for each in figures:
                 each.peak_bytes = each.workspace_bytes
