@@ -120,7 +120,7 @@ def test_blocks_are_made_from_their_files(page: Path) -> None:
         assert "\n| all weights, no checkpointing | flce | 1,000 | 900 | 0.90 |\n" in text
         assert "\n| GiB | patched |\n|---|---:|\n| peak | 3.00 |\n| loss | 1.00 |\n" in text
         assert "\n| GiB | fsdp, patched |\n|---|---:|\n| peak | 3.00 |\n| longest sequence, tokens | - |\n" in text
-        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 4
+        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 5
         assert "\nNot measured: CCE (cce): as planned\n" in text
         assert "again" not in text
 
