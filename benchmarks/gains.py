@@ -106,7 +106,7 @@ GAINS = (
     Gain(f"{TITLE_OF_HEAD}, newest kernels: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
         "Log-probabilities and entropies, 8192 x 4096 x 128256: relative time",
-        *(LOGPROBS, "h100-logprobs-1.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
+        *(LOGPROBS, "h200-logprobs.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
     ),
     Gain(
         f"GRPO step of {LLAMA} in TRL, ms",

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
+from benchmarks.divergence import DIVERGENCE
 from benchmarks.gains import gains
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
@@ -140,7 +141,8 @@ def logprobs(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a column for each size."""
 
     def cell(entry: Entry, result: BenchResult) -> str:
-        floor = entry.by_name("floor-forward") if result.contender == "ours-forward" else entry.by_name("floor")
+        kind = "-forward" * result.contender.endswith("-forward") or "-jsd" * ("jsd" in result.title)
+        floor = entry.by_name(f"floor{kind}")
         time = tables.ratio(result.median_ms, floor.median_ms)
         return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
@@ -222,6 +224,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),
     "logprobs-measured": from_run(LOGPROBS, measured),
+    "divergence": from_run(DIVERGENCE, logprobs),
+    "divergence-measured": from_run(DIVERGENCE, measured),
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,

@@ -21,6 +21,7 @@
 #     logits       losses of rows as long as vocabularies; half a minute
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
+#     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
@@ -297,17 +298,18 @@ for name in $parts; do
             ;;
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
+        divergence) benchmark divergence divergence h200 130 ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs calls rivals exact curve operator; do
+for name in model grpo logits rows logprobs divergence calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
-        logprobs | rivals | exact | operator) report "$name" --targets ;;
+        logprobs | divergence | rivals | exact | operator) report "$name" --targets ;;
         *) report "$name" --brief ;;
     esac
 done

@@ -303,6 +303,49 @@ def token_results(group_name: str) -> None:
         assert max(errors.values()) < 1e-9, errors
 
 
+def divergences(group_name: str) -> None:
+    """Compare `flce.linear_divergence` with the call with all classes in one process; also the planned collectives."""
+    group = groups()[group_name]
+    variants: list[dict[str, Any]] = [{"ignored": 0.4}, {"bias": True, "adapter_ranks": (3,)}]
+    for vocab, variant, sequence_parallel, kind in itertools.product(
+        (40, 41, 3), variants, (False, True), ("forward_kl", "reverse_kl", "jsd")
+    ):
+        p, theirs = problem((3, 8), 16, vocab, **variant), problem((3, 8), 12, vocab, bias=True, seed=5)
+        shares = [LocalShare(each, group, sequence_parallel) for each in (p, theirs)]
+        alone = [LocalShare(each, SimpleNamespace(size=lambda: 1, rank=lambda: 0)) for each in (p, theirs)]
+
+        def call(
+            student: LocalShare, teacher: LocalShare, group_arguments: dict[str, Any], kind: str = kind
+        ) -> flce.LinearDivergenceOutput:
+            out = flce.linear_divergence(
+                student.input, student.weight, teacher.input, teacher.weight, target=student.p.target,
+                kind=kind, student_bias=student.bias, teacher_bias=teacher.bias, student_adapters=student.adapters,
+                student_softcap=4.0, temperature=0.8, outputs=("divergence", "logprob", "entropy"), **group_arguments,
+            )  # fmt: skip
+            total = torch.zeros((), dtype=torch.float64, device=device())
+            for values in (out.divergence, out.logprob, out.entropy):
+                assert values is not None
+                slope = torch.linspace(0.3, 1.3, values.numel(), dtype=torch.float64, device=device())
+                total = total + (values * slope.view(values.shape)).sum()
+            total.backward()
+            return out
+
+        got, expected = call(shares[0], shares[1], shares[0].group_arguments), call(alone[0], alone[1], {})
+        for field in fields(got):
+            torch.testing.assert_close(
+                getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
+            )
+        exact = SimpleNamespace(
+            grad_input=alone[0].input.grad,
+            grad_weight=alone[0].weight.grad,
+            grad_bias=None if alone[0].bias is None else alone[0].bias.grad,
+            grad_adapters=[(a.grad, b.grad) for a, b in alone[0].adapters],
+            grad_token_weight=None,
+        )
+        errors = shares[0].errors(exact)
+        assert max(errors.values()) < 1e-9, (errors, kind, vocab)
+
+
 def _grad(t: Tensor) -> Tensor:
     assert t.grad is not None
     return t.grad

@@ -40,6 +40,10 @@ def test_results_of_tokens(processes: World) -> None:
     processes.run(split_head.token_results, "all")
 
 
+def test_divergences(processes: World) -> None:
+    processes.run(split_head.divergences, "all")
+
+
 @no_gpu
 def test_schedules_of_a_gpu(processes: World) -> None:
     pytest.importorskip("triton")
