@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -152,6 +153,18 @@ def backend(name: str) -> Iterator[None]:
             yield
         finally:
             next(plans, None)
+
+
+def least_budget(with_one_byte: Callable[[], Any]) -> int:
+    """Return the least budget, which the error of a call with a budget of one byte names."""
+    try:
+        with_one_byte()
+    except ValueError as error:
+        found = re.search(r"the least is (\d+) bytes", str(error))
+        if found is None:
+            raise
+        return int(found[1])
+    return 1
 
 
 LOSS_ARGUMENTS = ("reduction", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "shift")

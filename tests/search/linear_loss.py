@@ -11,10 +11,10 @@ from torch import Tensor
 
 import flce
 from flce.testing.problem import Problem
-from tests.helpers import least_budget_for, plan_for
+from tests.helpers import plan_for
 from tests.search import arguments
 from tests.search.arguments import DTYPES, HEAD, LOSS, Expected, defaults
-from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
+from tests.search.driver import Call, Errors, Kind, Mismatch
 
 # How the call runs. retained: two backward passes; autocast: of float32 tensors; graph: captured in a CUDA graph.
 MODES = ("eager", "retained", "autocast bfloat16", "autocast float16", "compiled", "graph")
@@ -37,12 +37,9 @@ def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
         if call[name] is not None:
             given[name] = DTYPES[call[name]]
     if call["beyond"] is not None and p.target.numel():
-        rest = {name: value for name, value in given.items() if name != "strategy"}
-        try:
-            least = least_budget_for(p, call["strategy"], grads, call["stats"], **rest)
-        except AssertionError:
-            raise Refused from None  # a budget of one byte is enough
-        given["max_workspace_bytes"] = least + call["beyond"]
+        given["max_workspace_bytes"] = call["beyond"] + arguments.least_budget(
+            lambda: plan_for(p, flce.ChunkOptions(**given, max_workspace_bytes=1), grads, call["stats"])
+        )
     return flce.ChunkOptions(**given)
 
 
