@@ -28,8 +28,7 @@ EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
 MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500, "cpu slabs": 30_000}
 MAX_LOGITS |= {"cuda torch": 1 << 20, "cuda triton": 1 << 24}
-
-MAX_WEIGHT = 1 << 25
+MAX_WEIGHT = 1 << 25  # elements of the weight
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
 OPTIONS: dict[str, tuple[Any, ...]] = {
