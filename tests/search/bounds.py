@@ -132,8 +132,9 @@ class Logits:
         self.dlogp = self.dz + u * (3.0 + below + self.log_sum[:, None])
         self.entropy = -(self.p * self.logp).sum(-1)
         share = self.p * (self.logp + self.entropy[:, None])
-        sizes = self.log_sum + (self.p * below).sum(-1)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + 2.0 * self.dsum * (1.0 + sizes)
+        spread = (self.p * below).sum(-1)
+        rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + rounding
         # The oracle subtracts logits from the log-sum-exp.
         self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1]) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
