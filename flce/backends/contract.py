@@ -54,6 +54,16 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
+# The 8-bit float of the operands of gradient products, and its largest number.
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# Entries of a tile whose share of the sum of the magnitudes of their row exceeds 1 / LARGE_SHARE are not rounded to
+# E4M3. A row has at most LARGE_SHARE of them, also if rounding makes the sum up to 1 / LARGE_SHARE too small. They and
+# the target's entry have ENTRY_SLOTS slots.
+LARGE_SHARE = 127
+ENTRY_SLOTS = 128
+# Bytes for each entry that `sort_entries` allocates.
+SORT_ENTRY_BYTES = 36
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -272,6 +282,27 @@ class TargetTerms:
     ignore_index: int
 
 
+class TileRows(NamedTuple):
+    """Vectors of the rows of a tile that is rounded to E4M3."""
+
+    sums: Tensor | None  # (rows,) at least the sum of the row's magnitudes; None: computed by the backend
+    factors: Tensor | None  # (2, rows), see `Backend.exponentials`; None: the tile has the gradient of the logits
+    target: Tensor  # (rows,) int64; read with `factors`
+    ignore_index: int
+    first_row: int  # the number of the first row
+    scales: Tensor  # (rows,) float32 output: the gradient of the logits is about scales[:, None] * the E4M3 tile
+
+
+class Entries(NamedTuple):
+    """Entries of the gradient of the logits that are not rounded to E4M3, by tokens or by classes."""
+
+    bounds: Tensor | None  # (classes + 1,) int32: class k has the entries [bounds[k], bounds[k + 1]); None: by tokens
+    # By tokens: (rows, ENTRY_SLOTS) int32, classes in ascending order, V in unused slots. By classes: (entries,) int64,
+    # rows of x in ascending order.
+    index: Tensor
+    values: Tensor  # of the same shape, float32
+
+
 class Backend(Protocol):
     name: str
 
@@ -332,6 +363,7 @@ class Backend(Protocol):
         call: TileCall,
         factors: Tensor,
         count: Tensor | None,
+        row_sum: Tensor | None = None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
         exponentials and factors, from which the gradient is computed as in `exponentials`.
@@ -343,6 +375,7 @@ class Backend(Protocol):
                 piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
             factors: (2, rows) float32.
             count: () if all rows from this number on are ignored: their `exps` are not written.
+            row_sum: (rows,) output: the sum of `exps` before they are multiplied by dz/da; None: not requested.
         """
 
     def combine_rows(
@@ -381,6 +414,48 @@ class Backend(Protocol):
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """Add `terms` to `grads`, contiguous, which together have a row for each class from the first on. Rows of the
         last classes may be missing: terms of these targets are dropped."""
+
+    def quantize_tile(
+        self, tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
+    ) -> None:
+        """Round a tile to E4M3, except large entries (LARGE_SHARE), which are 0 there.
+
+        Args:
+            tile: (rows, V).
+            out: (rows, V padded) E4M3; 0 in the padding. None: not requested.
+            transposed: (V, rows padded) E4M3, the same. None: not requested.
+            entries: by tokens; output: large entries, and the target's entry if there are factors.
+        """
+
+    def quantize_transposed(
+        self, x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
+    ) -> None:
+        """Write ``out = (factor[:, None] * x[index] / scales).T`` in E4M3, and the scales of the columns.
+
+        x: (n, H); index, factor: (rows,) or None for all rows and for 1; out: (H, rows padded), 0 in the padding;
+        scales: (H,) float32.
+        """
+
+    def sort_entries(self, entries: Entries, index: Tensor | None, out: Entries) -> None:
+        """Sort entries by classes. index: (rows,) rows of x, or None for the same rows."""
+
+    def add_entries(
+        self,
+        product: Tensor,
+        row_scales: Tensor | None,
+        col_scales: Tensor,
+        entries: Entries,
+        table: Tensor,
+        out: Tensor,
+        index: Tensor | None,
+        accumulate: bool = False,
+    ) -> None:
+        """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
+        over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic.
+
+        product: (rows, H) float32, may be overwritten; row_scales: (rows,), or None for 1; col_scales: (H,); out:
+        (n, H); index: (rows,), or None for the same rows. If the scale of a row is 0, its product is not read.
+        """
 
     def finish_sharded_rows(
         self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None

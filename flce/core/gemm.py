@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce.core import private
+
 # Tensor cores read rows of 16 bytes. A product is slower if its contiguous extent is not divisible by 16 bytes, even if
 # all strides are:
 #
@@ -16,6 +18,8 @@ from torch import Tensor
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
+# The same for products of E4M3 operands, which also need an inner dimension that is divisible by it.
+E4M3_ALIGNMENT = 16
 # If a result has few blocks, cuBLAS divides the inner dimension among programs. It omits the end of the inner dimension
 # if the size of a part, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
 # parts of 10816 (cuBLAS 13.0, H100, half precision). Inner dimensions that are multiples of 64 are not affected.
@@ -53,7 +57,14 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
 
     Sums are float32 or wider. On CUDA, tensor cores multiply half-precision operands, and the result is rounded at most
     once, into `out`. On other devices the operands are cast to float32 in pieces.
+
+    E4M3 operands: `a` has contiguous rows, `b` contiguous columns; k and n are divisible by E4M3_ALIGNMENT; `out` is
+    float32, and nothing is accumulated.
     """
+    if a.dtype == torch.float8_e4m3fn and a.is_cuda:
+        assert not accumulate
+        private.scaled_mm(a, b, out)
+        return
     half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
     if not half and a.dtype == b.dtype == out.dtype:
         _vendor_matmul(a, b, out, accumulate)

@@ -35,15 +35,26 @@ class Exponentials:
         self.factors = context.new(slots, context.selection.max_num_rows, dtype=torch.float32)
         """(2, rows), or (3, rows) with label smoothing."""
 
-    def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice) -> None:
-        """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
-        tile if logits do not stay in registers."""
+    @property
+    def has_row_sums(self) -> bool:
+        """True if `compute` can write the sum of the exponentials of each row."""
+        return self._context.in_registers and self._context.problem.spec.softcap is None
+
+    def compute(
+        self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, row_sums: Tensor | None = None
+    ) -> None:
+        """Compute losses and exponentials of some tokens and all classes.
+
+        Args:
+            tiles: memory for consecutive classes; one tile if logits do not stay in registers.
+            row_sums: (rows,) output, if `has_row_sums`; None: not requested.
+        """
         ctx, factors = self._context, self.factors
         if ctx.in_registers:
             call, device_count = ctx.statistics_call(tokens), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
             ctx.backend.fused_exponentials(
-                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, tokens), count
+                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, tokens), count, row_sums
             )
             if ctx.problem.token_weight_grad:
                 slice_columns(factors, tokens).mul_(slice_columns(ctx.token_weights, tokens))

@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+from flce.backends.contract import E4M3
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.e4m3 import E4M3Chunks, E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
@@ -59,7 +61,7 @@ def default_plan(c: Case) -> ChunkPlan:
     if has_default_rows and not c.needs.weights[0]:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
-    if has_default_rows and plan.deferred and strategy == "auto":
+    if has_default_rows and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
         # Logits are computed twice by any deferred schedule. Blocks of classes sum no gradient of a weight. They sum
         # dX, which needs more memory if there are very many tokens.
         blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
@@ -78,6 +80,9 @@ def default_plan(c: Case) -> ChunkPlan:
 
 def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     """Return the plan for chunks of `rows` tokens."""
+    if c.multiplies_e4m3:
+        kinds_e4m3 = E4M3Exponentials, E4M3Chunks, E4M3DeferredChunks
+        return next(plan_for_size(c, kind, rows) for kind in kinds_e4m3 if rows in kind.sizes(c))
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
@@ -109,6 +114,8 @@ def _default_rows(c: Case) -> int:
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
     dtypes = c.dtypes(False)
+    if c.needs.any and c.multiplies_e4m3:
+        return E4M3.itemsize
     gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 

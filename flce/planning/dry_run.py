@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce.backends import contract, eager
+from flce.backends import contract, e4m3, eager
 from flce.backends.contract import RowOutputs, TileCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
@@ -151,9 +151,10 @@ class CountingBackend:
         self.case, self.seconds, self.flops, self.tally = c, 0.0, 0.0, Tally()
         self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
-    def add_product(self, m: int, n: int, k: int) -> None:
+    def add_product(self, m: int, n: int, k: int, itemsize: int | None = None) -> None:
+        """Count a product. itemsize: bytes of an operand's entry; None: as in the inputs."""
         self.flops += 2 * m * n * k
-        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, itemsize or self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
@@ -257,6 +258,26 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
+    def quantize_tile(self, tile: Tensor, rows: contract.TileRows, *outputs: Any) -> None:
+        self.add_pass(*[tile] * (1 if rows.sums is not None else 2), *filter(torch.is_tensor, outputs), launches=4)
+        self._add_e4m3_scratch(tile)
+
+    def quantize_transposed(self, x: Tensor, index: Tensor | None, factor: Tensor | None, *outputs: Tensor) -> None:
+        self.add_pass(x, x, *outputs, launches=5)
+        self._add_e4m3_scratch(x)
+
+    def sort_entries(self, entries: contract.Entries, *args: Any) -> None:
+        self.add_pass(*[entries.index] * 8, launches=10)
+        self.add_scratch(entries.index.numel() * contract.SORT_ENTRY_BYTES)
+
+    def add_entries(self, product: Tensor, row_scales: Any, col_scales: Any, *args: Any, **options: Any) -> None:
+        self.add_pass(product, product)
+        self._add_e4m3_scratch(product)
+
+    def _add_e4m3_scratch(self, x: Tensor) -> None:
+        if self.case.backend == "torch":
+            self.add_scratch(e4m3.temporary_bytes(*x.shape))
+
 
 class CountingContext(PassContext):
     """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
@@ -305,7 +326,7 @@ class CountingContext(PassContext):
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         (m, k), n = a.shape, b.shape[1]
-        self._meter.add_product(m, n, k)
+        self._meter.add_product(m, n, k, a.element_size() if a.dtype == contract.E4M3 else None)
         if accumulate or out.element_size() > a.element_size():
             self._meter.add_pass(*[out] * (1 + accumulate), launches=0)
         self._meter.add_scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))

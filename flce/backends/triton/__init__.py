@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
+from flce.backends.e4m3 import sort_entries
 from flce.backends.triton import (
+    e4m3,
     entries,
     exponentials_launch,
     product,
@@ -189,6 +191,10 @@ class TritonBackend:
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     unscaled_weight_gradient = staticmethod(exponentials_launch.unscaled_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    quantize_tile = staticmethod(e4m3.quantize_tile)
+    quantize_transposed = staticmethod(e4m3.quantize_transposed)
+    sort_entries = staticmethod(sort_entries)
+    add_entries = staticmethod(e4m3.add_entries)
     finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))

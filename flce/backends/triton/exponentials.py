@@ -144,6 +144,7 @@ def finish_kernel(
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     factors_ptr,  # (2, rows), row stride factors_stride: f and t, for logits before bias and scale
+    row_sum_ptr,  # (rows,)
     work_ptr,  # (2,) int32, FLAG_STRIDE apart: the first is read, the second written if a second product is needed
     normalizer_stride,
     factors_stride,
@@ -158,6 +159,7 @@ def finish_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
+    WANT_ROW_SUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -214,6 +216,8 @@ def finish_kernel(
         if HAS_SCALE:
             factor *= scale
         grad_at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
+        if WANT_ROW_SUM:
+            tl.store(row_sum_ptr + row, total, mask=exists)
         tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
         tl.store(factors_ptr + factors_stride + row, tl.where(valid, grad_at_target, 0.0), mask=exists)
 

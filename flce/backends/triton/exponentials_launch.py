@@ -50,7 +50,13 @@ SLOT_CLASSES = 256
 
 
 def fused_exponentials(
-    x: Tensor, weight: Tensor, exps: Sequence[Tensor], call: TileCall, factors: Tensor, count: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    call: TileCall,
+    factors: Tensor,
+    count: Tensor | None,
+    row_sum: Tensor | None = None,
 ) -> None:
     if len(x) == 0:
         return
@@ -71,6 +77,7 @@ def fused_exponentials(
         call,
         factors,
         count,
+        row_sum,
         partial,
         work,
         row_vectors,
@@ -94,6 +101,7 @@ def _exponentials(
     call: TileCall,
     factors: Tensor,
     count: Tensor | None,
+    row_sum: Tensor | None,
     partial: Tensor,  # (blocks of classes, rows)
     work: Tensor,  # (3, FLAG_STRIDE) int32
     row_vectors: Sequence[Tensor],  # (rows,) each
@@ -143,6 +151,7 @@ def _exponentials(
             target_logit=target_logit,
             target_jacobian=target_jacobian,
             factors=factors,
+            row_sum=row_sum,
             work=attempt_work,
             blocks=len(partial),
         )

@@ -1,0 +1,133 @@
+"""dX and dW from tiles that are rounded to E4M3, an 8-bit float. The schedules of `schedules/e4m3.py` call it.
+
+A tile has the gradient of the logits, or exponentials with factors of rows (`Exponentials`), for some tokens and all
+classes. `Backend.quantize_tile` rounds it to E4M3, except the entries whose share of the sum of their row exceeds
+1 / `contract.LARGE_SHARE`. These large entries, at most LARGE_SHARE of a row, and the target's entry are added to the
+products in float32, with operands that are not rounded. With E, W8 and X8 in E4M3, and the large entries L:
+
+    dX = r * (E W8) * c_W + L W        r: (tokens,) scales of rows, with factors; c_W, c_X: (H,) scales of columns
+    dW = (E^T X8) * c_X + L^T x        X8 = r * x / c_X
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, TileRows
+from flce.core.gemm import E4M3_ALIGNMENT
+from flce.core.slices import offset_slice, slice_columns, slice_rows
+from flce.engine.borrowing import borrow_as
+from flce.engine.case import BLOCK_BYTES, ceil_div
+from flce.engine.pass_context import PassContext
+from flce.engine.sums import build_dw_sums
+
+
+class Tile(NamedTuple):
+    """A tile to round to E4M3."""
+
+    entries: Tensor
+    """(rows, V) the gradient of the logits or, with factors, exponentials."""
+    factors: Tensor | None = None
+    """(2, rows), see `Exponentials.factors`."""
+    sums: Tensor | None = None
+    """(rows,) at least the sum of the magnitudes of each row; None: the backend computes them."""
+
+
+def padded_inner(size: int) -> int:
+    """Return the inner dimension of a product of E4M3 operands for `size` tokens or classes."""
+    return ceil_div(size, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
+
+
+def compute_gradients(ctx: PassContext, rows: int, tile_rows: int, compute_tile: Callable[[slice], Tile]) -> None:
+    """Compute dX and dW of the head, in chunks of `rows` tokens, whose tiles have `tile_rows` tokens. A tile is used
+    before the next is computed."""
+    gradients = _Gradients(ctx, rows, tile_rows)
+    for chunk in ctx.chunks(rows):
+        for tokens in ctx.split_range(chunk, tile_rows):
+            gradients.add_tile(compute_tile(tokens), chunk, tokens)
+        gradients.finish_chunk(chunk)
+    gradients.finish()
+
+
+class _Gradients:
+    """Operands and sums of `compute_gradients`."""
+
+    def __init__(self, ctx: PassContext, rows: int, tile_rows: int) -> None:
+        self._context, self._rows = ctx, rows
+        self._weight, self._weight_scales = None, ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
+        self._dw_sum = build_dw_sums(ctx, rows).get(0)
+        self._tile = ctx.new(tile_rows, padded_inner(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
+        self._transposed = None
+        if self._dw_sum is not None:
+            self._transposed = ctx.new(ctx.vocab_size, padded_inner(rows), dtype=E4M3)
+        self._classes = ctx.new(rows, ENTRY_SLOTS, dtype=torch.int32)
+        self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
+        self._row_scales = ctx.new(rows, dtype=torch.float32)
+
+    def add_tile(self, tile: Tile, chunk: slice, tokens: slice) -> None:
+        """Round a tile of some tokens of a chunk, and compute its dX."""
+        ctx, part, stop = self._context, offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
+        if tokens.stop == chunk.stop:
+            stop = padded_inner(stop)  # The padding is filled with zeros.
+        target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
+        rows = TileRows(tile.sums, tile.factors, target, ignore_index, tokens.start, slice_rows(self._row_scales, part))
+        quantized = None if self._tile is None else slice_rows(self._tile, slice(0, len(tile.entries)))
+        transposed = None if self._transposed is None else slice_columns(self._transposed, slice(part.start, stop))
+        entries = Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
+        ctx.backend.quantize_tile(tile.entries, rows, quantized, transposed, entries)
+        if quantized is None:
+            return
+        product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
+        ctx.matmul(quantized, self._quantized_weight().t(), out=product)
+        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
+        out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
+        ctx.backend.add_entries(product, rows.scales, self._weight_scales, entries, ctx.terms[0].weight, out, index)
+        if index is None:
+            ctx.local.start_dx_sum(0, out)
+
+    def _quantized_weight(self) -> Tensor:
+        """Return the transposed weight in E4M3, (H, V padded). It is in the memory of dW if there is one chunk, because
+        dW is then written after dX is complete."""
+        if self._weight is None:
+            ctx, weight = self._context, self._context.terms[0].weight
+            shape = weight.shape[1], padded_inner(len(weight))
+            can_borrow = self._dw_sum is not None and ctx.is_single_chunk(self._rows) and shape[1] <= 2 * len(weight)
+            self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(*shape, dtype=E4M3)
+            ctx.backend.quantize_transposed(weight, None, None, self._weight, self._weight_scales)
+        return self._weight
+
+    def finish_chunk(self, chunk: slice) -> None:
+        """Add dW of a chunk."""
+        if self._dw_sum is None or self._transposed is None:
+            return
+        ctx, part, x = self._context, slice(0, chunk.stop - chunk.start), self._context.terms[0].input
+        hidden, inner, num_entries = x.shape[1], padded_inner(part.stop), part.stop * ENTRY_SLOTS
+        index = None if ctx.selection.index is None else ctx.selection.index[chunk]
+        x = slice_rows(x, chunk) if index is None else x
+        scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
+        ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
+        by_row = Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
+        bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
+        numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        ctx.backend.sort_entries(by_row, index, Entries(bounds, numbers, values))
+        sums, is_started = self._dw_sum.start()
+        first_class = 0
+        for total in sums:
+            for block in ctx.split_range(slice(0, len(total)), max(1, BLOCK_BYTES // (4 * hidden))):
+                classes = offset_slice(block, first_class)
+                product = ctx.new(block.stop - block.start, hidden, dtype=torch.float32)
+                ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
+                entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
+                out = slice_rows(total, block)
+                ctx.backend.add_entries(product, None, scales, entries, x, out, None, accumulate=is_started)
+                del product
+            first_class += len(total)
+
+    def finish(self) -> None:
+        """Round dW after the last chunk."""
+        if self._dw_sum is not None:
+            self._dw_sum.finish()
