@@ -12,8 +12,12 @@ from torch import Tensor
 
 from flce.backends.contract import E4M3, E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
 
-# See `triton/e4m3.py`.
-PEAK, GOLDEN, LEAST_SUM = 2.0**15 * 1.7, 0.6180339887498949, 1e-32
+# The largest factor of a share, see `triton/e4m3.py`.
+PEAK = 2.0**15 * 1.7
+# The fractional part of the golden ratio times 2^32: its multiples are spread evenly modulo 2^32.
+GOLDEN = 2654435769
+# Sums of smaller magnitudes count as 0: their inverse may exceed the range of float32.
+LEAST_SUM = 1e-32
 # Bytes of the rows of a tile, or of a table, that are processed at once.
 SLAB_BYTES = 8 << 20
 
@@ -51,8 +55,9 @@ def quantize_tile(
         x = tile[part].float()
         magnitude = x.abs()
         sums = magnitude.sum(1) if rows.sums is None else rows.sums[part]
-        number = torch.arange(part.start, part.stop, device=x.device).add_(rows.first_row) * GOLDEN
-        share_factor = torch.where(sums < LEAST_SUM, 0.0, PEAK * torch.exp2(-number.frac()) / sums)
+        number = torch.arange(part.start, part.stop, device=x.device).add_(rows.first_row)
+        fraction = (number * GOLDEN % 2**32 >> 8) * 2.0**-24
+        share_factor = torch.where(sums < LEAST_SUM, 0.0, PEAK * torch.exp2(-fraction) / sums)
         is_large = magnitude.mul_(LARGE_SHARE) > sums[:, None]
         place = is_large.cumsum(1, dtype=torch.int32).sub_(1)
         is_large &= place < ENTRY_SLOTS - 1

@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
+from flce.backends.e4m3 import GOLDEN, LEAST_SUM, PEAK
 from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.replay import run
+from flce.core.gemm import E4M3_ALIGNMENT
 
 # A block of a tile, rows x columns, and of a transposed matrix.
 TILE_ROWS, TILE_COLS, WARPS = 64, 128, 4
@@ -29,31 +31,29 @@ SUM_COLS, SUM_ENTRIES = 1024, 8
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
-# The largest factor of a share, and the fractional part of the golden ratio: its multiples are spread evenly.
-_PEAK = tl.constexpr(2.0**15 * 1.7)
-_GOLDEN = tl.constexpr(0.6180339887498949)
-# Sums of smaller magnitudes count as 0: their inverse may exceed the range of float32.
-_LEAST_SUM = tl.constexpr(1e-32)
+_PEAK = tl.constexpr(PEAK)
+_GOLDEN = tl.constexpr(GOLDEN)
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
 
 
 @triton.jit
 def _share_factor(sums, row):
     """Return the factor that maps a row to shares * 2^15 to 2^16."""
-    number = row.to(tl.float32) * _GOLDEN
-    peak = _PEAK * tl.exp2(-(number - tl.floor(number)))
+    fraction = ((row.to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) * 2.0**-24
+    peak = _PEAK * tl.exp2(-fraction)
     is_zero = sums < _LEAST_SUM
     return tl.where(is_zero, 0.0, peak / tl.where(is_zero, 1.0, sums))
 
 
 @triton.jit
-def _to_e4m3(x, dtype: tl.constexpr):
+def _to_e4m3(x):
     x = tl.where(x > _E4M3_MAX, _E4M3_MAX, x)
-    return tl.where(x < -_E4M3_MAX, -_E4M3_MAX, x).to(dtype)
+    return tl.where(x < -_E4M3_MAX, -_E4M3_MAX, x).to(tl.float8e4nv)
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "first_row", "padded_rows", "padded_cols"])
+@triton.jit(do_not_specialize=["rows", "cols", "first_row"])
 def quantize_tile_kernel(
-    tile_ptr,  # (rows, cols)
+    tile_ptr,  # (rows, cols); columns up to padded_cols can be read
     row_sum_ptr,  # (rows,)
     out_ptr,  # (rows, padded_cols) E4M3
     transposed_ptr,  # (cols, padded_rows) E4M3
@@ -74,12 +74,14 @@ def quantize_tile_kernel(
 ):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    exists = (row < rows)[:, None] & (column < cols)[None, :]
+    # Only masks with multiples of 16 allow vectors.
+    accessible = (row < rows)[:, None] & (column < padded_cols)[None, :]
     place = row.to(tl.int64)[:, None] * tile_stride + column[None, :]
-    x = tl.load(tile_ptr + place, mask=exists, other=0.0).to(tl.float32)
+    x = tl.load(tile_ptr + place, mask=accessible, other=0.0).to(tl.float32)
+    x = tl.where((column < cols)[None, :], x, 0.0)
     sums = tl.load(row_sum_ptr + row, mask=row < rows, other=0.0)
     shares = x * _share_factor(sums, first_row + row)[:, None]
-    is_large = (tl.abs(x) * _LARGE_SHARE > sums[:, None]) & exists
+    is_large = tl.abs(x) * _LARGE_SHARE > sums[:, None]
     if tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
         number = row[:, None] + tl.zeros((ROWS, COLS), tl.int32)
         slot = tl.atomic_add(count_ptr + number, 1, mask=is_large, sem="relaxed")
@@ -87,14 +89,13 @@ def quantize_tile_kernel(
         classes = column[None, :] + tl.zeros((ROWS, COLS), tl.int32)
         tl.store(index_ptr + number.to(tl.int64) * _SLOTS + slot, classes, mask=is_large)
         shares = tl.where(is_large, 0.0, shares)
+    rounded = _to_e4m3(shares)
     if HAS_OUT:
-        rounded = _to_e4m3(shares, out_ptr.dtype.element_ty)
         place = row.to(tl.int64)[:, None] * out_stride + column[None, :]
-        tl.store(out_ptr + place, rounded, mask=(row < rows)[:, None] & (column < padded_cols)[None, :])
+        tl.store(out_ptr + place, rounded, mask=accessible)
     if HAS_TRANSPOSED:
-        rounded = _to_e4m3(tl.trans(shares), transposed_ptr.dtype.element_ty)
         place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-        tl.store(transposed_ptr + place, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
+        tl.store(transposed_ptr + place, tl.trans(rounded), mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_row", "vocab_size", "ignore_index", "factors_stride"])
@@ -168,7 +169,7 @@ def column_peaks_kernel(
     tl.store(peaks_ptr + part * hidden + column, tl.max(peaks, axis=0), mask=column < hidden)
 
 
-@triton.jit(do_not_specialize=["rows", "padded_rows"])
+@triton.jit(do_not_specialize=["rows"])
 def quantize_transposed_kernel(
     x_ptr,  # (n, hidden)
     gather_ptr,  # (rows,) int64: rows of x
@@ -194,7 +195,7 @@ def quantize_transposed_kernel(
     if HAS_FACTOR:
         x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
     x *= 1.0 / tl.load(col_scales_ptr + column, mask=column < hidden, other=1.0)[None, :]
-    rounded = _to_e4m3(tl.trans(x), out_ptr.dtype.element_ty)
+    rounded = tl.trans(_to_e4m3(x))
     places = column.to(tl.int64)[:, None] * out_stride + row[None, :]
     tl.store(out_ptr + places, rounded, mask=(column < hidden)[:, None] & (row < padded_rows)[None, :])
 
@@ -276,11 +277,12 @@ def _quantize_tile(
     count: Tensor,
     first_row: int,
 ) -> Iterator[Launch]:
-    (num_rows, cols), padded_cols = tile.shape, 0 if out is None else out.shape[1]
+    num_rows, cols = tile.shape
+    padded_cols = triton.cdiv(cols, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
     padded_rows = num_rows if transposed is None else transposed.shape[1]
     yield build_launch(
         quantize_tile_kernel,
-        (triton.cdiv(max(cols, padded_cols), TILE_COLS), triton.cdiv(max(num_rows, padded_rows), TILE_ROWS)),
+        (triton.cdiv(padded_cols, TILE_COLS), triton.cdiv(max(num_rows, padded_rows), TILE_ROWS)),
         None,
         {"ROWS": TILE_ROWS, "COLS": TILE_COLS, **thread_options(tile.device, WARPS)},
         tile=tile,
