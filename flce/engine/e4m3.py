@@ -12,6 +12,7 @@ products in float32, with operands that are not rounded. With E, W8 and X8 in E4
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,13 +43,25 @@ def padded_inner(size: int) -> int:
     return ceil_div(size, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
 
 
-def compute_gradients(ctx: PassContext, rows: int, tile_rows: int, compute_tile: Callable[[slice], Tile]) -> None:
-    """Compute dX and dW of the head, in chunks of `rows` tokens, whose tiles have `tile_rows` tokens. A tile is used
-    before the next is computed."""
-    gradients = _Gradients(ctx, rows, tile_rows)
-    for chunk in ctx.chunks(rows):
-        for tokens in ctx.split_range(chunk, tile_rows):
-            gradients.add_tile(compute_tile(tokens), chunk, tokens)
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Numbers of tokens."""
+
+    rows: int
+    """Of a chunk: of a product for dW."""
+    group_rows: int
+    """Of a group of tiles: of a product for dX."""
+    tile_rows: int
+
+
+def compute_gradients(ctx: PassContext, sizes: ChunkSizes, compute_tile: Callable[[slice], Tile]) -> None:
+    """Compute dX and dW of the head. A tile is used before the next is computed."""
+    gradients = _Gradients(ctx, sizes)
+    for chunk in ctx.chunks(sizes.rows):
+        for group in ctx.split_range(chunk, sizes.group_rows):
+            for tokens in ctx.split_range(group, sizes.tile_rows):
+                gradients.add_tile(compute_tile(tokens), chunk, group, tokens)
+            gradients.finish_group(chunk, group)
         gradients.finish_chunk(chunk)
     gradients.finish()
 
@@ -56,11 +69,11 @@ def compute_gradients(ctx: PassContext, rows: int, tile_rows: int, compute_tile:
 class _Gradients:
     """Operands and sums of `compute_gradients`."""
 
-    def __init__(self, ctx: PassContext, rows: int, tile_rows: int) -> None:
-        self._context, self._rows = ctx, rows
+    def __init__(self, ctx: PassContext, sizes: ChunkSizes) -> None:
+        self._context, self._rows, rows = ctx, sizes.rows, sizes.rows
         self._weight, self._weight_scales = None, ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
-        self._tile = ctx.new(tile_rows, padded_inner(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
+        self._group = ctx.new(sizes.group_rows, padded_inner(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
         self._transposed = None
         if self._dw_sum is not None:
             self._transposed = ctx.new(ctx.vocab_size, padded_inner(rows), dtype=E4M3)
@@ -68,24 +81,33 @@ class _Gradients:
         self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
         self._row_scales = ctx.new(rows, dtype=torch.float32)
 
-    def add_tile(self, tile: Tile, chunk: slice, tokens: slice) -> None:
-        """Round a tile of some tokens of a chunk, and compute its dX."""
+    def add_tile(self, tile: Tile, chunk: slice, group: slice, tokens: slice) -> None:
+        """Round a tile."""
         ctx, part, stop = self._context, offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
         if tokens.stop == chunk.stop:
             stop = padded_inner(stop)  # The padding is filled with zeros.
         target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
         rows = TileRows(tile.sums, tile.factors, target, ignore_index, tokens.start, slice_rows(self._row_scales, part))
-        quantized = None if self._tile is None else slice_rows(self._tile, slice(0, len(tile.entries)))
+        quantized = None if self._group is None else slice_rows(self._group, offset_slice(tokens, -group.start))
         transposed = None if self._transposed is None else slice_columns(self._transposed, slice(part.start, stop))
-        entries = Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
-        ctx.backend.quantize_tile(tile.entries, rows, quantized, transposed, entries)
-        if quantized is None:
+        ctx.backend.quantize_tile(tile.entries, rows, quantized, transposed, self._entries(part))
+
+    def _entries(self, part: slice) -> Entries:
+        """Return the entries of some tokens of the chunk."""
+        return Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
+
+    def finish_group(self, chunk: slice, tokens: slice) -> None:
+        """Compute dX of a group of tiles."""
+        if self._group is None:
             return
+        ctx, part = self._context, offset_slice(tokens, -chunk.start)
+        quantized, scales = slice_rows(self._group, slice(0, part.stop - part.start)), slice_rows(self._row_scales, part)
         product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
         ctx.matmul(quantized, self._quantized_weight().t(), out=product)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
-        ctx.backend.add_entries(product, rows.scales, self._weight_scales, entries, ctx.terms[0].weight, out, index)
+        weight, entries = ctx.terms[0].weight, self._entries(part)
+        ctx.backend.add_entries(product, scales, self._weight_scales, entries, weight, out, index)
         if index is None:
             ctx.local.start_dx_sum(0, out)
 
@@ -110,10 +132,9 @@ class _Gradients:
         x = slice_rows(x, chunk) if index is None else x
         scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
         ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
-        by_row = Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
         bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
         numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
-        ctx.backend.sort_entries(by_row, index, Entries(bounds, numbers, values))
+        ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
         first_class = 0
         for total in sums:

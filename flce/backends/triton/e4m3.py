@@ -83,11 +83,14 @@ def quantize_tile_kernel(
     shares = x * _share_factor(sums, first_row + row)[:, None]
     is_large = tl.abs(x) * _LARGE_SHARE > sums[:, None]
     if tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
-        number = row[:, None] + tl.zeros((ROWS, COLS), tl.int32)
-        slot = tl.atomic_add(count_ptr + number, 1, mask=is_large, sem="relaxed")
+        # One atomic operation for each row, not for each entry: otherwise the compiler gives the block a layout with
+        # adjacent rows, from which it (Triton 3.6) converts E4M3 wrongly.
+        number = tl.sum(is_large.to(tl.int32), axis=1)
+        first_slot = tl.atomic_add(count_ptr + row, number, mask=number > 0, sem="relaxed")
+        slot = first_slot[:, None] + tl.cumsum(is_large.to(tl.int32), axis=1) - 1
         is_large = is_large & (slot < _SLOTS - 1)
         classes = column[None, :] + tl.zeros((ROWS, COLS), tl.int32)
-        tl.store(index_ptr + number.to(tl.int64) * _SLOTS + slot, classes, mask=is_large)
+        tl.store(index_ptr + row.to(tl.int64)[:, None] * _SLOTS + slot, classes, mask=is_large)
         shares = tl.where(is_large, 0.0, shares)
     rounded = _to_e4m3(shares)
     if HAS_OUT:

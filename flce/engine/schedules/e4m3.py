@@ -13,21 +13,22 @@ import torch
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.borrowing import BLOCK_MULTIPLE
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
-from flce.engine.e4m3 import Tile, compute_gradients
+from flce.engine.e4m3 import ChunkSizes, Tile, compute_gradients
 from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
 
-# Minimum number of tokens of a tile, if there are as many. With fewer, the products read the weight too often.
+# Number of tokens of a tile, if there are as many. With fewer, the products read the weight too often.
 TILE_ROWS = 1024
 
 
-def tile_rows(c: Case, rows: int) -> int:
-    """Return the number of tokens of a tile of a chunk of `rows`. The blocks of its dX, ROW_MULTIPLE x BLOCK_MULTIPLE,
-    nearly fill one wave or several waves, one block for each multiprocessor."""
+def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
+    """Return the sizes for chunks of `rows`. A group has at least TILE_ROWS tokens. The blocks of its dX, ROW_MULTIPLE x
+    BLOCK_MULTIPLE, nearly fill one wave or several waves, one block for each multiprocessor."""
     wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_MULTIPLE)) * ROW_MULTIPLE
-    return max(1, min(rows, ceil_div(TILE_ROWS, wave_rows) * wave_rows))
+    group_rows = min(rows, ceil_div(TILE_ROWS, wave_rows) * wave_rows)
+    return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ class E4M3Exponentials(Schedule):
     """Loop over tiles: exponentials and dX, as in `Unnormalized`; dW after the tiles of a chunk. Three products, two of
     them with E4M3 operands."""
 
-    rows: int
-    tile_rows: int
+    chunks: ChunkSizes
 
     multiplies_e4m3 = True
 
@@ -47,11 +47,11 @@ class E4M3Exponentials(Schedule):
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3Exponentials:
-        return cls(size, tile_rows(c, size))
+        return cls(chunk_sizes(c, size))
 
     def forward(self, ctx: PassContext) -> None:
-        memory, exponentials = ctx.start_gradient_tile(self.tile_rows, ctx.vocab_size), Exponentials(ctx)
-        row_sums = ctx.new(self.tile_rows, dtype=torch.float32) if exponentials.has_row_sums else None
+        memory, exponentials = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size), Exponentials(ctx)
+        row_sums = ctx.new(self.chunks.tile_rows, dtype=torch.float32) if exponentials.has_row_sums else None
 
         def compute_tile(tokens: slice) -> Tile:
             part = slice(0, tokens.stop - tokens.start)
@@ -59,7 +59,10 @@ class E4M3Exponentials(Schedule):
             exponentials.compute(ctx.term_inputs(tokens), [exps], tokens, sums)
             return Tile(exps, slice_columns(exponentials.factors, tokens), sums)
 
-        compute_gradients(ctx, self.rows, self.tile_rows, compute_tile)
+        compute_gradients(ctx, self.chunks, compute_tile)
+
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.chunks.rows, [c.vocab_size]
 
     def for_shard(self, c: Case) -> E4M3Exponentials:
         return self
@@ -78,7 +81,7 @@ class E4M3Chunks(E4M3Exponentials):
         return sizes_up_to(c.num_tokens) if supported and not c.can_multiply_exponentials else NO_SIZES
 
     def forward(self, ctx: PassContext) -> None:
-        logits, dlogits = ctx.new_overlapping_tiles(self.tile_rows, ctx.vocab_size)
+        logits, dlogits = ctx.new_overlapping_tiles(self.chunks.tile_rows, ctx.vocab_size)
 
         def compute_tile(tokens: slice) -> Tile:
             part = slice(0, tokens.stop - tokens.start)
@@ -87,7 +90,7 @@ class E4M3Chunks(E4M3Exponentials):
             ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, tokens)
             return Tile(tile_dlogits)
 
-        compute_gradients(ctx, self.rows, self.tile_rows, compute_tile)
+        compute_gradients(ctx, self.chunks, compute_tile)
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,7 @@ class E4M3DeferredChunks(Deferred):
     """Loop over tiles whose logits are computed twice, for an upstream gradient of each token. Four products, two of
     them with E4M3 operands."""
 
-    rows: int
-    tile_rows: int
+    chunks: ChunkSizes
 
     multiplies_e4m3 = True
 
@@ -107,16 +109,19 @@ class E4M3DeferredChunks(Deferred):
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3DeferredChunks:
-        rows = tile_rows(c, size)
-        return cls(statistics_schedule(c, rows, c.vocab_size), size, rows)
+        chunks = chunk_sizes(c, size)
+        return cls(statistics_schedule(c, chunks.tile_rows, c.vocab_size), chunks)
 
     def backward(self, ctx: PassContext) -> None:
-        has_all_logits = ctx.is_single_chunk(self.tile_rows)
-        memory = ctx.start_gradient_tile(self.tile_rows, ctx.vocab_size, has_all_logits)
+        has_all_logits = ctx.is_single_chunk(self.chunks.tile_rows)
+        memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size, has_all_logits)
 
         def compute_tile(tokens: slice) -> Tile:
             dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))
             ctx.compute_gradient(ctx.term_inputs(tokens), tokens, ctx.all_classes, dlogits)
             return Tile(dlogits)
 
-        compute_gradients(ctx, self.rows, self.tile_rows, compute_tile)
+        compute_gradients(ctx, self.chunks, compute_tile)
+
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.chunks.rows, [c.vocab_size]
