@@ -1,0 +1,308 @@
+"""Gradients whose products have E4M3 operands (`ChunkOptions.grad_dtype`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flce
+from flce.backends import load_backend
+from flce.backends.contract import E4M3, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
+from flce.core.device_record import KNOWN_KINDS
+from flce.core.gemm import matmul
+from flce.engine.e4m3 import ChunkSizes
+from flce.testing.models import tiny_model
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from tests import interpreted_bfloat16, interpreted_e4m3
+from tests.helpers import parametrize_pairs, plan_for
+from tests.hopper import case_on_hopper, plan_as_on_hopper
+
+CUDA = torch.cuda.is_available()
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide chunks into groups, and groups into tiles. Correct the interpreter."""
+    monkeypatch.setattr(
+        "flce.engine.schedules.e4m3.chunk_sizes", lambda c, rows: ChunkSizes(rows, min(rows, 32), min(rows, 16))
+    )
+    monkeypatch.setattr("flce.engine.e4m3.BLOCK_BYTES", 4 * 64 * 200)  # several blocks of dW
+    flce.planning.search.plan_for_case.cache_clear()
+    if not CUDA:
+        interpreted_bfloat16.fix_interpreter(monkeypatch)
+        interpreted_e4m3.fix_interpreter(monkeypatch)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    yield from plan_as_on_hopper(monkeypatch)
+
+
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest, torch_backend: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("the PyTorch backend emulates E4M3 only on a CPU")
+
+
+def options_of(**options: Any) -> flce.ChunkOptions:
+    return flce.ChunkOptions(grad_dtype=E4M3, **options)
+
+
+def problem_of(device: torch.device, **settings: Any) -> Problem:
+    settings = {"leading": (2, 35), "hidden": 64, "vocab": 517, **settings}
+    return make_problem(**settings, dtype=BF16, device=device)
+
+
+def check(problem: Problem, options: flce.ChunkOptions, grads: str = "xw", stats: tuple[str, ...] = ()) -> Any:
+    """Compare with the oracle. The error of gradients is at most a tenth above the error of stock code or 4e-3."""
+    plan = plan_for(problem, options, grads, stats)
+    assert type(plan.schedule).__name__.startswith("E4M3"), plan
+    mine, exact = (run(problem, grad_output=upstream(problem), **more) for run, more in calls(options, grads, stats))
+    stock = run_stock(problem, grad_output=upstream(problem))
+    assert relative_error(mine.loss, exact.loss) <= 1e-5
+    for letter, name in (("x", "grad_input"), ("w", "grad_weight")):
+        if letter in grads:
+            got, expected = getattr(mine, name), getattr(exact, name)
+            limit = 1.1 * max(relative_error(getattr(stock, name), expected), 3.6e-3)
+            assert got.dtype == BF16
+            assert relative_error(got, expected) <= limit, name
+    return mine
+
+
+def calls(options: flce.ChunkOptions, grads: str, stats: tuple[str, ...]) -> Any:
+    return (run_fused, {"options": options, "grads": grads, "stats": stats}), (run_oracle, {})
+
+
+def upstream(problem: Problem) -> Tensor | float:
+    if problem.kwargs.get("reduction") != "none":
+        return 1.7
+    return torch.linspace(-0.5, 2.0, problem.target.numel(), device=problem.target.device).view(problem.target.shape)
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few classes": {"vocab": 20},
+    "one row": {"leading": (1,), "vocab": 300},
+    "ignored": {"ignored": 0.4},
+    "all ignored but one": {"leading": (40,), "ignored": 0.99},
+    "weights": {"z_loss": 0.5, "token_weight": True, "class_weight": True},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
+    "scale": {"logit_scale": -1.5, "token_weight": True, "ignored": 0.2},
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
+    "each token": {"reduction": "none", "softcap": 5.0, "ignored": 0.3},
+}
+PAIRS: dict[str, Any] = {"extras": list(EXTRAS), "skip": [False, True], "rows": [None, 37, 48], "grads": ["xw", "x", "w"]}
+
+
+@parametrize_pairs(**PAIRS)
+def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, emulated: None) -> None:
+    problem = problem_of(torch.device("cpu"), **EXTRAS[extras])
+    check(problem, options_of(skip_ignored=skip, chunk_rows=rows), grads)
+
+
+@pytest.mark.parametrize("extras", ["plain", "softcap", "each token", "weights"])
+def test_as_on_hopper(extras: str, hopper: None, device: torch.device) -> None:
+    """Exponentials in registers, and kernels."""
+    problem = problem_of(device, **{"vocab": 300, **EXTRAS[extras]})
+    options = options_of(skip_ignored=extras == "each token", chunk_rows=48)
+    outcome = check(problem, options)
+    again = run_fused(problem, options=options, grads="xw", grad_output=upstream(problem))
+    assert torch.equal(outcome.grad_input, again.grad_input)
+    assert torch.equal(outcome.grad_weight, again.grad_weight)
+
+
+@pytest.mark.gpu
+@parametrize_pairs(**PAIRS)
+def test_on_a_gpu(
+    extras: str, skip: bool, rows: int | None, grads: str, hopper: None, device: torch.device, monkeypatch: Any
+) -> None:
+    monkeypatch.undo()
+    problem = problem_of(device, **{"leading": (2, 700), "hidden": 256, "vocab": 5003, **EXTRAS[extras]})
+    options = options_of(skip_ignored=skip, chunk_rows=rows and 10 * rows)
+    outcomes = [check(problem, options, grads) for _ in range(2)]
+    for name in ("loss", "grad_input", "grad_weight"):
+        first, second = (getattr(outcome, name) for outcome in outcomes)
+        assert first is None or torch.equal(first, second)
+
+
+def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> None:
+    """Large entries and targets have slots, in order; all other entries are rounded to E4M3."""
+    g = torch.Generator().manual_seed(0)
+    rows, vocab, first_row = 70, 150, 3
+    tile = (torch.randn(rows, 192, generator=g) * 2.0).exp()
+    tile[1], tile[2, 7] = 0.0, 1e4
+    tile[3, :20], tile[4, 5] = -300.0, math.nan
+    target = torch.randint(vocab, (rows,), generator=g)
+    target[5], target[6] = -100, vocab
+    tile[torch.arange(rows), target.clamp(0, vocab - 1)] = 0.0
+    factors = torch.rand(2, rows, generator=g)
+    tile, target, factors = (t.to(device) for t in (tile.bfloat16(), target, factors))
+    results = []
+    for name in ("torch", "triton"):
+        out = torch.full((rows, 160), 9.0, device=device).to(E4M3)
+        transposed = torch.full((vocab, 80), 9.0, device=device).to(E4M3)
+        classes = torch.zeros(rows, ENTRY_SLOTS, dtype=torch.int32, device=device)
+        entries, scales = Entries(None, classes, torch.zeros(rows, ENTRY_SLOTS, device=device)), factors.new_zeros(rows)
+        inputs = TileRows(None, factors, target, -100, first_row, scales)
+        load_backend(name).quantize_tile(tile[:, :vocab], inputs, out, transposed, entries)
+        results.append((out.float(), transposed.float(), classes, entries.values, scales))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0.0, equal_nan=True)
+    out, transposed, classes, values, scales = results[1]
+    assert torch.equal(out[:, :vocab].t().nan_to_num(), transposed[:, :rows].nan_to_num())
+    assert not out[:, vocab:].any()
+    assert not transposed[:, rows:].any()
+    exact = tile[:, :vocab].float() * factors[0, :, None]
+    share = tile[:, :vocab].float().abs() / tile[:, :vocab].float().abs().sum(1, keepdim=True)
+    for row in {*range(rows)} - {4}:  # this row is NaN
+        used = classes[row] < vocab
+        is_target = classes[row] == target[row] if 0 <= target[row] < vocab else torch.zeros_like(used)
+        large = (share[row] > 1 / LARGE_SHARE).nonzero()[:, 0]
+        assert set(classes[row][used & ~is_target].tolist()) == set(large.tolist()) - {int(target[row])}
+        assert bool((classes[row].diff() >= 0).all())
+        total = (out[row, :vocab] * scales[row]).index_add(0, classes[row][used].long(), values[row][used])
+        if is_target.any():
+            exact[row, target[row]] = factors[1, row]
+        assert bool(((total - exact[row]).abs() <= exact[row].abs() * 2.0**-4 + 2e-8 * exact[row].abs().sum()).all())
+
+
+def test_extreme_rows(emulated: None) -> None:
+    """A certain row, equal logits, one logit far above all others, logits of -inf: finite and right."""
+    x = torch.eye(16, dtype=BF16).repeat(3, 1)
+    w = torch.zeros(400, 16)
+    w[:, 0], w[5, 0] = torch.linspace(-1.0, 1.0, 400), 28.0
+    w[:, 1] = 3.0
+    w[7, 2] = 30.0
+    w[:, 3], w[1:300, 3] = 0.0, -3e38
+    w[:, 4:] = torch.randn(400, 12, generator=torch.Generator().manual_seed(0)) * 4.0
+    y = torch.arange(48) * 7 % 400
+    y[0], y[16], y[2] = 5, 5, 7
+    problem = Problem(x, w.bfloat16(), y)
+    outcome, exact = run_fused(problem, options=options_of(), grads="xw"), run_oracle(problem)
+    default = run_fused(problem, grads="xw")
+    assert torch.equal(outcome.loss, default.loss)
+    for name in ("grad_input", "grad_weight"):
+        got, expected = getattr(outcome, name), getattr(exact, name)
+        assert torch.equal(got.isfinite(), getattr(default, name).isfinite())
+        finite = expected.isfinite() & got.isfinite()
+        assert relative_error(got.where(finite, 0.0), expected.where(finite, 0.0)) <= 5e-3
+
+
+@pytest.mark.parametrize("std", [0.02, 0.5, 2.0, 4.0, 6.0])
+def test_errors_of_heads(std: float, emulated: None) -> None:
+    """On flat and on sharp distributions errors are at most the errors of stock code, or 10% above if they are small."""
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(384, 128, generator=g), torch.randn(3000, 128, generator=g) * std / 128**0.5
+    target = torch.multinomial(torch.softmax(x @ w.t(), 1), 1, generator=g)[:, 0]
+    target[::2] = -100
+    problem = Problem(x.bfloat16(), w.bfloat16(), target)
+    mine, stock, exact = run_fused(problem, options=options_of(), grads="xw"), run_stock(problem), run_oracle(problem)
+    for name in ("grad_input", "grad_weight"):
+        error, limit = (relative_error(getattr(r, name), getattr(exact, name)) for r in (mine, stock))
+        assert error <= limit * (1.1 if limit < 2.5e-3 else 1.0), (name, error, limit)
+
+
+@pytest.mark.parametrize("outputs", [("logprob",), ("logprob", "entropy", "lse")])
+def test_results_of_tokens(outputs: tuple[str, ...], emulated: None) -> None:
+    """Gradients of `linear_logprobs`, with entropies and candidates. Values have the default's bits."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 64, generator=g).bfloat16().requires_grad_() for n in (70, 300))
+    y, candidates = (torch.randint(300, shape, generator=g) for shape in ((70,), (70, 4)))
+    results = []
+    for options in (None, options_of()):
+        out = flce.linear_logprobs(x, w, y, candidates=candidates, outputs=outputs, options=options)
+        names = (*outputs, "candidate_logprob")
+        total = sum((getattr(out, name) * (k + 1)).sum() for k, name in enumerate(names))
+        results.append((*(getattr(out, name) for name in names), *torch.autograd.grad(total, (x, w))))
+    for exact, value in zip(*results, strict=True):
+        if exact.requires_grad:
+            assert torch.equal(exact, value)
+        else:
+            assert relative_error(value, exact) <= 4e-3
+
+
+@pytest.mark.parametrize(
+    "reason, settings, grads",
+    [
+        ("adapters", {"adapter_ranks": (3,)}, "xwaB"),
+        ("a gradient of the bias", {"bias": True}, "xwb"),
+        ("label smoothing", {"label_smoothing": 0.1}, "xw"),
+        ("H is not divisible by 16", {"hidden": 72}, "xw"),
+    ],
+)
+def test_bfloat16_instead(reason: str, settings: dict[str, Any], grads: str, emulated: None) -> None:
+    """Calls without E4M3 products have the default's bits, and the plan names the reason."""
+    problem = problem_of(torch.device("cpu"), **settings)
+    plan = plan_for(problem, options_of(), grads)
+    assert f"for gradients in bfloat16, not in float8_e4m3fn: {reason};" in str(plan)
+    mine, default = (run_fused(problem, options=options, grads=grads) for options in (options_of(), None))
+    assert torch.equal(mine.grad_weight, default.grad_weight)
+
+
+def test_a_bias_without_a_gradient(emulated: None) -> None:
+    check(problem_of(torch.device("cpu"), bias=True), options_of())
+
+
+def test_plans() -> None:
+    """Plans name the dtype of the operands. E4M3 products take less time, and a small budget has other schedules."""
+    c = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3)
+    plan, default = (flce.planning.search.make_plan(case) for case in (c, case_on_hopper(8192, 4096, 128256)))
+    assert "3 matrix products (25.8 TFLOP), for gradients in float8_e4m3fn; " in str(plan)
+    assert plan.seconds < 0.8 * default.seconds
+    small = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3, max_workspace_bytes="100MiB")
+    assert "in bfloat16, not in float8_e4m3fn: faster within the budget" in str(flce.planning.search.make_plan(small))
+    vocab = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3, strategy="vocab")
+    assert "not in float8_e4m3fn: strategy 'vocab'" in str(flce.planning.search.make_plan(vocab))
+    assert "float8" not in str(default)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.6, 0.9])
+def test_budgets(budget: float, emulated: None) -> None:
+    problem = problem_of(torch.device("cpu"), vocab=2000)
+    least = plan_for(problem, options_of(), "xw").workspace_bytes
+    options = options_of(max_workspace_bytes=int(budget * least))
+    assert plan_for(problem, options, "xw").workspace_bytes <= budget * least
+    mine, exact = run_fused(problem, options=options, grads="xw"), run_oracle(problem)
+    assert relative_error(mine.grad_weight, exact.grad_weight) <= 4e-3
+
+
+def test_errors_name_what_the_option_needs(emulated: None) -> None:
+    with pytest.raises(ValueError, match=r"grad_dtype must be None or torch.float8_e4m3fn, got torch.float8_e5m2"):
+        flce.ChunkOptions(grad_dtype=torch.float8_e5m2)
+    with pytest.raises(TypeError, match="grad_dtype must be None or a torch.dtype, got 'fp8'"):
+        flce.ChunkOptions(grad_dtype="fp8")  # type: ignore[arg-type]
+    needs = "grad_dtype=torch.float8_e4m3fn needs bfloat16 inputs and the Triton backend on a Hopper GPU"
+    problem = make_problem((5,), 16, 30, dtype=torch.float32)
+    with pytest.raises(ValueError, match=needs):
+        run_fused(problem, options=options_of())
+    for changes in ({"device": KNOWN_KINDS["A100-80GB"]}, {"backend": "torch"}, {"dtype": torch.float16}):
+        c = case_on_hopper(64, 64, 500, grad_dtype=E4M3)
+        with pytest.raises(ValueError, match=needs):
+            flce.planning.search.make_plan(c.__class__(**{**vars_of(c), **changes}))
+
+
+def vars_of(c: Any) -> dict[str, Any]:
+    return {name: getattr(c, name) for name in c.__dataclass_fields__}
+
+
+def test_patched_models(emulated: None) -> None:
+    """`patch_model` passes the option on."""
+    ids, grads = torch.arange(24).view(2, 12), []
+    for options in (None, options_of()):
+        model = flce.patch_model(tiny_model().bfloat16(), options=options)
+        model(input_ids=ids, labels=ids).loss.backward()
+        grads.append(model.get_output_embeddings().weight.grad)
+    assert 0.0 < relative_error(grads[1], grads[0]) <= 5e-3
+
+
+def test_products_on_a_cpu() -> None:
+    a, b = (torch.randn(n, 48, generator=torch.Generator().manual_seed(n)).to(E4M3) for n in (5, 7))
+    out = torch.empty(5, 7)
+    matmul(a, b.t(), out)
+    torch.testing.assert_close(out, a.float() @ b.float().t())
