@@ -77,7 +77,7 @@ class ChunkPlan(Plan):
         if self.schedule.multiplies_e4m3:
             return f", for gradients in {dtype_text(c.options.grad_dtype)}"
         reason = c.bfloat16_operands_reason or (
-            "strategy 'vocab'" if self.strategy == "vocab" else "faster within the budget"
+            "strategy 'vocab'" if c.options.strategy == "vocab" else "faster within the budget"
         )
         return f", for gradients in {dtype_text(c.dtype)}, not in {dtype_text(c.options.grad_dtype)}: {reason}"
 

@@ -24,6 +24,8 @@ from tests.hopper import case_on_hopper, plan_as_on_hopper
 
 CUDA = torch.cuda.is_available()
 BF16 = torch.bfloat16
+# Error of the gradients of small problems, relative to the norm.
+LIMIT = 4e-3
 
 
 @pytest.fixture(autouse=True)
@@ -60,23 +62,18 @@ def problem_of(device: torch.device, **settings: Any) -> Problem:
 
 
 def check(problem: Problem, options: flce.ChunkOptions, grads: str = "xw", stats: tuple[str, ...] = ()) -> Any:
-    """Compare with the oracle. The error of gradients is at most a tenth above the error of stock code or 4e-3."""
+    """Compare with the oracle."""
     plan = plan_for(problem, options, grads, stats)
     assert type(plan.schedule).__name__.startswith("E4M3"), plan
-    mine, exact = (run(problem, grad_output=upstream(problem), **more) for run, more in calls(options, grads, stats))
-    stock = run_stock(problem, grad_output=upstream(problem))
+    mine = run_fused(problem, options=options, grads=grads, stats=stats, grad_output=upstream(problem))
+    exact = run_oracle(problem, grad_output=upstream(problem))
     assert relative_error(mine.loss, exact.loss) <= 1e-5
     for letter, name in (("x", "grad_input"), ("w", "grad_weight")):
         if letter in grads:
-            got, expected = getattr(mine, name), getattr(exact, name)
-            limit = 1.1 * max(relative_error(getattr(stock, name), expected), 3.6e-3)
+            got = getattr(mine, name)
             assert got.dtype == BF16
-            assert relative_error(got, expected) <= limit, name
+            assert relative_error(got, getattr(exact, name)) <= LIMIT, name
     return mine
-
-
-def calls(options: flce.ChunkOptions, grads: str, stats: tuple[str, ...]) -> Any:
-    return (run_fused, {"options": options, "grads": grads, "stats": stats}), (run_oracle, {})
 
 
 def upstream(problem: Problem) -> Tensor | float:
@@ -90,8 +87,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "few classes": {"vocab": 20},
     "one row": {"leading": (1,), "vocab": 300},
     "ignored": {"ignored": 0.4},
-    "all ignored but one": {"leading": (40,), "ignored": 0.99},
-    "weights": {"z_loss": 0.5, "token_weight": True, "class_weight": True},
+    "few not ignored": {"leading": (40,), "ignored": 0.9},
+    "weights": {"z_loss": 0.05, "token_weight": True, "class_weight": True},
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
     "scale": {"logit_scale": -1.5, "token_weight": True, "ignored": 0.2},
     "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
@@ -106,15 +103,13 @@ def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: st
     check(problem, options_of(skip_ignored=skip, chunk_rows=rows), grads)
 
 
-@pytest.mark.parametrize("extras", ["plain", "softcap", "each token", "weights"])
-def test_as_on_hopper(extras: str, hopper: None, device: torch.device) -> None:
+@pytest.mark.parametrize("extras, rows", [("plain", None), ("softcap", None), ("scale", 17), ("each token", 20)])
+def test_as_on_hopper(extras: str, rows: int | None, hopper: None, device: torch.device, monkeypatch: Any) -> None:
     """Exponentials in registers, and kernels."""
-    problem = problem_of(device, **{"vocab": 300, **EXTRAS[extras]})
-    options = options_of(skip_ignored=extras == "each token", chunk_rows=48)
-    outcome = check(problem, options)
-    again = run_fused(problem, options=options, grads="xw", grad_output=upstream(problem))
-    assert torch.equal(outcome.grad_input, again.grad_input)
-    assert torch.equal(outcome.grad_weight, again.grad_weight)
+    if not CUDA:
+        monkeypatch.setattr("flce.backends.triton.e4m3.PEAK_PARTS", 2)
+    problem = problem_of(device, **{**EXTRAS[extras], "leading": (22,), "vocab": 270})
+    check(problem, options_of(skip_ignored=extras != "plain", chunk_rows=rows))
 
 
 @pytest.mark.gpu
@@ -152,15 +147,18 @@ def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> 
         inputs = TileRows(None, factors, target, -100, first_row, scales)
         load_backend(name).quantize_tile(tile[:, :vocab], inputs, out, transposed, entries)
         results.append((out.float(), transposed.float(), classes, entries.values, scales))
+    assert all(out[4, :vocab].isnan().all() for out, *_ in results)
+    for out, transposed, *_ in results:  # compare the other rows
+        out[4], transposed[:, 4] = 0.0, 0.0
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=0.0, equal_nan=True)
     out, transposed, classes, values, scales = results[1]
-    assert torch.equal(out[:, :vocab].t().nan_to_num(), transposed[:, :rows].nan_to_num())
+    assert torch.equal(out[:, :vocab].t(), transposed[:, :rows])
     assert not out[:, vocab:].any()
     assert not transposed[:, rows:].any()
     exact = tile[:, :vocab].float() * factors[0, :, None]
     share = tile[:, :vocab].float().abs() / tile[:, :vocab].float().abs().sum(1, keepdim=True)
-    for row in {*range(rows)} - {4}:  # this row is NaN
+    for row in {*range(rows)} - {4}:
         used = classes[row] < vocab
         is_target = classes[row] == target[row] if 0 <= target[row] < vocab else torch.zeros_like(used)
         large = (share[row] > 1 / LARGE_SHARE).nonzero()[:, 0]
@@ -175,30 +173,32 @@ def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> 
 def test_extreme_rows(emulated: None) -> None:
     """A certain row, equal logits, one logit far above all others, logits of -inf: finite and right."""
     x = torch.eye(16, dtype=BF16).repeat(3, 1)
-    w = torch.zeros(400, 16)
+    w = torch.randn(400, 16, generator=torch.Generator().manual_seed(0)) * 4.0
     w[:, 0], w[5, 0] = torch.linspace(-1.0, 1.0, 400), 28.0
     w[:, 1] = 3.0
     w[7, 2] = 30.0
-    w[:, 3], w[1:300, 3] = 0.0, -3e38
-    w[:, 4:] = torch.randn(400, 12, generator=torch.Generator().manual_seed(0)) * 4.0
     y = torch.arange(48) * 7 % 400
     y[0], y[16], y[2] = 5, 5, 7
-    problem = Problem(x, w.bfloat16(), y)
+    bias = torch.zeros(400, dtype=BF16)
+    bias[100:200] = -torch.inf
+    bias[y] = 0.0
+    problem = Problem(x, w.bfloat16(), y, bias)
     outcome, exact = run_fused(problem, options=options_of(), grads="xw"), run_oracle(problem)
     default = run_fused(problem, grads="xw")
     assert torch.equal(outcome.loss, default.loss)
     for name in ("grad_input", "grad_weight"):
-        got, expected = getattr(outcome, name), getattr(exact, name)
-        assert torch.equal(got.isfinite(), getattr(default, name).isfinite())
-        finite = expected.isfinite() & got.isfinite()
-        assert relative_error(got.where(finite, 0.0), expected.where(finite, 0.0)) <= 5e-3
+        assert relative_error(getattr(outcome, name), getattr(exact, name)) <= LIMIT
+        rows, expected = getattr(outcome, name).double(), getattr(exact, name)
+        errors = (rows - expected).norm(dim=1) / expected.norm(dim=1)
+        default_errors = (getattr(default, name).double() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert bool((errors <= 1.1 * default_errors + 0.05)[expected.norm(dim=1) > 0.0].all()), name
 
 
 @pytest.mark.parametrize("std", [0.02, 0.5, 2.0, 4.0, 6.0])
 def test_errors_of_heads(std: float, emulated: None) -> None:
     """On flat and on sharp distributions errors are at most the errors of stock code, or 10% above if they are small."""
     g = torch.Generator().manual_seed(1)
-    x, w = torch.randn(384, 128, generator=g), torch.randn(3000, 128, generator=g) * std / 128**0.5
+    x, w = torch.randn(256, 128, generator=g), torch.randn(2000, 128, generator=g) * std / 128**0.5
     target = torch.multinomial(torch.softmax(x @ w.t(), 1), 1, generator=g)[:, 0]
     target[::2] = -100
     problem = Problem(x.bfloat16(), w.bfloat16(), target)
@@ -224,7 +224,7 @@ def test_results_of_tokens(outputs: tuple[str, ...], emulated: None) -> None:
         if exact.requires_grad:
             assert torch.equal(exact, value)
         else:
-            assert relative_error(value, exact) <= 4e-3
+            assert relative_error(value, exact) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,9 @@ def test_a_bias_without_a_gradient(emulated: None) -> None:
     check(problem_of(torch.device("cpu"), bias=True), options_of())
 
 
-def test_plans() -> None:
+def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans name the dtype of the operands. E4M3 products take less time, and a small budget has other schedules."""
+    monkeypatch.undo()
     c = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3)
     plan, default = (flce.planning.search.make_plan(case) for case in (c, case_on_hopper(8192, 4096, 128256)))
     assert "3 matrix products (25.8 TFLOP), for gradients in float8_e4m3fn; " in str(plan)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
 from flce.backends.e4m3 import GOLDEN, LEAST_SUM, PEAK
@@ -26,9 +27,9 @@ TILE_ROWS, TILE_COLS, WARPS = 64, 128, 4
 BLOCK = 64
 # Programs for the rows of a block of columns, which find the largest magnitude of their rows.
 PEAK_PARTS, PEAK_ROWS = 128, 32
+MODE = 1
 # Columns of a program of `add_entries_kernel`, and entries per step.
 SUM_COLS, SUM_ENTRIES = 1024, 8
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
 _PEAK = tl.constexpr(PEAK)
@@ -45,18 +46,13 @@ def _share_factor(sums, row):
     return tl.where(is_zero, 0.0, peak / tl.where(is_zero, 1.0, sums))
 
 
-@triton.jit
-def _to_e4m3(x):
-    x = tl.where(x > _E4M3_MAX, _E4M3_MAX, x)
-    return tl.where(x < -_E4M3_MAX, -_E4M3_MAX, x).to(tl.float8e4nv)
-
-
 @triton.jit(do_not_specialize=["rows", "cols", "first_row"])
 def quantize_tile_kernel(
     tile_ptr,  # (rows, cols); columns up to padded_cols can be read
     row_sum_ptr,  # (rows,)
     out_ptr,  # (rows, padded_cols) E4M3
     transposed_ptr,  # (cols, padded_rows) E4M3
+    transposed_desc,
     index_ptr,  # (rows, SLOTS) int32, contiguous: classes of large entries, in any order
     count_ptr,  # (rows,) int32: the number of large entries; 0 before the launch
     tile_stride,
@@ -69,6 +65,9 @@ def quantize_tile_kernel(
     padded_cols,
     HAS_OUT: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+    HALF: tl.constexpr,
+    LIST: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -82,7 +81,9 @@ def quantize_tile_kernel(
     sums = tl.load(row_sum_ptr + row, mask=row < rows, other=0.0)
     shares = x * _share_factor(sums, first_row + row)[:, None]
     is_large = tl.abs(x) * _LARGE_SHARE > sums[:, None]
-    if tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
+    if not LIST:
+        shares = tl.where(is_large, 0.0, shares)
+    elif tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
         # One atomic operation for each row, not for each entry: otherwise the compiler gives the block a layout with
         # adjacent rows, from which it (Triton 3.6) converts E4M3 wrongly.
         number = tl.sum(is_large.to(tl.int32), axis=1)
@@ -92,11 +93,16 @@ def quantize_tile_kernel(
         classes = column[None, :] + tl.zeros((ROWS, COLS), tl.int32)
         tl.store(index_ptr + row.to(tl.int64)[:, None] * _SLOTS + slot, classes, mask=is_large)
         shares = tl.where(is_large, 0.0, shares)
-    rounded = _to_e4m3(shares)
+    rounded = shares.to(tl.float8e4nv)
     if HAS_OUT:
         place = row.to(tl.int64)[:, None] * out_stride + column[None, :]
         tl.store(out_ptr + place, rounded, mask=accessible)
-    if HAS_TRANSPOSED:
+    if HAS_TRANSPOSED and DESCRIPTOR:
+        transposed_desc.store([tl.program_id(0) * COLS, tl.program_id(1) * ROWS], tl.trans(rounded))
+    elif HAS_TRANSPOSED and HALF:
+        place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
+        tl.store(transposed_ptr + place, tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv), mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
+    elif HAS_TRANSPOSED:
         place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
         tl.store(transposed_ptr + place, tl.trans(rounded), mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
 
@@ -198,7 +204,7 @@ def quantize_transposed_kernel(
     if HAS_FACTOR:
         x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
     x *= 1.0 / tl.load(col_scales_ptr + column, mask=column < hidden, other=1.0)[None, :]
-    rounded = tl.trans(_to_e4m3(x))
+    rounded = tl.trans(x.to(tl.float8e4nv))
     places = column.to(tl.int64)[:, None] * out_stride + row[None, :]
     tl.store(out_ptr + places, rounded, mask=(column < hidden)[:, None] & (row < padded_rows)[None, :])
 
@@ -267,7 +273,12 @@ def quantize_tile(
         sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
     count = torch.zeros(len(tile), dtype=torch.int32, device=tile.device)
     index, values = entries.index, entries.values
-    run(_quantize_tile, tile, sums, out, transposed, index, count, first_row)
+    if MODE == 2:
+        run(_quantize_tile, tile, sums, out, None, index, count, first_row, 0, True)
+        if transposed is not None:
+            run(_quantize_tile, tile, sums, None, transposed, index, count, first_row, 0, False)
+    else:
+        run(_quantize_tile, tile, sums, out, transposed, index, count, first_row, MODE, True)
     run(_finish_entries, tile, sums, target, factors, count, index, values, scales, first_row, ignore_index)
 
 
@@ -279,6 +290,8 @@ def _quantize_tile(
     index: Tensor,
     count: Tensor,
     first_row: int,
+    mode: int,
+    with_list: bool,
 ) -> Iterator[Launch]:
     num_rows, cols = tile.shape
     padded_cols = triton.cdiv(cols, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
@@ -287,7 +300,8 @@ def _quantize_tile(
         quantize_tile_kernel,
         (triton.cdiv(padded_cols, TILE_COLS), triton.cdiv(max(num_rows, padded_rows), TILE_ROWS)),
         None,
-        {"ROWS": TILE_ROWS, "COLS": TILE_COLS, **thread_options(tile.device, WARPS)},
+        {"ROWS": TILE_ROWS, "COLS": TILE_COLS, "DESCRIPTOR": mode == 1, "HALF": mode == 3, "LIST": with_list, **thread_options(tile.device, WARPS)},
+        transposed_desc=TensorDescriptor.from_tensor(transposed if transposed is not None else tile, [TILE_COLS, TILE_ROWS]) if mode == 1 and transposed is not None else TensorDescriptor.from_tensor(tile, [TILE_ROWS, TILE_COLS]),
         tile=tile,
         row_sum=sums,
         out=out,
