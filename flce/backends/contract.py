@@ -299,7 +299,7 @@ class Entries(NamedTuple):
     bounds: Tensor | None  # (classes + 1,) int32: class k has the entries [bounds[k], bounds[k + 1]); None: by tokens
     # By tokens: (rows, ENTRY_SLOTS) int32, classes in ascending order, V in unused slots. By classes: (entries,) int64,
     # rows of x in ascending order.
-    index: Tensor
+    numbers: Tensor
     values: Tensor  # of the same shape, float32
 
 
@@ -418,13 +418,10 @@ class Backend(Protocol):
     def quantize_tile(
         self, tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
     ) -> None:
-        """Round a tile to E4M3, except large entries (LARGE_SHARE), which are 0 there.
+        """Round a tile, (rows, V), to E4M3, except large entries (LARGE_SHARE), which are 0 there.
 
-        Args:
-            tile: (rows, V).
-            out: (rows, V padded) E4M3; 0 in the padding. None: not requested.
-            transposed: (V, rows padded) E4M3, the same. None: not requested.
-            entries: by tokens; output: large entries, and the target's entry if there are factors.
+        out: (rows, V padded); transposed: (V, rows padded); E4M3, 0 in the padding; None if not requested. entries: by
+        tokens; output: large entries, and the target's entry if there are factors.
         """
 
     def quantize_transposed(
@@ -440,21 +437,14 @@ class Backend(Protocol):
         """Sort entries by classes. index: (rows,) rows of x, or None for the same rows."""
 
     def add_entries(
-        self,
-        product: Tensor,
-        row_scales: Tensor | None,
-        col_scales: Tensor,
-        entries: Entries,
-        table: Tensor,
-        out: Tensor,
-        index: Tensor | None,
-        accumulate: bool = False,
-    ) -> None:
+        self, product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor,
+        out: Tensor, index: Tensor | None, accumulate: bool = False,
+    ) -> None:  # fmt: skip
         """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
         over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic.
 
-        product: (rows, H) float32, may be overwritten; row_scales: (rows,), or None for 1; col_scales: (H,); out:
-        (n, H); index: (rows,), or None for the same rows. If the scale of a row is 0, its product is not read.
+        product: (rows, H) float32, may be overwritten, not read in rows whose scale is 0; index: (rows,) rows of `out`,
+        or None for the same rows.
         """
 
     def finish_sharded_rows(

@@ -32,17 +32,17 @@ class ChunkOptions:
             twice (``reduction="none"``, ``strategy="vocab"``).
         accum_dtype: dtype of the sums of gradients over chunks: ``torch.float32`` or, for bfloat16 inputs,
             ``torch.bfloat16``. bfloat16 halves this buffer and loses digits with every chunk.
-        grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
-            ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU; on a CPU it is
-            emulated. The gradients of targets and of probable classes stay exact, see docs/fp8.md. With adapters, a
-            gradient of the bias, label smoothing or an H that is not divisible by 16, operands are bfloat16, and
-            ``str(plan)`` names the reason.
         skip_ignored: True: rows whose target is `ignore_index` are removed before the matrix products. Faster if 10% or
             more of the tokens are ignored. The host must know the number of these rows: on a CPU this is free; on a GPU
             the host waits about 1 ms for the device. A schedule that can count the rows on the device computes its
             first product meanwhile. "auto": True on a CPU, False on other devices. If a hidden state of an ignored
             token is NaN or infinite: with False its column of the gradient of the weight is NaN, as with PyTorch's
             operators, which multiply it by 0; with True the token contributes nothing.
+        grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
+            ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU. A CPU emulates it.
+            The gradients of targets and of probable classes are not rounded to it. With adapters, a gradient of the
+            bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and ``str(plan)`` names
+            the reason.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -54,8 +54,8 @@ class ChunkOptions:
     strategy: Literal["auto", "tokens", "vocab"] = "auto"
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
-    grad_dtype: torch.dtype | None = None
     skip_ignored: SkipIgnored = "auto"
+    grad_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):

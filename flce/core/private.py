@@ -74,16 +74,6 @@ def _public_is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _scaled_product(scaled_mm: Any) -> Callable[[Any, Any, Any], None]:
-    """Return a function ``(a, b, out)``: the product of E4M3 operands, with float32 sums."""
-
-    def multiply(a: Any, b: Any, out: Any) -> None:
-        one = out.new_ones(())
-        scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=out.dtype, out=out)
-
-    return multiply
-
-
 def _reduction(size_average: bool | None, reduce: bool | None) -> str:
     return "none" if reduce is False else "sum" if size_average is False else "mean"
 
@@ -168,13 +158,6 @@ NAMES: dict[str, PrivateName] = {
         "a backward under torch.vmap",
         "Gradients are not scaled in place, which needs more memory. " + _SLOWER,
         lambda x: True,
-    ),
-    "scaled_mm": PrivateName(
-        ("torch._scaled_mm",),
-        "products of E4M3 operands",
-        "ChunkOptions(grad_dtype=torch.float8_e4m3fn) raises an error on a GPU.",
-        _unavailable("products of E4M3 operands"),
-        build=_scaled_product,
     ),
     "is_gradtrackingtensor": PrivateName(
         ("torch._C._functorch.is_gradtrackingtensor",),
@@ -401,6 +384,7 @@ DOCUMENTED: dict[str, str] = {
     "_dynamo_marked_constant": "set, not read: torch.compiler.assume_constant_result sets it, too",
     "_log_softmax_backward_data": "an operator of ATen, whose schemas stay stable for saved programs",
     "_softmax_backward_data": "the same",
+    "_scaled_mm": "the same",
     "_local_scalar_dense": "the same",
     "_scaled_dot_product_efficient_attention": "the same",
     "_scaled_dot_product_flash_attention": "the same",

@@ -170,10 +170,8 @@ class Case:
                 f"logits_dtype must be the dtype of the input or {accumulation_dtype(dtype)}; "
                 f"got {logits} with {dtype} inputs"
             )
-        is_hopper = self.backend == "triton" and self.device.own_products
-        if self.options.grad_dtype is not None and not (
-            dtype == torch.bfloat16 and (self.device_type == "cpu" or is_hopper)
-        ):
+        supports_e4m3 = self.device_type == "cpu" or (self.backend == "triton" and self.device.own_products)
+        if self.options.grad_dtype is not None and not (supports_e4m3 and dtype == torch.bfloat16):
             raise ValueError(
                 "grad_dtype=torch.float8_e4m3fn needs bfloat16 inputs and the Triton backend on a Hopper GPU (compute "
                 f"capability 9.0), or a CPU, which emulates it; got {dtype} inputs, {self.device_type} "
@@ -182,8 +180,7 @@ class Case:
 
     @functools.cached_property
     def multiplies_e4m3(self) -> bool:
-        """True if the products for dX and dW have E4M3 operands: requested by `ChunkOptions.grad_dtype`, and
-        possible."""
+        """True if products for dX and dW have E4M3 operands: `ChunkOptions.grad_dtype` is set, and they can."""
         return self.options.grad_dtype is not None and self.bfloat16_operands_reason is None
 
     @property

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, TileRows
-from flce.core.gemm import E4M3_ALIGNMENT
+from flce.core.gemm import padded_inner
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import borrow_as
-from flce.engine.case import BLOCK_BYTES, ceil_div
+from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
 from flce.engine.sums import build_dw_sums
 
@@ -36,11 +36,6 @@ class Tile(NamedTuple):
     """(2, rows), see `Exponentials.factors`."""
     sums: Tensor | None = None
     """(rows,) at least the sum of the magnitudes of each row; None: the backend computes them."""
-
-
-def padded_inner(size: int) -> int:
-    """Return the inner dimension of a product of E4M3 operands for `size` tokens or classes."""
-    return ceil_div(size, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,8 @@ class _Gradients:
 
     def __init__(self, ctx: PassContext, sizes: ChunkSizes) -> None:
         self._context, self._rows, rows = ctx, sizes.rows, sizes.rows
-        self._weight, self._weight_scales = None, ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
+        self._weight: Tensor | None = None
+        self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
         self._group = ctx.new(sizes.group_rows, padded_inner(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
         self._transposed = None
@@ -101,13 +97,13 @@ class _Gradients:
         if self._group is None:
             return
         ctx, part = self._context, offset_slice(tokens, -chunk.start)
-        quantized, scales = slice_rows(self._group, slice(0, part.stop - part.start)), slice_rows(self._row_scales, part)
+        quantized = slice_rows(self._group, slice(0, part.stop - part.start))
         product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
         ctx.matmul(quantized, self._quantized_weight().t(), out=product)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
-        weight, entries = ctx.terms[0].weight, self._entries(part)
-        ctx.backend.add_entries(product, scales, self._weight_scales, entries, weight, out, index)
+        scales, weight = slice_rows(self._row_scales, part), ctx.terms[0].weight
+        ctx.backend.add_entries(product, scales, self._weight_scales, self._entries(part), weight, out, index)
         if index is None:
             ctx.local.start_dx_sum(0, out)
 
@@ -144,7 +140,7 @@ class _Gradients:
                 ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
                 entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
                 out = slice_rows(total, block)
-                ctx.backend.add_entries(product, None, scales, entries, x, out, None, accumulate=is_started)
+                ctx.backend.add_entries(product, None, scales, entries, x, out, None, is_started)
                 del product
             first_class += len(total)
 

@@ -43,12 +43,8 @@ class Exponentials:
     def compute(
         self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, row_sums: Tensor | None = None
     ) -> None:
-        """Compute losses and exponentials of some tokens and all classes.
-
-        Args:
-            tiles: memory for consecutive classes; one tile if logits do not stay in registers.
-            row_sums: (rows,) output, if `has_row_sums`; None: not requested.
-        """
+        """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
+        tile if logits do not stay in registers. `row_sums`: (rows,) output, if `has_row_sums`."""
         ctx, factors = self._context, self.factors
         if ctx.in_registers:
             call, device_count = ctx.statistics_call(tokens), ctx.selection.num_rows_on_device

@@ -17,7 +17,7 @@ from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
-from flce.engine.schedules.e4m3 import E4M3Chunks, E4M3DeferredChunks, E4M3Exponentials
+from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
@@ -81,8 +81,7 @@ def default_plan(c: Case) -> ChunkPlan:
 def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     """Return the plan for chunks of `rows` tokens."""
     if c.multiplies_e4m3:
-        kinds_e4m3 = E4M3Exponentials, E4M3Chunks, E4M3DeferredChunks
-        return next(plan_for_size(c, kind, rows) for kind in kinds_e4m3 if rows in kind.sizes(c))
+        return plan_for_size(c, E4M3Exponentials if E4M3Exponentials.sizes(c) else E4M3DeferredChunks, rows)
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))

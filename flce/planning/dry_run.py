@@ -267,10 +267,10 @@ class CountingBackend:
         self._add_e4m3_scratch(x)
 
     def sort_entries(self, entries: contract.Entries, *args: Any) -> None:
-        self.add_pass(*[entries.index] * 8, launches=10)
-        self.add_scratch(entries.index.numel() * contract.SORT_ENTRY_BYTES)
+        self.add_pass(*[entries.numbers] * 8, launches=10)
+        self.add_scratch(entries.numbers.numel() * contract.SORT_ENTRY_BYTES)
 
-    def add_entries(self, product: Tensor, row_scales: Any, col_scales: Any, *args: Any, **options: Any) -> None:
+    def add_entries(self, product: Tensor, *args: Any, **options: Any) -> None:
         self.add_pass(product, product)
         self._add_e4m3_scratch(product)
 

@@ -76,9 +76,8 @@ class ChunkPlan(Plan):
             return ""
         if self.schedule.multiplies_e4m3:
             return f", for gradients in {dtype_text(c.options.grad_dtype)}"
-        reason = c.bfloat16_operands_reason or (
-            "strategy 'vocab'" if c.options.strategy == "vocab" else "faster within the budget"
-        )
+        other = "strategy 'vocab'" if c.options.strategy == "vocab" else "faster within the budget"
+        reason = c.bfloat16_operands_reason or other
         return f", for gradients in {dtype_text(c.dtype)}, not in {dtype_text(c.options.grad_dtype)}: {reason}"
 
 

@@ -32,9 +32,8 @@ from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.ops import linear_cross_entropy
 from flce.planning import search
 from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
-from tests import quick_interpreter
+from tests import interpreted_e4m3, quick_interpreter
 from tests.helpers import STATS
-from tests import interpreted_e4m3
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
 

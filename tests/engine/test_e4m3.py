@@ -16,6 +16,7 @@ from flce.backends.contract import E4M3, ENTRY_SLOTS, LARGE_SHARE, Entries, Tile
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.gemm import matmul
 from flce.engine.e4m3 import ChunkSizes
+from flce.planning import search
 from flce.testing.models import tiny_model
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests import interpreted_bfloat16, interpreted_e4m3
@@ -29,16 +30,18 @@ LIMIT = 4e-3
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Divide chunks into groups, and groups into tiles. Correct the interpreter."""
     monkeypatch.setattr(
         "flce.engine.schedules.e4m3.chunk_sizes", lambda c, rows: ChunkSizes(rows, min(rows, 32), min(rows, 16))
     )
     monkeypatch.setattr("flce.engine.e4m3.BLOCK_BYTES", 4 * 64 * 200)  # several blocks of dW
-    flce.planning.search.plan_for_case.cache_clear()
+    search.plan_for_case.cache_clear()
     if not CUDA:
         interpreted_bfloat16.fix_interpreter(monkeypatch)
         interpreted_e4m3.fix_interpreter(monkeypatch)
+    yield
+    search.plan_for_case.cache_clear()
 
 
 @pytest.fixture
@@ -94,7 +97,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
     "each token": {"reduction": "none", "softcap": 5.0, "ignored": 0.3},
 }
-PAIRS: dict[str, Any] = {"extras": list(EXTRAS), "skip": [False, True], "rows": [None, 37, 48], "grads": ["xw", "x", "w"]}
+PAIRS: dict[str, Any] = {
+    "extras": list(EXTRAS),
+    "skip": [False, True],
+    "rows": [None, 37, 48],
+    "grads": ["xw", "x", "w"],
+}
 
 
 @parametrize_pairs(**PAIRS)
@@ -194,11 +202,11 @@ def test_extreme_rows(emulated: None) -> None:
         assert bool((errors <= 1.1 * default_errors + 0.05)[expected.norm(dim=1) > 0.0].all()), name
 
 
-@pytest.mark.parametrize("std", [0.02, 0.5, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("std", [0.5, 2.0, 6.0])
 def test_errors_of_heads(std: float, emulated: None) -> None:
-    """On flat and on sharp distributions errors are at most the errors of stock code, or 10% above if they are small."""
+    """Errors are at most the errors of stock code, or 10% above if these are small."""
     g = torch.Generator().manual_seed(1)
-    x, w = torch.randn(256, 128, generator=g), torch.randn(2000, 128, generator=g) * std / 128**0.5
+    x, w = torch.randn(160, 128, generator=g), torch.randn(5000, 128, generator=g) * std / 128**0.5
     target = torch.multinomial(torch.softmax(x @ w.t(), 1), 1, generator=g)[:, 0]
     target[::2] = -100
     problem = Problem(x.bfloat16(), w.bfloat16(), target)
@@ -242,6 +250,8 @@ def test_bfloat16_instead(reason: str, settings: dict[str, Any], grads: str, emu
     plan = plan_for(problem, options_of(), grads)
     assert f"for gradients in bfloat16, not in float8_e4m3fn: {reason};" in str(plan)
     mine, default = (run_fused(problem, options=options, grads=grads) for options in (options_of(), None))
+    assert mine.grad_weight is not None
+    assert default.grad_weight is not None
     assert torch.equal(mine.grad_weight, default.grad_weight)
 
 
@@ -253,13 +263,13 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans name the dtype of the operands. E4M3 products take less time, and a small budget has other schedules."""
     monkeypatch.undo()
     c = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3)
-    plan, default = (flce.planning.search.make_plan(case) for case in (c, case_on_hopper(8192, 4096, 128256)))
+    plan, default = (search.make_plan(case) for case in (c, case_on_hopper(8192, 4096, 128256)))
     assert "3 matrix products (25.8 TFLOP), for gradients in float8_e4m3fn; " in str(plan)
     assert plan.seconds < 0.8 * default.seconds
     small = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3, max_workspace_bytes="100MiB")
-    assert "in bfloat16, not in float8_e4m3fn: faster within the budget" in str(flce.planning.search.make_plan(small))
+    assert "in bfloat16, not in float8_e4m3fn: faster within the budget" in str(search.make_plan(small))
     vocab = case_on_hopper(8192, 4096, 128256, grad_dtype=E4M3, strategy="vocab")
-    assert "not in float8_e4m3fn: strategy 'vocab'" in str(flce.planning.search.make_plan(vocab))
+    assert "not in float8_e4m3fn: strategy 'vocab'" in str(search.make_plan(vocab))
     assert "float8" not in str(default)
 
 
@@ -270,13 +280,14 @@ def test_budgets(budget: float, emulated: None) -> None:
     options = options_of(max_workspace_bytes=int(budget * least))
     assert plan_for(problem, options, "xw").workspace_bytes <= budget * least
     mine, exact = run_fused(problem, options=options, grads="xw"), run_oracle(problem)
-    assert relative_error(mine.grad_weight, exact.grad_weight) <= 4e-3
+    for name in ("grad_input", "grad_weight"):
+        assert relative_error(getattr(mine, name), getattr(exact, name)) <= LIMIT
 
 
 def test_errors_name_what_the_option_needs(emulated: None) -> None:
     with pytest.raises(ValueError, match=r"grad_dtype must be None or torch.float8_e4m3fn, got torch.float8_e5m2"):
         flce.ChunkOptions(grad_dtype=torch.float8_e5m2)
-    with pytest.raises(TypeError, match="grad_dtype must be None or a torch.dtype, got 'fp8'"):
+    with pytest.raises(TypeError, match=r"grad_dtype must be None or a torch.dtype, got 'fp8'"):
         flce.ChunkOptions(grad_dtype="fp8")  # type: ignore[arg-type]
     needs = "grad_dtype=torch.float8_e4m3fn needs bfloat16 inputs and the Triton backend on a Hopper GPU"
     problem = make_problem((5,), 16, 30, dtype=torch.float32)
@@ -285,7 +296,7 @@ def test_errors_name_what_the_option_needs(emulated: None) -> None:
     for changes in ({"device": KNOWN_KINDS["A100-80GB"]}, {"backend": "torch"}, {"dtype": torch.float16}):
         c = case_on_hopper(64, 64, 500, grad_dtype=E4M3)
         with pytest.raises(ValueError, match=needs):
-            flce.planning.search.make_plan(c.__class__(**{**vars_of(c), **changes}))
+            search.make_plan(c.__class__(**{**vars_of(c), **changes}))
 
 
 def vars_of(c: Any) -> dict[str, Any]:

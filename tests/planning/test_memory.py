@@ -26,7 +26,6 @@ from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.e4m3 import E4M3Chunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
 from flce.engine.schedules.unnormalized import Recomputed, Unnormalized
 from flce.engine.sums import DxSum
@@ -149,15 +148,15 @@ def test_count_is_what_a_real_arena_has(
                     seen.add(type(schedule).__name__)
     assert {"Blocks", "DeferredChunks"} <= seen
     if dtype == torch.bfloat16 and "b" not in grads:
-        assert {"Unnormalized", "E4M3Exponentials", "E4M3Chunks", "E4M3DeferredChunks"} <= seen
+        assert {"Unnormalized", "E4M3Exponentials", "E4M3DeferredChunks"} <= seen
         assert ({"Borrowed", "Recomputed"} <= seen) == ("w" in grads and not skip)
 
 
 def test_every_schedule_is_counted() -> None:
     """The test above covers every schedule except `Statistics`."""
     for kind in SCHEDULES:
-        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), ("cuda", "cpu"), (None, contract.E4M3))
-        cases = [case_of(*others, grad_dtype=grad_dtype) for *others, grad_dtype in settings]
+        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), (None, contract.E4M3))
+        cases = [case_of(dtype, grads, r, grad_dtype=grad_dtype) for dtype, grads, r, grad_dtype in settings]
         assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
 
 
@@ -171,7 +170,7 @@ def test_nothing_is_allocated_beside_the_arena(
     monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
         for grads in GRADS:
-            c = case_of(dtype, grads, reduction, "cpu" if kind is E4M3Chunks else "cuda", grad_dtype=grad_dtypes(dtype)[-1])
+            c = case_of(dtype, grads, reduction, grad_dtype=grad_dtypes(dtype)[-1])
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
                     dry_run_passes(c, kind.from_size(c, size), RealArena("cpu"))

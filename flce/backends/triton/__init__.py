@@ -194,7 +194,7 @@ class TritonBackend:
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)
     sort_entries = staticmethod(sort_entries)
-    add_entries = staticmethod(e4m3.add_entries)
+    add_entries = staticmethod(_replayed(e4m3.add_entries))
     finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))

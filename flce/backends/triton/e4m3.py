@@ -14,20 +14,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
 from flce.backends.e4m3 import GOLDEN, LEAST_SUM, PEAK
 from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.replay import run
-from flce.core.gemm import E4M3_ALIGNMENT
+from flce.core.gemm import padded_inner
 
-# A block of a tile, rows x columns, and of a transposed matrix.
-TILE_ROWS, TILE_COLS, WARPS = 64, 128, 4
+# A block of a tile, rows x columns. Milliseconds of 1000 x 128256 on an H100:
+#   rows x columns, warps        128 x 64, 4    64 x 128, 4    32 x 256, 4    128 x 128, 8    64 x 256, 8
+#   transposed in float16        0.35           0.39           0.44           0.46            0.52
+#   transposed in E4M3           0.37           0.41           0.49           0.47            0.54
+TILE_ROWS, TILE_COLS, WARPS = 128, 64, 4
+# Rows and columns of a block of a matrix that is transposed.
 BLOCK = 64
 # Programs for the rows of a block of columns, which find the largest magnitude of their rows.
 PEAK_PARTS, PEAK_ROWS = 128, 32
-MODE = 1
 # Columns of a program of `add_entries_kernel`, and entries per step.
 SUM_COLS, SUM_ENTRIES = 1024, 8
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
@@ -52,8 +54,7 @@ def quantize_tile_kernel(
     row_sum_ptr,  # (rows,)
     out_ptr,  # (rows, padded_cols) E4M3
     transposed_ptr,  # (cols, padded_rows) E4M3
-    transposed_desc,
-    index_ptr,  # (rows, SLOTS) int32, contiguous: classes of large entries, in any order
+    numbers_ptr,  # (rows, SLOTS) int32, contiguous: classes of large entries, in any order
     count_ptr,  # (rows,) int32: the number of large entries; 0 before the launch
     tile_stride,
     out_stride,
@@ -65,9 +66,6 @@ def quantize_tile_kernel(
     padded_cols,
     HAS_OUT: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    HALF: tl.constexpr,
-    LIST: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -81,30 +79,24 @@ def quantize_tile_kernel(
     sums = tl.load(row_sum_ptr + row, mask=row < rows, other=0.0)
     shares = x * _share_factor(sums, first_row + row)[:, None]
     is_large = tl.abs(x) * _LARGE_SHARE > sums[:, None]
-    if not LIST:
-        shares = tl.where(is_large, 0.0, shares)
-    elif tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
-        # One atomic operation for each row, not for each entry: otherwise the compiler gives the block a layout with
-        # adjacent rows, from which it (Triton 3.6) converts E4M3 wrongly.
+    if tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
+        # One atomic operation for each row. For each entry, the compiler would choose a slower layout.
         number = tl.sum(is_large.to(tl.int32), axis=1)
         first_slot = tl.atomic_add(count_ptr + row, number, mask=number > 0, sem="relaxed")
         slot = first_slot[:, None] + tl.cumsum(is_large.to(tl.int32), axis=1) - 1
         is_large = is_large & (slot < _SLOTS - 1)
         classes = column[None, :] + tl.zeros((ROWS, COLS), tl.int32)
-        tl.store(index_ptr + row.to(tl.int64)[:, None] * _SLOTS + slot, classes, mask=is_large)
+        tl.store(numbers_ptr + row.to(tl.int64)[:, None] * _SLOTS + slot, classes, mask=is_large)
         shares = tl.where(is_large, 0.0, shares)
     rounded = shares.to(tl.float8e4nv)
     if HAS_OUT:
         place = row.to(tl.int64)[:, None] * out_stride + column[None, :]
         tl.store(out_ptr + place, rounded, mask=accessible)
-    if HAS_TRANSPOSED and DESCRIPTOR:
-        transposed_desc.store([tl.program_id(0) * COLS, tl.program_id(1) * ROWS], tl.trans(rounded))
-    elif HAS_TRANSPOSED and HALF:
+    if HAS_TRANSPOSED:
+        # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
+        rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
         place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-        tl.store(transposed_ptr + place, tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv), mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
-    elif HAS_TRANSPOSED:
-        place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-        tl.store(transposed_ptr + place, tl.trans(rounded), mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
+        tl.store(transposed_ptr + place, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_row", "vocab_size", "ignore_index", "factors_stride"])
@@ -114,7 +106,7 @@ def finish_entries_kernel(
     target_ptr,  # (rows,) int64
     factors_ptr,  # (2, rows), row stride factors_stride
     count_ptr,  # (rows,) int32
-    index_ptr,  # (rows, SLOTS) int32, contiguous: sorted here
+    numbers_ptr,  # (rows, SLOTS) int32, contiguous: sorted here
     values_ptr,  # (rows, SLOTS), contiguous, output
     row_scales_ptr,  # (rows,) output
     tile_stride,
@@ -127,7 +119,7 @@ def finish_entries_kernel(
     """Sort the large entries and the target's entry of a row by class, and compute their values."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, _SLOTS)
-    classes = tl.load(index_ptr + row * _SLOTS + slot, mask=slot < tl.load(count_ptr + row), other=vocab_size)
+    classes = tl.load(numbers_ptr + row * _SLOTS + slot, mask=slot < tl.load(count_ptr + row), other=vocab_size)
     factor = 1.0
     if HAS_FACTORS:
         factor = tl.load(factors_ptr + row)
@@ -140,7 +132,7 @@ def finish_entries_kernel(
     value = factor * tl.load(tile_ptr + row * tile_stride + classes, mask=exists, other=0.0).to(tl.float32)
     if HAS_FACTORS:
         value = tl.where(exists & (classes == target), tl.load(factors_ptr + factors_stride + row), value)
-    tl.store(index_ptr + row * _SLOTS + slot, classes)
+    tl.store(numbers_ptr + row * _SLOTS + slot, classes)
     tl.store(values_ptr + row * _SLOTS + slot, value)
     share_factor = _share_factor(tl.load(row_sum_ptr + row), first_row + tl.program_id(0))
     inverse = 1.0 / tl.where(share_factor == 0.0, 1.0, share_factor)
@@ -215,7 +207,7 @@ def add_entries_kernel(
     row_scales_ptr,  # (rows,)
     col_scales_ptr,  # (hidden,)
     bounds_ptr,  # (rows + 1,) int32
-    index_ptr,  # rows of the table: int64 with bounds, else (rows, SLOTS) int32
+    numbers_ptr,  # rows of the table: int64 with bounds, else (rows, SLOTS) int32
     values_ptr,  # one for each index
     table_ptr,  # (table_rows, hidden)
     place_ptr,  # (rows,) int64: rows of `out`
@@ -246,13 +238,13 @@ def add_entries_kernel(
         first = tl.load(bounds_ptr + row)
         stop = tl.load(bounds_ptr + row + 1)
     else:
-        index_ptr += row * _SLOTS
+        numbers_ptr += row * _SLOTS
         values_ptr += row * _SLOTS
         first = 0
-        stop = tl.sum((tl.load(index_ptr + tl.arange(0, _SLOTS)) < table_rows).to(tl.int32), axis=0)
+        stop = tl.sum((tl.load(numbers_ptr + tl.arange(0, _SLOTS)) < table_rows).to(tl.int32), axis=0)
     for start in range(first, stop, ENTRIES):
         number = start + tl.arange(0, ENTRIES)
-        index = tl.load(index_ptr + number, mask=number < stop, other=0).to(tl.int64)
+        index = tl.load(numbers_ptr + number, mask=number < stop, other=0).to(tl.int64)
         value = tl.load(values_ptr + number, mask=number < stop, other=0.0)
         places = index[:, None] * table_stride + column[None, :].to(tl.int64) * table_col_stride
         rows = tl.load(table_ptr + places, mask=(number < stop)[:, None] & mask[None, :], other=0.0)
@@ -268,88 +260,34 @@ def add_entries_kernel(
 def quantize_tile(
     tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
 ) -> None:
-    sums, factors, target, ignore_index, first_row, scales = rows
-    if sums is None:
-        sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
+    if rows.sums is None:
+        rows = rows._replace(sums=torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32))
     count = torch.zeros(len(tile), dtype=torch.int32, device=tile.device)
-    index, values = entries.index, entries.values
-    if MODE == 2:
-        run(_quantize_tile, tile, sums, out, None, index, count, first_row, 0, True)
-        if transposed is not None:
-            run(_quantize_tile, tile, sums, None, transposed, index, count, first_row, 0, False)
-    else:
-        run(_quantize_tile, tile, sums, out, transposed, index, count, first_row, MODE, True)
-    run(_finish_entries, tile, sums, target, factors, count, index, values, scales, first_row, ignore_index)
+    run(_quantize_tile, tile, rows, out, transposed, entries, count)
 
 
 def _quantize_tile(
-    tile: Tensor,
-    sums: Tensor,
-    out: Tensor | None,
-    transposed: Tensor | None,
-    index: Tensor,
-    count: Tensor,
-    first_row: int,
-    mode: int,
-    with_list: bool,
+    tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries, count: Tensor
 ) -> Iterator[Launch]:
     num_rows, cols = tile.shape
-    padded_cols = triton.cdiv(cols, E4M3_ALIGNMENT) * E4M3_ALIGNMENT
-    padded_rows = num_rows if transposed is None else transposed.shape[1]
+    padded_cols, padded_rows = padded_inner(cols), num_rows if transposed is None else transposed.shape[1]
+    shared = {
+        "tile": tile, "row_sum": rows.sums, "numbers": entries.numbers, "count": count, "first_row": rows.first_row,
+    }  # fmt: skip
     yield build_launch(
-        quantize_tile_kernel,
-        (triton.cdiv(padded_cols, TILE_COLS), triton.cdiv(max(num_rows, padded_rows), TILE_ROWS)),
-        None,
-        {"ROWS": TILE_ROWS, "COLS": TILE_COLS, "DESCRIPTOR": mode == 1, "HALF": mode == 3, "LIST": with_list, **thread_options(tile.device, WARPS)},
-        transposed_desc=TensorDescriptor.from_tensor(transposed if transposed is not None else tile, [TILE_COLS, TILE_ROWS]) if mode == 1 and transposed is not None else TensorDescriptor.from_tensor(tile, [TILE_ROWS, TILE_COLS]),
-        tile=tile,
-        row_sum=sums,
-        out=out,
-        transposed=transposed,
-        index=index,
-        count=count,
-        rows=num_rows,
-        cols=cols,
-        first_row=first_row,
-        padded_rows=padded_rows,
+        quantize_tile_kernel, (triton.cdiv(padded_cols, TILE_COLS), triton.cdiv(padded_rows, TILE_ROWS)), None,
+        {"ROWS": TILE_ROWS, "COLS": TILE_COLS, **thread_options(tile.device, WARPS)},
+        **shared, out=out, transposed=transposed, rows=num_rows, cols=cols, padded_rows=padded_rows,
         padded_cols=padded_cols,
-    )
-
-
-def _finish_entries(
-    tile: Tensor,
-    sums: Tensor,
-    target: Tensor,
-    factors: Tensor | None,
-    count: Tensor,
-    index: Tensor,
-    values: Tensor,
-    scales: Tensor,
-    first_row: int,
-    ignore_index: int,
-) -> Iterator[Launch]:
+    )  # fmt: skip
     yield build_launch(
-        finish_entries_kernel,
-        (len(tile),),
-        None,
-        thread_options(tile.device, 1),
-        tile=tile,
-        row_sum=sums,
-        target=target,
-        factors=factors,
-        count=count,
-        index=index,
-        values=values,
-        row_scales=scales,
-        first_row=first_row,
-        vocab_size=tile.shape[1],
-        ignore_index=ignore_index,
-    )
+        finish_entries_kernel, (num_rows,), None, thread_options(tile.device, 1),
+        **shared, target=rows.target, factors=rows.factors, values=entries.values, row_scales=rows.scales,
+        vocab_size=cols, ignore_index=rows.ignore_index,
+    )  # fmt: skip
 
 
-def quantize_transposed(
-    x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
-) -> None:
+def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor) -> None:
     peaks = torch.empty(PEAK_PARTS, x.shape[1], dtype=torch.float32, device=x.device)
     run(_column_peaks, x, index, factor, peaks)
     torch.amax(peaks, dim=0, out=scales)
@@ -359,80 +297,34 @@ def quantize_transposed(
 
 
 def _column_peaks(x: Tensor, index: Tensor | None, factor: Tensor | None, peaks: Tensor) -> Iterator[Launch]:
+    num_rows, hidden = len(x) if index is None else len(index), x.shape[1]
     yield build_launch(
-        column_peaks_kernel,
-        (PEAK_PARTS, triton.cdiv(x.shape[1], BLOCK)),
-        None,
+        column_peaks_kernel, (PEAK_PARTS, triton.cdiv(hidden, BLOCK)), None,
         {"PARTS": PEAK_PARTS, "ROWS": PEAK_ROWS, "COLS": BLOCK, **thread_options(x.device, 4)},
-        x=x,
-        gather=index,
-        factor=factor,
-        peaks=peaks,
-        rows=len(x) if index is None else len(index),
-        hidden=x.shape[1],
-    )
+        x=x, gather=index, factor=factor, peaks=peaks, rows=num_rows, hidden=hidden,
+    )  # fmt: skip
 
 
 def _quantize_transposed(
     x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
 ) -> Iterator[Launch]:
-    hidden, padded_rows = out.shape
+    num_rows, (hidden, padded_rows) = len(x) if index is None else len(index), out.shape
     yield build_launch(
-        quantize_transposed_kernel,
-        (triton.cdiv(padded_rows, BLOCK), triton.cdiv(hidden, BLOCK)),
-        None,
+        quantize_transposed_kernel, (triton.cdiv(padded_rows, BLOCK), triton.cdiv(hidden, BLOCK)), None,
         {"BLOCK": BLOCK, **thread_options(x.device, 4)},
-        x=x,
-        gather=index,
-        factor=factor,
-        col_scales=scales,
-        out=out,
-        rows=len(x) if index is None else len(index),
-        hidden=hidden,
+        x=x, gather=index, factor=factor, col_scales=scales, out=out, rows=num_rows, hidden=hidden,
         padded_rows=padded_rows,
-    )
+    )  # fmt: skip
 
 
 def add_entries(
-    product: Tensor,
-    row_scales: Tensor | None,
-    col_scales: Tensor,
-    entries: Entries,
-    table: Tensor,
-    out: Tensor,
-    index: Tensor | None,
-    accumulate: bool = False,
-) -> None:
-    run(_add_entries, product, row_scales, col_scales, *entries, table, out, index, accumulate)
-
-
-def _add_entries(
-    product: Tensor,
-    row_scales: Tensor | None,
-    col_scales: Tensor,
-    bounds: Tensor | None,
-    numbers: Tensor,
-    values: Tensor,
-    table: Tensor,
-    out: Tensor,
-    index: Tensor | None,
-    accumulate: bool,
-) -> Iterator[Launch]:
+    product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor, out: Tensor,
+    index: Tensor | None, accumulate: bool = False,
+) -> Iterator[Launch]:  # fmt: skip
     num_rows, hidden = product.shape
     yield build_launch(
-        add_entries_kernel,
-        (num_rows, triton.cdiv(hidden, SUM_COLS)),
-        None,
+        add_entries_kernel, (num_rows, triton.cdiv(hidden, SUM_COLS)), None,
         {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": SUM_COLS, **thread_options(out.device, 4)},
-        product=product,
-        row_scales=row_scales,
-        col_scales=col_scales,
-        bounds=bounds,
-        index=numbers,
-        values=values,
-        table=table,
-        place=index,
-        out=out,
-        hidden=hidden,
-        table_rows=len(table),
-    )
+        product=product, row_scales=row_scales, col_scales=col_scales, **entries._asdict(), table=table,
+        place=index, out=out, hidden=hidden, table_rows=len(table),
+    )  # fmt: skip

@@ -24,17 +24,15 @@ TILE_ROWS = 1024
 
 
 def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
-    """Return the sizes for chunks of `rows`. A group has at least TILE_ROWS tokens. The blocks of its dX, ROW_MULTIPLE x
-    BLOCK_MULTIPLE, nearly fill one wave or several waves, one block for each multiprocessor."""
+    """Return the sizes for chunks of `rows`. A group has at least TILE_ROWS tokens, as many that the blocks of its dX,
+    ROW_MULTIPLE x BLOCK_MULTIPLE, nearly fill whole waves, one block for each multiprocessor."""
     wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_MULTIPLE)) * ROW_MULTIPLE
     group_rows = min(rows, ceil_div(TILE_ROWS, wave_rows) * wave_rows)
     return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
 
 
-@dataclass(frozen=True)
-class E4M3Exponentials(Schedule):
-    """Loop over tiles: exponentials and dX, as in `Unnormalized`; dW after the tiles of a chunk. Three products, two of
-    them with E4M3 operands."""
+class E4M3Schedule(Schedule):
+    """Base of these schedules. A size is the number of tokens of a chunk."""
 
     chunks: ChunkSizes
 
@@ -42,16 +40,32 @@ class E4M3Exponentials(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        supported = c.multiplies_e4m3 and c.needs.any and c.spec.reduction != "none"
-        return sizes_up_to(c.num_tokens) if supported and c.can_multiply_exponentials else NO_SIZES
+        is_deferred = c.spec.reduction == "none" or not c.can_multiply_exponentials
+        supported = c.multiplies_e4m3 and c.needs.any and cls.deferred == is_deferred
+        return sizes_up_to(c.num_tokens) if supported else NO_SIZES
+
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.chunks.rows, [c.vocab_size]
+
+    def for_shard(self, c: Case) -> Schedule:
+        return self  # dX is summed over processes after each group.
+
+
+@dataclass(frozen=True)
+class E4M3Exponentials(E4M3Schedule):
+    """Loop over tiles: exponentials and dX, as in `Unnormalized`; dW after the tiles of a chunk. Three products, two of
+    them with E4M3 operands."""
+
+    chunks: ChunkSizes
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3Exponentials:
         return cls(chunk_sizes(c, size))
 
     def forward(self, ctx: PassContext) -> None:
-        memory, exponentials = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size), Exponentials(ctx)
-        row_sums = ctx.new(self.chunks.tile_rows, dtype=torch.float32) if exponentials.has_row_sums else None
+        rows, exponentials = self.chunks.tile_rows, Exponentials(ctx)
+        memory = ctx.start_gradient_tile(rows, ctx.vocab_size)
+        row_sums = ctx.new(rows, dtype=torch.float32) if exponentials.has_row_sums else None
 
         def compute_tile(tokens: slice) -> Tile:
             part = slice(0, tokens.stop - tokens.start)
@@ -61,51 +75,13 @@ class E4M3Exponentials(Schedule):
 
         compute_gradients(ctx, self.chunks, compute_tile)
 
-    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.chunks.rows, [c.vocab_size]
-
-    def for_shard(self, c: Case) -> E4M3Exponentials:
-        return self
-
 
 @dataclass(frozen=True)
-class E4M3Chunks(E4M3Exponentials):
-    """Loop over tiles: logits, their gradient in one pass over them, as in `Chunks`, and dX; dW after the tiles of a
-    chunk. Three products, two of them with E4M3 operands."""
-
-    uses_fused_products = False
-
-    @classmethod
-    def sizes(cls, c: Case) -> range:
-        supported = c.multiplies_e4m3 and c.needs.any and c.spec.reduction != "none"
-        return sizes_up_to(c.num_tokens) if supported and not c.can_multiply_exponentials else NO_SIZES
-
-    def forward(self, ctx: PassContext) -> None:
-        logits, dlogits = ctx.new_overlapping_tiles(self.chunks.tile_rows, ctx.vocab_size)
-
-        def compute_tile(tokens: slice) -> Tile:
-            part = slice(0, tokens.stop - tokens.start)
-            tile_logits, tile_dlogits = slice_rows(logits, part), slice_rows(dlogits, part)
-            ctx.write_logits(ctx.term_inputs(tokens), ctx.all_classes, tile_logits)
-            ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, tokens)
-            return Tile(tile_dlogits)
-
-        compute_gradients(ctx, self.chunks, compute_tile)
-
-
-@dataclass(frozen=True)
-class E4M3DeferredChunks(Deferred):
-    """Loop over tiles whose logits are computed twice, for an upstream gradient of each token. Four products, two of
-    them with E4M3 operands."""
+class E4M3DeferredChunks(E4M3Schedule, Deferred):
+    """Loop over tiles whose logits are computed twice: for an upstream gradient of each token, and if exponentials
+    cannot be multiplied, as on a CPU. Four products, two of them with E4M3 operands."""
 
     chunks: ChunkSizes
-
-    multiplies_e4m3 = True
-
-    @classmethod
-    def sizes(cls, c: Case) -> range:
-        supported = c.multiplies_e4m3 and c.needs.any and c.spec.reduction == "none"
-        return sizes_up_to(c.num_tokens) if supported else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3DeferredChunks:
@@ -113,8 +89,8 @@ class E4M3DeferredChunks(Deferred):
         return cls(statistics_schedule(c, chunks.tile_rows, c.vocab_size), chunks)
 
     def backward(self, ctx: PassContext) -> None:
-        has_all_logits = ctx.is_single_chunk(self.chunks.tile_rows)
-        memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size, has_all_logits)
+        rows = self.chunks.tile_rows
+        memory = ctx.start_gradient_tile(rows, ctx.vocab_size, has_all_logits=ctx.is_single_chunk(rows))
 
         def compute_tile(tokens: slice) -> Tile:
             dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))
@@ -122,6 +98,3 @@ class E4M3DeferredChunks(Deferred):
             return Tile(dlogits)
 
         compute_gradients(ctx, self.chunks, compute_tile)
-
-    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.chunks.rows, [c.vocab_size]
