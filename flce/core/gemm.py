@@ -16,7 +16,7 @@ from torch import Tensor
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
-# The same for products of E4M3 operands, which also need an inner dimension that is divisible by it.
+# Products of E4M3 operands need inner dimensions and numbers of columns that are divisible by this.
 E4M3_ALIGNMENT = 16
 # If a result has few blocks, cuBLAS divides the inner dimension among programs. It omits the end of the inner dimension
 # if the size of a part, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
@@ -48,11 +48,6 @@ def _cast_bytes(m: int, k: int, n: int) -> int:
 def padded_cols(cols: int) -> int:
     """Return the row stride of a buffer for `cols` logits, in elements."""
     return -(-cols // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-
-
-def padded_inner(size: int) -> int:
-    """Return the inner dimension of a product of E4M3 operands for `size` tokens or classes."""
-    return -(-size // E4M3_ALIGNMENT) * E4M3_ALIGNMENT
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:

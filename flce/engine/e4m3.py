@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, TileRows
-from flce.core.gemm import padded_inner
+from flce.core.gemm import padded_cols
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import borrow_as
 from flce.engine.case import BLOCK_BYTES
@@ -40,12 +40,11 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Numbers of tokens."""
+    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A product for dX has the tokens of a group,
+    a product for dW the tokens of a chunk."""
 
     rows: int
-    """Of a chunk: of a product for dW."""
     group_rows: int
-    """Of a group of tiles: of a product for dX."""
     tile_rows: int
 
 
@@ -69,10 +68,10 @@ class _Gradients:
         self._weight: Tensor | None = None
         self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
-        self._group = ctx.new(sizes.group_rows, padded_inner(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
+        self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
         self._transposed = None
         if self._dw_sum is not None:
-            self._transposed = ctx.new(ctx.vocab_size, padded_inner(rows), dtype=E4M3)
+            self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
         self._classes = ctx.new(rows, ENTRY_SLOTS, dtype=torch.int32)
         self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
         self._row_scales = ctx.new(rows, dtype=torch.float32)
@@ -81,7 +80,7 @@ class _Gradients:
         """Round a tile."""
         ctx, part, stop = self._context, offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
         if tokens.stop == chunk.stop:
-            stop = padded_inner(stop)  # The padding is filled with zeros.
+            stop = padded_cols(stop)  # The padding is filled with zeros.
         target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
         rows = TileRows(tile.sums, tile.factors, target, ignore_index, tokens.start, slice_rows(self._row_scales, part))
         quantized = None if self._group is None else slice_rows(self._group, offset_slice(tokens, -group.start))
@@ -112,7 +111,7 @@ class _Gradients:
         dW is then written after dX is complete."""
         if self._weight is None:
             ctx, weight = self._context, self._context.terms[0].weight
-            shape = weight.shape[1], padded_inner(len(weight))
+            shape = weight.shape[1], padded_cols(len(weight))
             can_borrow = self._dw_sum is not None and ctx.is_single_chunk(self._rows) and shape[1] <= 2 * len(weight)
             self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(*shape, dtype=E4M3)
             ctx.backend.quantize_transposed(weight, None, None, self._weight, self._weight_scales)
@@ -123,7 +122,7 @@ class _Gradients:
         if self._dw_sum is None or self._transposed is None:
             return
         ctx, part, x = self._context, slice(0, chunk.stop - chunk.start), self._context.terms[0].input
-        hidden, inner, num_entries = x.shape[1], padded_inner(part.stop), part.stop * ENTRY_SLOTS
+        hidden, inner, num_entries = x.shape[1], padded_cols(part.stop), part.stop * ENTRY_SLOTS
         index = None if ctx.selection.index is None else ctx.selection.index[chunk]
         x = slice_rows(x, chunk) if index is None else x
         scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)

@@ -148,8 +148,8 @@ def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> 
     tile, target, factors = (t.to(device) for t in (tile.bfloat16(), target, factors))
     results = []
     for name in ("torch", "triton"):
-        out = torch.full((rows, 160), 9.0, device=device).to(E4M3)
-        transposed = torch.full((vocab, 80), 9.0, device=device).to(E4M3)
+        out = torch.full((rows, 192), 9.0, device=device).to(E4M3)
+        transposed = torch.full((vocab, 128), 9.0, device=device).to(E4M3)
         classes = torch.zeros(rows, ENTRY_SLOTS, dtype=torch.int32, device=device)
         entries, scales = Entries(None, classes, torch.zeros(rows, ENTRY_SLOTS, device=device)), factors.new_zeros(rows)
         inputs = TileRows(None, factors, target, -100, first_row, scales)

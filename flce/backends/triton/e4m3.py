@@ -19,7 +19,7 @@ from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, 
 from flce.backends.e4m3 import GOLDEN, LEAST_SUM, PEAK
 from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.replay import run
-from flce.core.gemm import padded_inner
+from flce.core.gemm import padded_cols
 
 # A block of a tile, rows x columns. Milliseconds of 1000 x 128256 on an H100:
 #   rows x columns, warps        128 x 64, 4    64 x 128, 4    32 x 256, 4    128 x 128, 8    64 x 256, 8
@@ -270,15 +270,15 @@ def _quantize_tile(
     tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries, count: Tensor
 ) -> Iterator[Launch]:
     num_rows, cols = tile.shape
-    padded_cols, padded_rows = padded_inner(cols), num_rows if transposed is None else transposed.shape[1]
+    padded_rows = num_rows if transposed is None else transposed.shape[1]
     shared = {
         "tile": tile, "row_sum": rows.sums, "numbers": entries.numbers, "count": count, "first_row": rows.first_row,
     }  # fmt: skip
     yield build_launch(
-        quantize_tile_kernel, (triton.cdiv(padded_cols, TILE_COLS), triton.cdiv(padded_rows, TILE_ROWS)), None,
+        quantize_tile_kernel, (triton.cdiv(padded_cols(cols), TILE_COLS), triton.cdiv(padded_rows, TILE_ROWS)), None,
         {"ROWS": TILE_ROWS, "COLS": TILE_COLS, **thread_options(tile.device, WARPS)},
         **shared, out=out, transposed=transposed, rows=num_rows, cols=cols, padded_rows=padded_rows,
-        padded_cols=padded_cols,
+        padded_cols=padded_cols(cols),
     )  # fmt: skip
     yield build_launch(
         finish_entries_kernel, (num_rows,), None, thread_options(tile.device, 1),
