@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from flce.backends.contract import E4M3
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
@@ -113,8 +112,6 @@ def _default_rows(c: Case) -> int:
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
     dtypes = c.dtypes(False)
-    if c.needs.any and c.multiplies_e4m3:
-        return E4M3.itemsize
     gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
