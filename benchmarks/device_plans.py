@@ -52,11 +52,11 @@ def time_over_products(plan: flce.ChunkPlan) -> float:
     return plan.seconds / sum(cost_model.product_seconds(c.device, *shape, c.dtype.itemsize) for shape in shapes)
 
 
-def plans(frozen: bool, share: float = MEMORY_SHARE) -> str:
+def plans(frozen: bool) -> str:
     """Return a table with a row for each kind: predicted times over the products and, in brackets, MiB of workspace."""
 
     def cell(kind: str, head: Head) -> str:
-        plan = planned(kind, head, frozen, share)
+        plan = planned(kind, head, frozen)
         return f"{time_over_products(plan):.2f} ({plan.workspace_bytes / MIB:.0f})"
 
     rows = [[kind, *(cell(kind, head) for head in HEADS.values())] for kind in KNOWN_KINDS]

@@ -129,7 +129,7 @@ NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 
 def products_ms(entry: Entry) -> float | None:
-    floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
+    floor = next((r for name in FLOORS if (r := entry.by_name(name)).samples_ms), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
 
@@ -193,7 +193,7 @@ LEAST_MIB = 0.1  # a smaller workspace is drawn here
 
 def figure(run: Run) -> Any:
     """Draw time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
+    title, scales = f"Time and workspace on one {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
     found = [entry for entry in run.cases if points(entry)]
     if not found:
         raise ValueError("the results hold no case with both time and memory")
@@ -201,7 +201,8 @@ def figure(run: Run) -> Any:
     entries = [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
     multiples = all(map(products_ms, entries))
     panels = [make_panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
-    y = "time, of the bare products" if multiples else "median ms"
+    products = "three matrix products" if all(e.case.mode == "forward+backward" for e in entries) else "matrix products"
+    y = f"time, as a multiple of the {products}" if multiples else "time, ms (median)"
     return draw(panels, title, "workspace, MiB", y, scales, columns=1)
 
 

@@ -1,30 +1,39 @@
 """Tables in README.md and docs/, written from result files, so that pages and results cannot disagree.
 
-    python -m benchmarks pages README.md docs/performance.md docs/devices.md
+    python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md \
+        benchmarks/notes.md
 
-rewrites each block of a page. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, with a KIND of
-`KINDS`, or with `<!-- KIND -->`, with a KIND of `PLANNED`, which needs no results. It ends before the next empty line.
+rewrites each block of a page. A block begins with a line `<!-- KIND FILE ... -->`, with a KIND of `KINDS` and result
+files, or with `<!-- KIND -->`, with a KIND of `UNNAMED`. It ends before the next empty line. If a file does not exist,
+the block says so.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
+from benchmarks.gains import gains
+from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
-from benchmarks.operator import OPERATOR, error_columns, products_ms
+from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import Table, format_or_dash
-from benchmarks.targets import CURVE_SHAPES
+from benchmarks.small_card import SMALL_CARD
+from benchmarks.tables import NONE, Table, format_or_dash
+from benchmarks.targets import CURVE_SHAPES, PEERS_LABEL, target_tables
 from flce.core.sizes import GIB
-from flce.planning.search import MEMORY_SHARE
+from flce.tools.machine import PEERS
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
+RESULTS = "benchmarks/results"
+BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?P<files>(?: \S+\.json)*) -->\n)(?:.+\n)*")
+COMPARED = ("torch", "triton", "transformers", "trl", "nvidia-cutlass-dsl", *PEERS)
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 # Budgets of the table of all sizes; the picture also has the others.
 BUDGETS = {budget_name(mib) for mib in (4, 16, 64, 256)}
@@ -48,42 +57,35 @@ def head_entries(run: Run) -> list[Entry]:
 
 
 def heads(run: Run) -> Table:
-    """Return the table of milliseconds and workspace, two columns for each size."""
+    """Return the table of milliseconds, multiples of the bare products and workspace: two columns for each size."""
     entries = head_entries(run)
-    names = [name for entry in entries for name in (f"{' x '.join(map(str, entry.case.shape))}, ms", "workspace, MiB")]
+    names = [column for entry in entries for column in (f"{shape_of(entry)}, ms", "workspace, MiB")]
     rows = [
-        [title, *(cell for entry in entries for cell in head_cells(entry.by_name(name)))]
+        [title, *(cell for entry in entries for cell in head_cells(entry, entry.by_name(name)))]
         for name, title in shown(entries).items()
         if contender_of_budget(name) is None or name in BUDGETS
     ]
     return Table("", ["", *names], rows)
 
 
-def head_cells(result: BenchResult) -> tuple[str, str]:
-    time = WHY_NOT.get(result.status, tables.milliseconds(result.median_ms))
-    return time, tables.mebibytes(result.workspace_bytes)
+def shape_of(entry: Entry) -> str:
+    return " x ".join(map(str, entry.case.shape))
 
 
-def head(run: Run) -> Table:
-    """Return the table of time, workspace and errors of gradients at the first size, without budgets."""
-    entry = head_entries(run)[0]
-    timed = [result for result in entry.results if result.samples_ms and result.family not in ("repeat", "floor")]
-    columns: tables.Columns = {
-        "": short_title,
-        "time / the three bare products": lambda r: tables.ratio(r.median_ms, products_ms(entry)),
-        "workspace, MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        **{f"error of {name}": show for name, show in error_columns().items() if name != "loss"},
-    }
-    listed = [result for result in timed if contender_of_budget(result.contender) is None]
-    return tables.tabulate("", listed, columns, [])
+def head_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
+    """Return the time, with its multiple of the bare products in brackets, and the workspace."""
+    time = tables.milliseconds(result.median_ms)
+    if time != NONE and result.family != "floor":
+        time += f" ({tables.ratio(result.median_ms, products_ms(entry))})"
+    return WHY_NOT.get(result.status, time), tables.mebibytes(result.workspace_bytes)
 
 
-def models(run: Run, settings: int | None = None) -> Table:
-    """Return the table of tokens a second and peak memory of all or of the first `settings` settings."""
+def models(run: Run) -> Table:
+    """Return the table of tokens a second and peak memory."""
     cases = {(entry.case.setting, entry.case.model): entry for entry in run.cases}
     names = dict.fromkeys(model for _, model in cases)
     rows = []
-    for setting in list(dict.fromkeys(setting for setting, _ in cases))[:settings]:
+    for setting in dict.fromkeys(setting for setting, _ in cases):
         entries = [cases[setting, model] for model in names]
         for index, (name, title) in enumerate(shown(entries).items()):
             cells = [cell for entry in entries for cell in model_cells(entry, entry.by_name(name))]
@@ -97,24 +99,138 @@ def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
     return WHY_NOT.get(result.status, tokens), peak
 
 
+def rivals(run: Run) -> Table:
+    """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
+    entries = [entry for entry in run.cases if entry.case.label == PEERS_LABEL]
+    names = {name: title for name, title in shown(entries).items() if contender_of_budget(name) is None}
+    names = {name: title for name, title in names.items() if not name.startswith("floor")}
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        time = tables.ratio(result.median_ms, products_ms(entry))
+        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+
+    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    return Table("", [tables.SHAPE, *names.values()], rows)
+
+
+def calls(run: Run) -> Table:
+    """Return the table of calls from an idle GPU: multiples of the bare products as called and alone, and host ms."""
+    entries = [entry for entry in run.cases if entry.case.calls]
+    titles = [re.sub(", bfloat16|, as called", "", entry.case.title) for entry in entries]
+    names = shown(entries)
+    cells = [[format_times(entry, entry.by_name(name)) for name in names] for entry in entries]
+    rows = [[title, *row] for title, row in zip(titles, cells, strict=True)]
+    return Table("", [tables.SHAPE, *names.values()], rows)
+
+
+def errors(run: Run) -> Table:
+    """Return the table of relative errors against float64: three columns for each case that has errors."""
+    entries = [entry for entry in run.cases if entry.case.errors]
+    found = [result for result in entries[0].results if result.errors and result.family != "repeat"]
+    listed = {r.contender: short_title(r) for r in found if contender_of_budget(r.contender) is None}
+    columns = [f"{entry.case.dtype}, {name}" for entry in entries for name in error_columns()]
+    rows = [
+        [title, *(show(entry.by_name(name)) for entry in entries for show in error_columns().values())]
+        for name, title in listed.items()
+    ]
+    return Table("", ["", *columns], rows)
+
+
+def logprobs(run: Run) -> Table:
+    """Return the table of multiples of the bare products and, in brackets, MiB: a column for each size."""
+
+    def cell(entry: Entry, result: BenchResult) -> str:
+        floor = entry.by_name("floor-forward") if result.contender == "ours-forward" else entry.by_name("floor")
+        time = tables.ratio(result.median_ms, floor.median_ms)
+        return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
+
+    names = {name: title for name, title in shown(run.cases).items() if not name.startswith("floor")}
+    rows = [[title, *(cell(entry, entry.by_name(name)) for entry in run.cases)] for name, title in names.items()]
+    return Table("", ["", *map(shape_of, run.cases)], rows)
+
+
+def small_card(run: Run) -> Table:
+    """Return the table of the longest sequences that train on a small card, measured and planned."""
+    rows = []
+    for entry in run.cases:
+        parts = [f"LoRA of rank {entry.case.lora_rank}" if entry.case.lora_rank else "all weights"]
+        setting = ", ".join(parts + ["no checkpointing"] * (not entry.case.checkpointing))
+        for index, r in enumerate(result for result in entry.results if result.tokens):
+            counts = map(format_or_dash("{:,}".format), (r.tokens, r.predicted_tokens))
+            share = tables.ratio(r.predicted_tokens, r.tokens)
+            rows.append(["" if index else setting, r.title, *counts, share])
+    return Table("", ["", "", "measured", "`flce plan`", "planned / measured"], rows)
+
+
+def plan(file: Path) -> str:
+    """Return the table of the steps of a stored output of ``flce plan --json``, in GiB, with the parts of each peak."""
+    steps = steps_of(file)
+    names = [name for name in next(iter(steps.values()))["parts"] if any(s["parts"][name] for s in steps.values())]
+    return plan_table(steps, names)
+
+
+def plans_side_by_side(*files: Path) -> str:
+    """Return the table of the peaks of several stored outputs of ``flce plan --json --sharding``, in GiB."""
+    found = {}
+    for file in files:
+        sharding = json.loads(file.read_text())["training"]["sharding"]
+        found.update({f"{sharding}, {title}": step for title, step in steps_of(file).items()})
+    return plan_table(found, [])
+
+
+def steps_of(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the steps of a stored output, by their titles."""
+    steps = json.loads(file.read_text())["steps"]
+    return {f"{'patched' if s['patched'] else 'stock'}{', checkpointing' * s['checkpointing']}": s for s in steps}
+
+
+def plan_table(steps: dict[str, dict[str, Any]], parts: Sequence[str]) -> str:
+    sizes = [[step["peak_bytes"], *map(step["parts"].get, parts)] for step in steps.values()]
+    gibibytes = [[f"{size / GIB:.2f}" for size in column] for column in sizes]
+    rows = [[name, *cells] for name, *cells in zip(["peak", *parts], *gibibytes, strict=True)]
+    longest = [format_or_dash("{:,}".format)(step["longest_sequence"]) for step in steps.values()]
+    return Table("", ["GiB", *steps], [*rows, ["longest sequence, tokens", *longest]]).grid()
+
+
 def measured(run: Run) -> str:
-    return "\n".join([f"Measured {run.head['date'][:10]} on {tables.measured_on(run)}", *tables.absences(run)])
+    """Return the date, the device, the versions of the compared libraries, and the contenders that are missing."""
+    versions = {name: version for name, version in run.head["versions"].items() if name in COMPARED}
+    head = {**run.head, "versions": versions}
+    on = tables.measured_on(Run(run.kind, head))
+    return "\n".join([f"Measured {run.head['date'][:10]} on {on}", *tables.absences(run)])
 
 
-KINDS: dict[str, tuple[Benchmark, Callable[[Run], str]]] = {
-    "heads": (OPERATOR, lambda run: heads(run).grid()),
-    "head": (OPERATOR, lambda run: head(run).grid()),
-    "heads-measured": (OPERATOR, measured),
-    "device-plans-measured": (OPERATOR, device_plans.measured),
-    "models": (MODEL, lambda run: models(run).grid()),
-    "models-first": (MODEL, lambda run: models(run, 1).grid()),
-    "models-measured": (MODEL, measured),
+def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Callable[[Path], str]:
+    """Return a function from a result file of the benchmark to the text of a block."""
+
+    def text(file: Path) -> str:
+        written = write(benchmark.load(file))
+        return written.grid() if isinstance(written, Table) else written
+
+    return text
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "heads": from_run(OPERATOR, heads),
+    "rivals": from_run(OPERATOR, rivals),
+    "errors": from_run(OPERATOR, errors),
+    "calls": from_run(OPERATOR, calls),
+    "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),
+    "heads-measured": from_run(OPERATOR, measured),
+    "device-plans-measured": from_run(OPERATOR, device_plans.measured),
+    "models": from_run(MODEL, models),
+    "logprobs": from_run(LOGPROBS, logprobs),
+    "logprobs-measured": from_run(LOGPROBS, measured),
+    "small-card": from_run(SMALL_CARD, small_card),
+    "small-card-measured": from_run(SMALL_CARD, measured),
+    "plan": plan,
+    "plan-sharded": plans_side_by_side,
 }
-PLANNED: dict[str, Callable[[], str]] = {
+UNNAMED: dict[str, Callable[[], str]] = {
+    "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
     "device-plans-training": lambda: device_plans.plans(frozen=False),
     "device-plans-lora": lambda: device_plans.plans(frozen=True),
-    "device-plans-twice-the-memory": lambda: device_plans.plans(frozen=False, share=2 * MEMORY_SHARE),
 }
 
 
@@ -122,9 +238,11 @@ def fill_page(page: str) -> str:
     """Return the page with its blocks rewritten from their files."""
 
     def rewrite(block: re.Match[str]) -> str:
-        if block["file"] is None:
-            return f"{block['first']}{PLANNED[block['kind']]()}\n"
-        benchmark, write = KINDS[block["kind"]]
-        return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
+        files = [ROOT / name for name in block["files"].split()]
+        if missing := [file.relative_to(ROOT).as_posix() for file in files if not file.exists()]:
+            text = f"(Not measured yet: this table is made from `{'`, `'.join(missing)}`.)"
+        else:
+            text = KINDS[block["kind"]](*files) if files else UNNAMED[block["kind"]]()
+        return f"{block['first']}{text}\n"
 
     return BLOCK.sub(rewrite, page)

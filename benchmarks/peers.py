@@ -9,7 +9,7 @@ from benchmarks.pages import ROOT
 from benchmarks.tables import NONE, Table
 from flce.tools.machine import PEERS
 
-LIBRARIES = ("torch", "triton", "transformers", "trl", *PEERS, "nvidia-cutlass-dsl")
+LIBRARIES = ("torch", "triton", "transformers", "trl", *PEERS)
 
 
 def released_version(library: str) -> str:

@@ -33,7 +33,7 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -54,6 +54,11 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
                 marker = markers.setdefault(series.label, MARKERS[len(markers) % len(MARKERS)])
                 axis.plot(series.x, series.y, marker=marker, markersize=7, linewidth=1.5, **look)
         axis.set(xlabel=x, ylabel=y, **scales)
+        for name, lines in (("xscale", axis.xaxis), ("yscale", axis.yaxis)):
+            if scales.get(name) == "log":
+                lines.set_major_locator(ticker.LogLocator(subs=[1, 1.5, 2, 3, 5] if name == "yscale" else [1]))
+                lines.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+                lines.set_minor_formatter(ticker.NullFormatter())
         axis.set_title(panel.title, fontsize=9)
         axis.grid(True, alpha=0.2)
         handles, labels = axis.get_legend_handles_labels()

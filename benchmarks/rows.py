@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -278,14 +278,20 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     ]
 
 
+MOST_PANELS = 4
+
+
 def figure(run: Run) -> Any:
-    groups = group_entries(run).items()
-    panels = [make_panel(*group) for group in groups if any(r.samples_ms for e in group[1] for r in e.results)]
-    if not panels:
+    """Draw forward and backward of the loss and of softmax, in the first dtype. The tables have all tasks."""
+    timed = [entry for entry in run.cases if any(result.samples_ms for result in entry.results)]
+    if not timed:
         raise ValueError("the results hold no figures")
-    title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
-    dtypes = len({entry.case.dtype for entry in run.cases})
-    return draw(panels, title, "columns", "GB/s", {"xscale": "log", "ylim": (0, None)}, dtypes)
+    first = timed[0].case.dtype
+    entries = [e for e in timed if e.case.dtype == first and e.case.direction in ("forward", "backward")]
+    groups = group_entries(replace(run, cases=entries)).items()
+    panels = [make_panel(*group) for group in groups][:MOST_PANELS]
+    title = f"Fewest bytes possible over the time, on one {run.head['device']['name']}"
+    return draw(panels, title, "columns (classes)", "GB/s", {"xscale": "log", "ylim": (0, None)}, columns=2)
 
 
 ROWS = Benchmark(

@@ -57,22 +57,43 @@ def by_accelerate(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
 def by_pytorch(model: Any, batch: torch.Tensor) -> TrainingStep:
     """Divide the model by FSDP2 within each half of the processes. Units are decoder layers and the other modules."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(batch.device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return shard_units(model, batch, mesh)
+
+
+def shard_units(model: Any, batch: torch.Tensor, mesh: Any) -> TrainingStep:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if batch.is_cuda else None, reduce_dtype=torch.float32)
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return TrainingStep(model, adamw(model), batch)
 
 
-def by_transformers(model: torch.nn.Module, batch: torch.Tensor, together: int = 0) -> TrainingStep:
+def by_pytorch_in_pairs(model: Any, batch: torch.Tensor) -> TrainingStep:
+    """Divide each layer over pairs of processes by tensor parallelism, and the model over the pairs by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(batch.device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tp"))
+    columns = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"
+    styles = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
+        ("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()
+    )
+    plan: dict[str, Any] = {f"model.layers.*.{name}": style for name, style in styles.items()}
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], plan)
+    return shard_units(model, batch, mesh["shard"])
+
+
+def by_transformers(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     """Divide the model as `from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))` does."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    world = dist.get_world_size()
-    together = together or world
-    config = DistributedConfig(tp_size=together, fsdp_size=world // together, fsdp_mixed_precision=batch.is_cuda)
+    config = DistributedConfig(tp_size=dist.get_world_size())
     kind: Any = type(model)
     config, _, mesh = kind.prepare_distribute_model(config)
     divided = kind.maybe_distribute_model(model, config, mesh)
@@ -92,17 +113,6 @@ def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)
     return TrainingStep(engine, engine, batch, backward=engine.backward)
-
-
-def by_transformers_in_pairs(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
-    return by_transformers(model, batch, together=2)
-
-
-def needs_both_dimensions(device: torch.device) -> str | None:
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    supported = hasattr(DistributedConfig, "dp_replicate_size")  # added in the same version
-    return None if supported else "this version of Transformers does not divide a model by FSDP2 and TP at once"
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ needs_accelerate, needs_deepspeed = (needs_package(name, name, cuda=False) for n
 WAYS = {
     "fsdp2": Way("FSDP2 by Accelerate", by_accelerate, needs_accelerate),
     "tp": Way("TP by Transformers", by_transformers, processes=2, together=0, dtype="bfloat16"),
-    "fsdp2-tp": Way("FSDP2 x TP by Transformers", by_transformers_in_pairs, needs_both_dimensions, 4, 2),
+    "fsdp2-tp": Way("FSDP2 x TP by PyTorch", by_pytorch_in_pairs, processes=4, together=2),
     "hsdp": Way("HSDP by PyTorch", by_pytorch, processes=4),
     "zero3": Way("ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
 }

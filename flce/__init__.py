@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
     from flce.ops.gathered import gathered
+    from flce.ops.num_items import global_num_items
     from flce.ops.softmax import log_softmax, softmax
     from flce.planning.plan import ChunkPlan
 
@@ -38,6 +39,7 @@ __all__ = [
     "cross_entropy",
     "fused_linear_cross_entropy",
     "gathered",
+    "global_num_items",
     "is_patched",
     "linear_logprobs",
     "log_softmax",
@@ -59,6 +61,7 @@ _MODULES = {
     "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),
     "ops.gathered": ("gathered",),
+    "ops.num_items": ("global_num_items",),
     "ops.softmax": ("log_softmax", "softmax"),
     "planning.plan": ("ChunkPlan",),
 }

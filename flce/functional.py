@@ -25,8 +25,9 @@ from flce.core.problem import (
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops import unfused
+from flce.ops import dtensors, unfused
 from flce.ops.arguments import (
+    PLAIN_TENSORS,
     LinearArguments,
     check_linear_arguments,
     check_logits_arguments,
@@ -39,7 +40,7 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.vocabulary_parallel import ShardedHeadArguments
+from flce.ops.vocabulary_parallel import ShardedHeadArguments, is_dtensor
 from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -150,6 +151,13 @@ def fused_linear_cross_entropy(
             the processes, and each process gets the gradient of its share. `target`, `token_weight`, results and
             statistics belong to all tokens.
 
+    `input`, `linear_weight`, `linear_bias` and `adapters` may be DTensors on one mesh. Then no `process_group` is
+    given. `linear_weight`, `linear_bias` and the B of `adapters` are ``Shard(0)`` on at most one dimension of the mesh
+    and ``Replicate()`` on the others. `input` is ``Replicate()``, or ``Shard`` of a dimension of tokens, on each
+    dimension. `target` and other tensors of tokens are DTensors with any placements, or plain tensors if no other
+    dimension than that of the classes divides the tokens. The loss is a plain tensor, over all tokens of the mesh, and
+    results of each token have the placements of `target`. Gradients have the placements of their tensors.
+
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
         `LinearCrossEntropyOutput`.
@@ -158,9 +166,9 @@ def fused_linear_cross_entropy(
         TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
             differ in dtype outside of autocast.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan fits into
-            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice does not have the
-            number of classes that follows from `vocab_size`, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results
-            are undefined) processes were given different arguments.
+            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, placements of DTensors do
+            not fit, a slice does not have the number of classes that follows from `vocab_size`, or (on a CPU or with
+            ``FLCE_DEBUG=1``; otherwise results are undefined) processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise the loss of that token is
             NaN, and no memory is read out of bounds.
         RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
@@ -171,6 +179,14 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
+    if type(linear_weight) not in PLAIN_TENSORS and is_dtensor(linear_weight) and is_dtensor(input):
+        return dtensors.run_on_local_tensors(
+            fused_linear_cross_entropy, input=input, linear_weight=linear_weight, target=target,
+            linear_bias=linear_bias, adapters=adapters, weight=weight, reduction=reduction, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
+            z_loss=z_loss, token_weight=token_weight, num_items=num_items, shift=shift, stats=stats, options=options,
+            process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
+        )  # fmt: skip
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     args = check_linear_arguments(
@@ -301,6 +317,8 @@ def linear_logprobs(
         process_group, vocab_size, sequence_parallel: as in `fused_linear_cross_entropy`. `target`, `candidates` and the
             results refer to the classes of all processes. Each process gets all results.
 
+    DTensors are supported as in `fused_linear_cross_entropy`. Without `target`, results have the placements of `input`.
+
     Returns:
         A `LinearLogprobsOutput`.
 
@@ -320,6 +338,13 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
+    if type(linear_weight) not in PLAIN_TENSORS and is_dtensor(linear_weight) and is_dtensor(input):
+        return dtensors.run_on_local_tensors(
+            linear_logprobs, input=input, linear_weight=linear_weight, target=target, candidates=candidates,
+            top_k=top_k, outputs=outputs, linear_bias=linear_bias, adapters=adapters, temperature=temperature,
+            softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, shift=shift, options=options,
+            process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
+        )  # fmt: skip
     args, spec, flat_candidates, inverse_temperature = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
         logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),

@@ -14,7 +14,7 @@
 #     exact        logits that are never rounded, rounded logits, torch.compile; without fused products; three minutes
 #     curve        time over budget from 1 MiB on, and the peers, for three sizes; two minutes and a half
 #     pages        for README.md and docs/performance.md, in one run: curve, training steps of two models in three
-#                  settings, the picture of memory over a step; seven minutes, in a separate call
+#                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-short  training steps of a whole model, 4 x 8192 tokens
 #     model        training steps of whole models; in a separate call
 #     logits       losses of rows as long as vocabularies; half a minute

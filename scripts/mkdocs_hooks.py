@@ -13,7 +13,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "integrations/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "integrations/README.md", "benchmarks/notes.md")
 _LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]+)")
 
 

@@ -1,4 +1,4 @@
-"""Files for the quick start of README.md: its two blocks, a small model and a text; `quick_start.sh` calls this."""
+"""Files for the quick start of README.md: its commands, a small model and a text; `quick_start.sh` calls this."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from demo import tiny_tokenizer  # noqa: E402
 from flce.testing.models import tiny_model  # noqa: E402
 
 
-def block(language: str) -> str:
-    """Return the first block of this language in the section."""
+def commands() -> str:
+    """Return the commands of the section."""
     section = (ROOT / "README.md").read_text().partition("## Quick start\n")[2].partition("\n## ")[0]
-    found = re.search(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    found = re.search(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise SystemExit(f"README.md: expected a block of {language} in the quick start")
+        raise SystemExit("README.md: expected a block of sh in the quick start")
     return found[1]
 
 
 def main(folder: Path) -> None:
-    (folder / "quick_start.sh").write_text(block("sh"))
-    (folder / "finetune.py").write_text(block("python"))
+    (folder / "quick_start.sh").write_text(commands())
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(Path(re.__file__).read_text()).input_ids
     # The last chunk has one token, which has no next token to predict.

@@ -363,6 +363,7 @@ class Backend(Protocol):
         call: TileCall,
         factors: Tensor,
         count: Tensor | None,
+        scales: Callable[[], Tensor | None],
         row_sum: Tensor | None = None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
@@ -375,6 +376,8 @@ class Backend(Protocol):
                 piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
             factors: (2, rows) float32.
             count: () if all rows from this number on are ignored: their `exps` are not written.
+            scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
+                launched: an idle device then starts earlier.
             row_sum: (rows,) output: the sum of `exps` before they are multiplied by dz/da; None: not requested.
         """
 

@@ -102,6 +102,9 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
     divided (`_can_lose_inner_end`), its end is always a separate product.
     """
     (m, k), n = a.shape, b.shape[1]
+    if m % ALIGNMENT == n % ALIGNMENT == k % INNER_MULTIPLE == 0:
+        _vendor_matmul(a, b, out, accumulate)
+        return
     m_end, n_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n))
     k_end = _aligned_inner_size(a, b, out.dtype, accumulate)
     if k > k_end:

@@ -18,9 +18,10 @@ from flce.engine.case import ceil_div
 BLOCK_MULTIPLE = 256
 
 
-def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
-    """Return a tile, (rows, cols), at the beginning of contiguous `memory`."""
-    row_stride = padded_cols(cols)
+def borrow(memory: Tensor, rows: int, cols: int, entry_size: int = 1) -> Tensor:
+    """Return a tile, (rows, cols), at the beginning of contiguous `memory`. The row stride is padded and multiplied by
+    `entry_size`."""
+    row_stride = padded_cols(cols) * entry_size
     return memory.view(-1)[: rows * row_stride].view(-1, row_stride)[:, :cols]
 
 
@@ -100,19 +101,21 @@ class BlockLayout:
         cols: classes of a block whose tile is in separate memory.
         hidden: H of the head; 0: no tile is borrowed.
         max_borrowed_cols: maximum number of classes of a borrowed tile.
+        entry_size: memory of an entry of a borrowed tile, in entries of dW. 2: gradients overwrite float32 logits.
     """
 
     rows: int
     cols: int
     hidden: int = 0
     max_borrowed_cols: int = 0
+    entry_size: int = 1
 
     def borrowed_blocks(self, start: int, stop: int) -> list[slice]:
         """Return the first blocks of these classes, whose tiles are borrowed. They have more than `cols` classes."""
         blocks = []
         while start < stop:
             # A tile of rows * width entries must fit in the (stop - start - width) * H entries behind its classes.
-            available_cols = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
+            available_cols = (stop - start) * self.hidden // (max(1, self.rows) * self.entry_size + self.hidden)
             width = min(available_cols, self.max_borrowed_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
             if width <= self.cols:
                 break

@@ -30,7 +30,7 @@ class DefaultBytes:
     statistics: int | None  # maximum size in a forward without gradients; None: as with gradients
 
 
-# Measured on an H200, in half precision (docs/notes.md):
+# Measured on an H200, in half precision (benchmarks/notes.md):
 #
 # | field      | tile, in 2 bytes each            | compared to other sizes                                            |
 # |------------|----------------------------------|--------------------------------------------------------------------|
@@ -82,7 +82,12 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 32  | 1.36             | 1.9            |
 # | 4096, 64  | 1.35             | 1.4            |
 BLOCK_BYTES = 64 << 20
+# A block has at least this share of the bytes of a large tile, so that the host launches few kernels.
+MIN_BLOCK_SHARE = 1 / 32
 BLOCK_ROWS = 2048
+# Gradients overwrite the float32 logits of a tile of at most this many bytes. The host then launches one product and
+# one kernel for a tile. With blocks, half of these bytes of gradients need a quarter of these bytes for logits.
+OVERLAPPING_BYTES = 256 << 20
 # If the gradient of all logits of a call has at most this many bytes and gradients are deferred, forward and backward
 # compute all logits in one product. Two products of the same shape agree to the bit. If logits have values in the
 # thousands, a difference in their last bits changes a probability by a thousandth.
@@ -114,24 +119,26 @@ class Dtypes:
 
     @property
     def has_wider_logits(self) -> bool:
-        """True if logits have more bytes than their gradients. Then logits are computed in blocks, and their gradients
-        are written to a tile."""
+        """True if logits have more bytes than their gradients. Then gradients overwrite the logits of a small tile
+        (`can_overlap`). Logits of a larger tile are computed in blocks, and their gradients are written to the tile."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
     def fits_single_product(self, rows: int, cols: int) -> bool:
         """Return True if deferred gradients of a call of this size compute all logits in one product."""
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
-    def logits_per_block(self, rows: int, cols: int, has_all_logits: bool) -> int:
-        """Return the number of logits of a block for a tile of this size. A block has at most half of the tile's bytes,
-        except where one product `fits_single_product`. `has_all_logits`: True if the tile has all logits of the call,
-        so that one product can repeat forward's product to the bit."""
-        entries = rows * padded_cols(cols)
-        if has_all_logits and self.fits_single_product(rows, cols):
-            return entries
-        tile_bytes = entries * self.logits_grad.itemsize
+    def can_overlap(self, rows: int, cols: int) -> bool:
+        """Return True if gradients overwrite the logits of a tile of this size. The tile must be small, and not so
+        narrow that most of it is padding."""
+        is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
+        return is_small and (cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols))
+
+    def logits_per_block(self, rows: int, cols: int) -> int:
+        """Return the number of logits of a block for a tile of this size, at most half of the tile's bytes."""
+        tile_bytes = rows * padded_cols(cols) * self.logits_grad.itemsize
         divisor = 2 if cols >= COLUMN_MULTIPLE else NARROW_TILE_DIVISOR
-        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile_bytes // divisor) // self.logits.itemsize)
+        block_bytes = min(max(BLOCK_BYTES, int(tile_bytes * MIN_BLOCK_SHARE)), tile_bytes // divisor)
+        return max(COLUMN_MULTIPLE, block_bytes // self.logits.itemsize)
 
 
 @dataclass(frozen=True)
@@ -291,7 +298,8 @@ class Case:
         has_all_logits = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
         if limit is None or (has_all_logits and dtypes.fits_single_product(rows, cols)):
             return rows, cols
-        tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
+        is_gradient = self.needs.any and (in_registers or not dtypes.can_overlap(rows, cols))
+        tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if is_gradient else dtypes.logits).itemsize
         available_bytes = min(limit, max(tile_bytes, self.returned_bytes))
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:

@@ -47,11 +47,11 @@ class Exponentials:
         tile if logits do not stay in registers. `row_sums`: (rows,) output, if `has_row_sums`."""
         ctx, factors = self._context, self.factors
         if ctx.in_registers:
-            call, device_count = ctx.statistics_call(tokens), ctx.selection.num_rows_on_device
+            call, device_count = ctx.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
-            ctx.backend.fused_exponentials(
-                xs[0], ctx.terms[0].weight, tiles, call, slice_columns(factors, tokens), count, row_sums
-            )
+            weight, scales = ctx.terms[0].weight, ctx.local.local_scales.for_gradient
+            chunk_factors = slice_columns(factors, tokens)
+            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, chunk_factors, count, scales, row_sums)
             if ctx.problem.token_weight_grad:
                 slice_columns(factors, tokens).mul_(slice_columns(ctx.token_weights, tokens))
         else:

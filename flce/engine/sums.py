@@ -45,7 +45,7 @@ def add_to_dw(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, 
 
 def _add_to_dx_of_term(ctx: PassContext, term: int, dlogits: Tensor, tokens: slice, classes: slice) -> None:
     grad, weight = ctx.dx_memory(term), slice_rows(ctx.terms[term].weight, classes)
-    if ctx.selection.index is None and not ctx.has_to_unscale(grad):
+    if ctx.dx_has_selected_rows and not ctx.has_to_unscale(grad):
         ctx.matmul(dlogits, weight, out=slice_rows(grad, tokens), accumulate=classes.start > 0)
         return
     product = ctx.new(len(dlogits), grad.shape[1], dtype=ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)

@@ -69,8 +69,15 @@ class HeadCall:
     """One call of the head ``layer`` (None if no layer computes the logits) in a forward of ``model``."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, model: nn.Module | None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        usage: Usage,
+        layer: nn.Module | None,
+        model: nn.Module | None,
+        parameters: Sequence[Tensor | None] = (None, None),
     ) -> None:
+        """``parameters``: if the head is divided, the DTensors of which ``weight`` and ``bias`` are local tensors."""
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -85,7 +92,9 @@ class HeadCall:
         self._layer = None if layer is None else weakref.ref(layer)
         self._model = None if model is None else weakref.ref(model)
         self._snapshots = [
-            TensorSnapshot(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
+            TensorSnapshot(tensor, "the output embedding was", parameter)
+            for tensor, parameter in zip((weight, bias), parameters, strict=True)
+            if tensor is not None
         ]
         self.partitioned_parameters = [t for t in (weight, bias) if t is not None and is_partitioned(t)]
         """Parameters that DeepSpeed ZeRO-3 partitions."""
@@ -130,8 +139,8 @@ class HeadCall:
         """Return True if a step of ``optimizer`` may change the weight or the bias."""
         layer, *_ = unshard_arguments = self.unshard_arguments()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
-        is_registered = all(any(_base_or_self(w.tensor) is parameter for parameter in own) for w in self._snapshots)
-        trained = [_base_or_self(w.tensor) for w in self._snapshots if w.tensor.requires_grad]
+        is_registered = all(any(_base_or_self(w.parameter) is parameter for parameter in own) for w in self._snapshots)
+        trained = [_base_or_self(w.parameter) for w in self._snapshots if w.parameter.requires_grad]
         # An unsharded parameter is itself in the groups of the optimizer that changes it. Shards are other tensors.
         if is_registered and not self.partitioned_parameters and fsdp2_unit(*unshard_arguments) is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -197,7 +206,11 @@ def register_wrapper_hooks(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Run the wrappers' hooks when a gradient arrives at ``value``, which was computed from lazy logits."""
     if calls and value.requires_grad:
         # An in-place write to a view gives the view a new node in the graph, without its hooks. Hooks of the base stay.
-        _base_or_self(value).register_hook(unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls)))
+        # The base of a DTensor's local tensor is outside of the graph.
+        base = _base_or_self(value)
+        (base if base.requires_grad else value).register_hook(
+            unserializable_hook(lambda grad: run_wrapper_hooks(grad, calls))
+        )
     return value
 
 

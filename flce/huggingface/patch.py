@@ -29,6 +29,7 @@ from flce.core import private
 from flce.core.callers import find_caller
 from flce.core.options import ChunkOptions
 from flce.huggingface.class_swap import MethodFactory, replace_class, restore_class
+from flce.huggingface.divided_head import HeadProductMode, divide_head, is_divided
 from flce.huggingface.find_heads import (
     HeadModules,
     VocabularyProductMode,
@@ -41,11 +42,13 @@ from flce.huggingface.find_heads import (
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
+from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import check_options
+from flce.ops.vocabulary_parallel import is_dtensor
 from flce.torch_ops.frames import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -141,6 +144,8 @@ class _ThreadState(threading.local):
     """True while a head runs stock code, so that `VocabularyProductMode` leaves the head's product unchanged."""
     is_head_called = False
     """True if a head has run in the current call of a model."""
+    head_in_mode: Any = None
+    """The head that runs in a `HeadProductMode`."""
     entered_call: _Call | None = None
     """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 
@@ -162,6 +167,8 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             patch.is_compiled_head_called = True
         else:
             _thread_state.is_head_called = True
+            if self is _thread_state.head_in_mode:
+                return forward(self, input)  # `HeadProductMode` returns the lazy logits
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
@@ -181,6 +188,8 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 return F.linear(input, weight, bias)
             patch.usage.is_compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
+        if is_dtensor(input) and is_divided(weight):
+            return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
         model = _thread_state.running_model
         reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
@@ -189,6 +198,50 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
     return {"forward": lazy_forward}
+
+
+def _lazy_divided_logits(head: Any, patch: _Patch, parameters: tuple[Any, Any], *product: Any) -> Any:
+    """Return lazy logits of a head that is divided by classes.
+
+    Args:
+        parameters: its weight and its bias or None, DTensors.
+        product: the input, the weight and the bias of stock's product. They may be local tensors.
+    """
+    local, division = divide_head(product[0], *parameters)
+    reason = reason_not_lazy(*local)
+    if reason is not None:
+        return _run_stock_head(patch, reason, *product)
+    call = HeadCall(*local[1:], patch.usage, head, _thread_state.running_model, parameters)
+    return make_lazy(head_state(*local, patch.settings, call, division))
+
+
+def _patch_instance_forward(head: Any) -> None:
+    """Wrap the ``forward`` that Transformers' tensor parallelism has set on the instance of a head."""
+    original = head.__dict__.get("forward")
+    if original is None or hasattr(original, "_flce_original") or not is_dtensor(head._parameters.get("weight")):
+        return
+
+    @functools.wraps(original)
+    def divided_forward(*args: Any, **kwargs: Any) -> Any:
+        patch: _Patch | None = head.__dict__.get("_flce")
+        weight, bias = head._parameters["weight"], head._parameters.get("bias")
+        if patch is None or torch.compiler.is_compiling() or is_exporting_or_tracing() or not is_divided(weight):
+            return original(*args, **kwargs)
+        _thread_state.is_head_called = True
+        if not patch.must_return_lazy(head):
+            logits = original(*args, **kwargs)
+            if torch.is_grad_enabled():
+                patch.usage.count_stock(logits, EVALUATION)
+            return logits
+        previous, _thread_state.head_in_mode = _thread_state.head_in_mode, head
+        try:
+            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))):
+                return original(*args, **kwargs)
+        finally:
+            _thread_state.head_in_mode = previous
+
+    divided_forward._flce_original = original  # type: ignore[attr-defined]
+    head.forward = divided_forward
 
 
 def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -368,7 +421,7 @@ class _Call:
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
         is_gathered = self.has_labels and getattr(self.model, "_is_replica", False) and torch.is_grad_enabled()
-        return _without_logits(outputs) if is_gathered else outputs
+        return without_logits(outputs) if is_gathered else outputs
 
     def _as_tensors(self, value: Any) -> Any:
         """Replace each `TracedLazyLogits` in ``value`` by a tensor. Mappings are changed in place."""
@@ -401,22 +454,6 @@ class _Call:
         self.patch.change_counts(running_calls=-1)
 
 
-def _without_logits(outputs: Any) -> Any:
-    """Return the outputs without lazy logits, and warn if there are any."""
-    is_dict = isinstance(outputs, dict)
-    values = outputs.values() if is_dict else outputs if type(outputs) in (tuple, list) else ()
-    if not any(map(is_lazy, values)):
-        return outputs
-    find_caller().warn(
-        "nn.DataParallel would gather the logits of all GPUs on one GPU, so a model patched by flce returns no logits "
-        "in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-        UserWarning,
-    )
-    if is_dict:
-        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
-    return type(outputs)(None if is_lazy(value) else value for value in outputs)
-
-
 def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
     """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping."""
     if labels_slice is None:  # the call of a wrapper, whose model gets the labels
@@ -444,6 +481,8 @@ def _find_new_heads(model: Any, patch: _Patch) -> None:
         heads = find_heads(model)
         _apply_patch(heads, _head_methods, patch)
         patch.head_modules, patch.has_vocabulary_products = HeadModules(embedding, heads), None
+    for head in patch.head_modules.heads():  # tensor parallelism may be applied after `patch_model`
+        _patch_instance_forward(head)
 
 
 @skip_frame_and_callees
@@ -534,7 +573,10 @@ def patch_model(
             _apply_patch([language_model], _model_methods, patch)
             backbone(language_model).register_forward_pre_hook(patch.count_forward)
         others = modules_except(model, [*language_models, *map(model.get_submodule, unpatchable)])
-        _apply_patch(find_heads(language_model, others), _head_methods, patch)
+        heads = find_heads(language_model, others)
+        _apply_patch(heads, _head_methods, patch)
+        for head in heads:
+            _patch_instance_forward(head)
     if not any(model is other for other in language_models) and not type(model).__module__.startswith("torch."):
         _apply_patch([model], _wrapper_methods, patch)
     return model
@@ -551,6 +593,9 @@ def unpatch_model(model: ModelT) -> ModelT:
         if "_flce" in module.__dict__:
             del module._flce
             restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
+            forward: Any = module.__dict__.get("forward")
+            if hasattr(forward, "_flce_original"):
+                module.forward = forward._flce_original
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]

@@ -29,12 +29,20 @@ class StaleLogitsError(RuntimeError):
 
 
 class TensorSnapshot:
-    """A tensor as it was when the head was called. ``name`` is for messages: "the output embedding was"."""
+    """A tensor as it was when the head was called.
 
-    def __init__(self, tensor: Tensor, name: str) -> None:
+    Args:
+        tensor: the tensor.
+        name: for messages, "the output embedding was".
+        parameter: the DTensor that `tensor` is the local tensor of. PyTorch increases only the version of the DTensor,
+            and optimizers have the DTensor.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, parameter: Tensor | None = None) -> None:
         self.tensor = tensor
+        self.parameter = tensor if parameter is None else parameter
         self._name = name
-        self._version = versions_of(tensor)
+        self._version = versions_of(self.parameter)
         values = tensor.detach()
         self._layout_and_address = _layout_and_address(values)
         self._sample_index = _sample_slices(tensor.shape)
@@ -49,7 +57,7 @@ class TensorSnapshot:
         ``can_synchronize``: compare values on a GPU, for which the host waits, even if nothing indicates a change.
         """
         tensor = self.tensor
-        if self._version != versions_of(tensor):
+        if self._version != versions_of(self.parameter):
             raise self.stale_error("in place")
         values = tensor.detach()
         layout_and_address = _layout_and_address(values)

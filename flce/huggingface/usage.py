@@ -22,7 +22,7 @@ EVALUATION = (
 )
 HEAD_NOT_CALLED = (
     "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
-    "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
+    "forward is set on the layer, or the model computes its loss by itself"
 )
 _LOGITS_UNUSED = (
     "no loss was computed from the model's logits. The trainer may call another kernel instead of the head, as TRL's "

@@ -198,12 +198,6 @@ def reason_wrapper_not_lazy(model: Any, weight: Tensor) -> str | None:
             "the head is a separate FSDP1 unit, which flce cannot unshard with this version of PyTorch; leave the head "
             "in the root unit, or use FSDP2"
         )
-    dtensor = _imported_attribute("torch.distributed.tensor", "DTensor")
-    if dtensor is not None and isinstance(weight, dtensor):
-        return (
-            "the head's weight is a DTensor when it is called (tensor parallelism); flce.cross_entropy computes the "
-            "loss of logits that are split over the vocabulary"
-        )
     return None
 
 

@@ -12,6 +12,8 @@ from flce.core.sizes import GIB, MIB, size_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+KIB = 1 << 10
+UNITS = {GIB: "GiB", MIB: "MiB", KIB: "KiB"}
 Samples = Sequence[tuple[float, int]]  # seconds since the start, and the bytes that are allocated from this time on
 # Colour-blind readers can distinguish these colours.
 COLOURS = ("#d08a2e", "#1f5fa8", "#3a9a7a", "#a8508a", "#6b6b6b")
@@ -33,11 +35,11 @@ def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: s
     panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
     sizes = [allocated for samples in profiles.values() for _, allocated in samples]
     peak, lowest = max(sizes), min(sizes)
-    unit = GIB if peak >= GIB else MIB
+    unit = next((size for size in UNITS if peak >= size), KIB)
     for number, (axes, (name, samples)) in enumerate(zip(panels, profiles.items(), strict=True)):
         _draw_panel(axes, samples, unit, COLOURS[number % len(COLOURS)])
         axes.set_title(name, fontsize=12)
-    panels[0].set_ylabel(f"allocated since the start, {'GiB' if unit == GIB else 'MiB'}", fontsize=11)
+    panels[0].set_ylabel(f"allocated since the start, {UNITS[unit]}", fontsize=11)
     headroom = 0.16 * max(peak - lowest, 1)  # for the label above the peak
     panels[0].set_ylim((lowest - headroom if lowest < 0 else 0) / unit, (peak + headroom) / unit)
     panels[0].margins(x=0.01)

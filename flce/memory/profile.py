@@ -94,7 +94,7 @@ def profile_memory(fn: Callable[[], object], *, device: str | torch.device | Non
 
     On a CPU PyTorch's profiler records the allocations of the calling thread. It does not record memory that a vendor
     library allocates by itself, nor frees of memory that was allocated before: begin a step without gradients.
-    Resident memory has both; docs/notes.md explains why resident memory is not shown.
+    Resident memory has both; benchmarks/notes.md explains why resident memory is not shown.
 
     Args:
         fn: a function without arguments. Its return value is dropped. An exception of ``fn`` ends the recording and is

@@ -87,7 +87,7 @@ def check_linear_arguments(
     """
     operands = {"input": input, "linear_weight": linear_weight}
     if type(adapters) is not tuple or adapters:
-        operands |= _adapters_by_name(adapters)
+        operands |= adapters_by_name(adapters)
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target, **tensors})
     if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
@@ -123,7 +123,7 @@ def check_linear_arguments(
             input, linear_weight, linear_bias, adapters, weight, sharded_head, replicated
         )
         input, linear_weight, linear_bias, adapters = given
-        operands = {"input": input, "linear_weight": linear_weight, **_adapters_by_name(adapters)}
+        operands = {"input": input, "linear_weight": linear_weight, **adapters_by_name(adapters)}
         vocab_size = shard.vocab_size
         # Class weights cover the slice or all classes.
         if weight is None or weight.shape != (num_class_weights,):
@@ -439,7 +439,7 @@ def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
     )
 
 
-def _adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     if not isinstance(adapters, (tuple, list)):
         raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
     for k, pair in enumerate(adapters):

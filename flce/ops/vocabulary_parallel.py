@@ -99,7 +99,15 @@ def prepare_sharded_head(
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
+    # A plan depends on whether rows are contiguous, and a slice of one class or none has no stride that shows this. So
+    # that all processes have the same plan, rows are contiguous in each of them.
+    input, linear_weight = _with_contiguous_rows(input), _with_contiguous_rows(linear_weight)
+    adapters = [(_with_contiguous_rows(a), _with_contiguous_rows(b)) for a, b in adapters]
     return (input, linear_weight, linear_bias, adapters), shard
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _class_arguments(cols: int, weight: Tensor | None, sharded_head: ShardedHeadArguments) -> dict[str, Any]:

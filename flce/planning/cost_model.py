@@ -30,14 +30,12 @@ class Rates(NamedTuple):
     """Rows and columns of the result that a multiprocessor computes at a time."""
     min_block_depth: int
     """The least inner dimension of a block for which a separate multiprocessor is used."""
-    host_seconds_per_tile: float
-    """Seconds in which Python launches the kernels of a tile, while the device processes the tile before."""
-    host_seconds_per_block: float
-    """Seconds in which Python launches the product and the kernel of a block of logits."""
+    host_seconds_per_launch: float
+    """Seconds in which Python launches a product or a kernel, while the device processes the tile before."""
 
 
 # Fitted to benchmarks/results/h200-earlier.json and the run before it.
-_ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 130e-6, 20e-6)
+_ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 30e-6)
 
 
 @functools.cache
@@ -48,7 +46,7 @@ def rates(device: DeviceRecord) -> Rates:
     """
     if not device.arch:
         flops = device.half_flops, device.wide_flops
-        return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0, 0.0)
+        return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0)
     measured, h200 = _ON_H200, KNOWN_KINDS["H200"]
     if device.arch == h200.arch and device.profile is None:
         return measured

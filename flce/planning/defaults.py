@@ -24,10 +24,12 @@ from flce.planning.plan import ChunkPlan, fastest_near, plan_for_size, smallest_
 
 # Maximum time of the smallest plan, in multiples of the time of the fastest.
 MAX_SLOWDOWN = 1.03
-# Maximum workspace for results of tokens, if there is such a plan. Of these plans the smallest within TOKEN_SLOWDOWN is
-# chosen. We measured that larger blocks are not faster: 16384 x 1024 x 151936 takes 1.17 times its products with 1057
-# MiB, and 1.12 times with 352 MiB (H200).
+# Maximum workspace for results of tokens, or `TOKEN_GROWTH` times the least workspace if that is more: for many tokens
+# the float32 sum of dX alone has more bytes, and each block of classes reads and writes this sum. Of these plans the
+# smallest within TOKEN_SLOWDOWN is chosen. We measured that larger blocks are not faster: 16384 x 1024 x 151936 takes
+# 1.17 times its products with 1057 MiB, and 1.12 times with 352 MiB (H200).
 PER_TOKEN_BYTES = 512 << 20
+TOKEN_GROWTH = 1.5
 TOKEN_SLOWDOWN = 1.005
 # Candidates for the number of classes of a block.
 CANDIDATE_BLOCK_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
@@ -67,8 +69,8 @@ def default_plan(c: Case) -> ChunkPlan:
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         if not isinstance(c.spec, LogprobSpec):
             return fastest_near(smallest_near(plans, MAX_SLOWDOWN), plans)
-        small = [other for other in plans if other.workspace_bytes <= PER_TOKEN_BYTES]
-        return smallest_near(small, TOKEN_SLOWDOWN) if small else min(plans, key=lambda other: other.workspace_bytes)
+        limit = max(PER_TOKEN_BYTES, TOKEN_GROWTH * min(other.workspace_bytes for other in plans))
+        return smallest_near([other for other in plans if other.workspace_bytes <= limit], TOKEN_SLOWDOWN)
     at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
     if not (at_once and Borrowed.sizes(c)) or c.num_tokens > MAX_BORROWED_RATIO * c.hidden_sizes[0]:
         return plan

@@ -148,32 +148,36 @@ class CountingBackend:
     memory."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
-        self.case, self.seconds, self.flops, self.tally = c, 0.0, 0.0, Tally()
+        self.case, self.seconds, self.flops, self.launches, self.tally = c, 0.0, 0.0, 0.0, Tally()
         self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
     def add_product(self, m: int, n: int, k: int, itemsize: int | None = None) -> None:
         """Count a product. itemsize: bytes of an operand's entry; None: as in the inputs."""
         self.flops += 2 * m * n * k
+        self.launches += 1
         self.seconds += cost_model.product_seconds(self.case.device, m, n, k, itemsize or self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
         self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.rates.bandwidth
         self.seconds += launches * self.rates.launch_seconds
+        self.launches += launches
 
-    def repeat_tiles(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
-        """Yield the slices of `items`, and count the costs of each `times` times. A slice takes at least the `host`
-        seconds in which the host launches its kernels.
+    def repeat_tiles(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
+        """Yield the slices of `items`, and count the costs of each `times` times. A slice takes at least the seconds in
+        which the host launches its kernels.
 
         Args:
             items: (slice, times).
         """
         for item, times in items:
-            seconds, flops, tally = self.seconds, self.flops, self.tally.copy()
+            seconds, flops, launches, tally = self.seconds, self.flops, self.launches, self.tally.copy()
             yield item
             self.tally.repeat_since(tally, times)
-            self.seconds = seconds + times * max(self.seconds - seconds, host)
+            host_seconds = (self.launches - launches) * self.rates.host_seconds_per_launch
+            self.seconds = seconds + times * max(self.seconds - seconds, host_seconds)
             self.flops = flops + times * (self.flops - flops)
+            self.launches = launches + times * (self.launches - launches)
 
     # ----------------------------------------------------------------------------- the methods of `Backend`
 
@@ -290,23 +294,17 @@ class CountingContext(PassContext):
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        return self._meter.repeat_tiles(
-            _sample_equal_slices(0, self.selection.num_rows, rows), self._meter.rates.host_seconds_per_tile
-        )
+        return self._meter.repeat_tiles(_sample_equal_slices(0, self.selection.num_rows, rows))
 
     def blocks(
         self, cols: int, start: int = 0, stop: int | None = None, leading_blocks: Sequence[slice] = ()
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
         others = _sample_equal_slices(leading_blocks[-1].stop if leading_blocks else start, stop, cols)
-        return self._meter.repeat_tiles(
-            itertools.chain(_sample_blocks(leading_blocks), others), self._meter.rates.host_seconds_per_tile
-        )
+        return self._meter.repeat_tiles(itertools.chain(_sample_blocks(leading_blocks), others))
 
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
-        return self._meter.repeat_tiles(
-            _sample_equal_slices(range_.start, range_.stop, step), self._meter.rates.host_seconds_per_block
-        )
+        return self._meter.repeat_tiles(_sample_equal_slices(range_.start, range_.stop, step))
 
     def unscale_and_round(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(x, out)

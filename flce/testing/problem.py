@@ -131,18 +131,21 @@ def run_fused(
     stats: Sequence[str] = (),
     grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
+    place: Callable[[Tensor, str], Tensor] | None = None,
 ) -> CallResult:
-    """Run one forward pass of flce and, if ``grads`` is not empty, one backward pass."""
+    """Run one forward pass of flce and, if ``grads`` is not empty, one backward pass. ``place``: as in `Problem.map`, a
+    function of the arguments that returns DTensors; gradients are those of its arguments."""
     p = problem.map(lambda t, letter: _leaf(t, letter in grads))
+    call = p if place is None else p.map(place)
     output: Any = flce.fused_linear_cross_entropy(
-        p.input,
-        p.linear_weight,
-        p.target,
-        linear_bias=p.linear_bias,
-        adapters=p.adapters,
+        call.input,
+        call.linear_weight,
+        call.target,
+        linear_bias=call.linear_bias,
+        adapters=call.adapters,
         options=options,
         stats=tuple(stats),
-        **p.kwargs,
+        **call.kwargs,
     )
     loss = output.loss if stats else output
     assert isinstance(loss, Tensor)

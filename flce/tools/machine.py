@@ -22,7 +22,7 @@ PACKAGES = (
     *("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "lightning"),
     *("pytorch-lightning", "numpy"),
 )
-PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels", "verl")
+PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl", "verl")
 VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 # --- devices ---

@@ -75,13 +75,13 @@ def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.Monk
 
 
 def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels use cache hints, which PTX supports from compute capability 7.0 on."""
+    """The kernels are compiled for compute capability 7.5 and newer, see `tests/targets.py`."""
     has("sm_61")
     assert backends.choose_backend(CUDA).name == "torch"
-    reason = "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    reason = "the kernels are for compute capability 7.5 or newer, and the GPU has 6.1"
     assert backends.choose_backend(CUDA).reason == reason
     monkeypatch.setenv("FLCE_BACKEND", "triton")
-    with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
+    with pytest.raises(ValueError, match=r"compute capability 7.5 or newer, and the GPU has 6\.1"):
         backends.choose_backend(CUDA)
     has("sm_75")
     assert backends.choose_backend(CUDA).name == "triton"

@@ -71,5 +71,5 @@ def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_is_predicted_is_of_the_simulated_card() -> None:
     """The prediction agrees with the results that docs/memory.md quotes."""
     document = json.loads((Path(small_card.__file__).parent / "results" / "small-card-h100.json").read_text())
-    (quoted,) = (r["predicted"] for r in document["cases"][0]["results"] if r["contender"] == "ours")
+    (quoted,) = (r["predicted_tokens"] for r in document["cases"][0]["results"] if r["contender"] == "ours")
     assert predicted(CASES[0], patched=True) == pytest.approx(quoted, rel=0.05)

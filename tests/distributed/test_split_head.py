@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import split_head
+from tests.distributed import dtensors, split_head
 from tests.distributed.pair import World
 
 if not dist.is_available():
@@ -69,14 +69,17 @@ def test_e4m3_products(processes: World) -> None:
         split_head.compiled,
         split_head.sequence_first,
         split_head.wrong_arguments,
-        split_head.dtensors,
+        dtensors.errors,
+        dtensors.losses,
+        dtensors.results_of_tokens,
         split_head.gathered_weights,
         split_head.one_process,
     ],
     ids=lambda function: function.__name__,
 )
 def test_of_all(processes: World, function: object) -> None:
-    if function is split_head.gathered_weights and torch.cuda.device_count() == 1:
+    needs_collectives = function is split_head.gathered_weights or function.__module__ == dtensors.__name__
+    if needs_collectives and torch.cuda.device_count() == 1:
         pytest.skip("processes that share a GPU have no collectives for its DTensors")
     processes.run(function)  # type: ignore[arg-type]
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import training
+from tests.distributed import own_tokens, training
 from tests.distributed.pair import World
-from tests.helpers import skip_without_gradient_edges
 
 CALLS = ["labels", "own loss"]
 # Every path of a gradient out of lazy logits: with a gathered weight, with a freed weight, and through DDP's sink.
@@ -104,12 +103,6 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
-@pytest.mark.parametrize("loss", CALLS)
-def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
-    pytest.importorskip("transformers", minversion="5.20")
-    pair.run(training.transformers_tensor_parallel, loss)
-
-
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
@@ -135,19 +128,8 @@ def test_one_gather_a_loss(pair: World, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", CALLS)
-def test_tensor_parallelism_runs_stock_with_a_reason(pair: World, loss: str) -> None:
-    for fused, reasons in pair.run(training.tensor_parallel, loss):
-        assert fused == 0
-        assert ["tensor parallelism" in reason for reason in reasons] == [True]
-
-
-def test_hybrid_sharding() -> None:
-    four = World(4, "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= 4 else "gloo")
-    try:
-        for loss in CALLS:
-            four.run(training.compare, "hybrid", loss)
-    finally:
-        four.close()
+def test_hybrid_sharding(four: World, loss: str) -> None:
+    four.run(training.compare, "hybrid", loss)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +152,23 @@ def test_fsdp1(pair: World, loss: str, original: bool, settings: Any) -> None:
         assert warned == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
 
 
+@pytest.mark.parametrize("wrapping", ["DDP", "tail, resharded"])
+def test_mean_over_the_tokens_of_all_processes(pair: World, wrapping: str) -> None:
+    """Check unequal numbers of labels, and a process without labels."""
+    pair.run(own_tokens.sequences, wrapping)
+
+
+def test_mean_over_pieces_of_sequences(pair: World) -> None:
+    pair.run(own_tokens.pieces, "DDP")
+
+
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_context_parallelism(pair: World) -> None:
+    pair.run(own_tokens.context_parallel)
 
 
 @pytest.mark.gpu
@@ -178,10 +176,3 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
-
-
-@pytest.mark.parametrize("schedule", training.PIPELINES)
-def test_pipelines(pair: World, schedule: str) -> None:
-    if "ZeroBubble" in schedule or "ZBV" in schedule:
-        skip_without_gradient_edges()
-    pair.run(training.pipelined, schedule)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
+from flce.huggingface import MaterializedLogitsWarning
 from tests.huggingface.conftest import SIZES
 
 V, STEPS = SIZES["vocab_size"], 3
@@ -211,7 +211,11 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    groups: dict[Any, list[Tensor]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            groups.setdefault(getattr(p, "device_mesh", None), []).append(p)  # a fused step needs DTensors of one mesh
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-2, fused=True)
 
 
 def train(
@@ -496,27 +500,21 @@ def transformers_fsdp(loss: str) -> None:
     check_fused(model)
 
 
-def transformers_tensor_parallel(loss: str) -> None:
-    """Check the warning in the first call: each process has a shard of the head, and gathers all logits."""
-    stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
-    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"))
-    with pytest.warns(NotFusedWarning, match="tensor parallelism"):
-        got = LOSSES[loss](model, batch(0, 0))
-    torch.testing.assert_close(got, LOSSES[loss](stock, batch(0, 0)))
-    got.backward()
-    report = flce.report(model)
-    assert (report.fused, list(report.stock.values())) == (0, [1]), report
-    flce.patch_model(model, on_materialize="raise")
-    with pytest.raises(flce.huggingface.MaterializedLogitsError, match="tensor parallelism"):
-        LOSSES[loss](model, batch(0, 0))
-
-
 # -------------------------------------------------------------------------------------------------------- late reads
 
 
-def check_late_reads(model: Any, expected: Tensor, backward: Callable[[Tensor], Any], step: Callable[[], Any]) -> None:
-    """Read logits after backward and after the next forward pass. After an optimizer step it is an error."""
-    ids = batch(dist.get_rank(), 0)
+def check_late_reads(
+    model: Any,
+    expected: Tensor,
+    backward: Callable[[Tensor], Any],
+    step: Callable[[], Any],
+    rank: int | None = None,
+) -> None:
+    """Read logits after backward and after the next forward pass. After an optimizer step it is an error.
+
+    ``rank``: the rank whose batch each process has. None: its own rank.
+    """
+    ids = batch(dist.get_rank() if rank is None else rank, 0)
 
     def logits_after_backward() -> Tensor:
         outputs = model(input_ids=ids, labels=ids)
@@ -671,80 +669,3 @@ def data_parallel() -> int:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     assert "logits" not in outputs
     return peak
-
-
-def tensor_parallel(loss: str) -> tuple[int, set[str]]:
-    """Compare the loss and the gradients of a head that is divided by classes, whose logits are gathered."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    stock, patched = stock_and_patched()
-    parallelize_module(patched, _mesh(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
-    values = [LOSSES[loss](model, batch(0, 0)) for model in (patched, stock)]
-    torch.testing.assert_close(*values)
-    for value in values:
-        value.backward()
-    for got, correct in zip(patched.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(gather_full(got.grad), correct.grad)
-    with pytest.warns(NotFusedWarning, match="DTensor"):  # the second forward pass warns
-        LOSSES[loss](patched, batch(0, 1))
-    return flce.report(patched).fused, set(flce.report(patched).stock)
-
-
-# --------------------------------------------------------------------------------------------------------- pipelines
-
-PIPELINES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
-
-
-class LastStage(nn.Module):
-    """Stage with the head. The schedule computes the loss of its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.lm_head = nn.Linear(32, 32), nn.Linear(32, V, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.layer(hidden).tanh())
-
-
-def pipelined(name: str) -> None:
-    """Compare schedules of ``torch.distributed.pipelining`` with a patched and a stock last stage."""
-    from torch.distributed import pipelining
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    has_several = name in PIPELINES[2:]  # several stages in each process
-    count = 2 * size if has_several else size
-    places = {"ScheduleZBVZeroBubble": [rank, count - 1 - rank], "ScheduleInterleavedZeroBubble": [rank, rank + size]}
-    ids = torch.cat([batch(i, 0) for i in range(4)])
-    results = []
-    for patched in (False, True):
-        torch.manual_seed(0)
-        first, middle = nn.Embedding(V, 32), [nn.Linear(32, 32) for _ in range(count - 2)]
-        modules = [*(nn.Sequential(layer, nn.Tanh()) for layer in (first, *middle)), LastStage()]
-        if patched:
-            flce.patch_model(modules[-1], on_materialize="raise")
-        local_modules = [modules[i] for i in places.get(name, [rank])]
-        stages = [
-            pipelining.PipelineStage(module, i, count, device())
-            for module, i in zip(local_modules, places.get(name, [rank]), strict=True)
-        ]
-        kind = getattr(pipelining, name)
-        schedule = kind(
-            stages if has_several else stages[0],
-            n_microbatches=4,
-            loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
-        )
-        losses: list[Tensor] = []
-        for _ in range(2):
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", MaterializedLogitsWarning)
-                schedule.step(*[ids] * (0 in places.get(name, [rank])), target=ids, losses=losses, return_outputs=False)
-        results.append(([loss.detach() for loss in losses], [[p.grad for p in m.parameters()] for m in local_modules]))
-        report = flce.report(modules[-1])
-        # PyTorch may call the stage once more to infer shapes.
-        assert report.fused >= 8 * (patched and modules[-1] in local_modules), report
-        assert not report.stock, report
-    torch.testing.assert_close(results[1], results[0])

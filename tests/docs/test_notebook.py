@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from flce.core import project
 
 plt = pytest.importorskip("matplotlib.pyplot")
 pytest.importorskip("transformers", minversion="4.56")
@@ -45,17 +42,20 @@ def test_the_notebook_trains_and_draws(commands: list[list[str]], monkeypatch: p
     plt.close(names["figure"])
 
 
-def test_the_notebook_installs_flce_if_it_is_missing(
-    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("found", ["flce-0.1.0-py3-none-any.whl", "flce/__init__.py"])
+def test_the_notebook_installs_a_wheel_or_a_clone(
+    found: str, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="Upload the wheel of flce"):
+        exec(CODE[0], {})
+    (tmp_path / found).parent.mkdir(exist_ok=True)
+    (tmp_path / found).touch()
     exec(CODE[0], {})
     ((*pip, package),) = commands
     assert pip[1:4] == ["-m", "pip", "install"]
-    extras, _, address = package.partition(" @ git+")
-    assert address == project.REPOSITORY_URL
-    for extra in re.findall(r"\w+", extras.removeprefix("flce")):
-        assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
+    assert package == f"{tmp_path / found if found.endswith('whl') else tmp_path}[cli,transformers]"
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "integrations/README", "benchmarks/notes")
 GOOD = """# A page
 
 [another](b.md), [its part](b.md#two-words--more), [the changelog](../CHANGELOG.md#changelog),
@@ -29,7 +30,7 @@ def write(folder: Path, page: str) -> None:
     shutil.copy(ROOT / "scripts" / "mkdocs_hooks.py", folder / "scripts")
     shutil.copy(ROOT / "docs" / "h200.png", folder / "docs" / "picture.png")
     (folder / "benchmarks" / "x.json").write_text("{}")
-    for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "integrations/README"):
+    for name in NAMES:
         (folder / f"{name}.md").write_text(f"# {name.title()}\n\n[a page]({'../' * name.count('/')}docs/a.md)\n")
     (folder / "docs" / "a.md").write_text(page)
     (folder / "docs" / "b.md").write_text("# Another\n\n## Two `words` & more\n\n[readme](../README.md)\n")
@@ -51,7 +52,7 @@ def build(folder: Path, page: str, nav: list[Any]) -> Path:
     return folder / "site"
 
 
-ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "integrations/README.md"]
+ROOT_PAGES = [f"{name}.md" for name in NAMES]
 NAV = [*ROOT_PAGES, "docs/a.md", "docs/b.md"]
 
 

@@ -58,6 +58,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
     monkeypatch.setattr(case, "SINGLE_PRODUCT_BYTES", 0)
+    monkeypatch.setattr(case, "OVERLAPPING_BYTES", 0)
     monkeypatch.setattr("flce.engine.pass_context.BLOCK_ROWS", 4)
     fix_interpreter(monkeypatch)
     search.plan_for_case.cache_clear()
@@ -152,6 +153,8 @@ def test_errors(
 ) -> None:
     """Errors are within the documented limits in every schedule that the call allows. No logits are rounded."""
     problem, chunking = make_problem(**SHAPE, dtype=dtype, **OPTIONS[options]), KEEP_IGNORED
+    # Gradients of bfloat16 calls overwrite the logits of tiles of up to 10 x 128 classes.
+    monkeypatch.setattr(case, "OVERLAPPING_BYTES", 4 * 10 * 128 if dtype == BF16 else 0)
     if options == "weights":
         chunking = replace(chunking, skip_ignored=True)
     too_large = {}
@@ -166,6 +169,25 @@ def test_errors(
     assert len(too_large) >= 3
     assert set(written) == {F32}
     assert {kind: errors for kind, errors in too_large.items() if errors} == {}
+
+
+@pytest.mark.parametrize("kind", [Blocks, BlocksAroundSum], ids=lambda kind: kind.__name__)
+def test_gradients_overwrite_the_logits_of_a_small_tile(
+    kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The logits of a small tile are one product, also if the tile is borrowed from dW."""
+    monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
+    monkeypatch.setattr(case, "OVERLAPPING_BYTES", 4 * 10 * 128)
+    problem = make_problem((10,), 32, 700, dtype=BF16)
+    tiles = record_tiles(monkeypatch, lambda x, part, out: (len(x), part.start, part.stop))
+    plans = forced(monkeypatch, kind)
+    found = errors(problem, "xw", options=KEEP_IGNORED)
+    assert {name: e for name, e in found.items() if not e <= (5e-6 if name == "loss" else LIMIT[BF16])} == {}
+    schedule: Any = plans[0].schedule
+    stop = getattr(schedule, "dx_sum_start", 700)
+    borrowed = [(10, block.start, block.stop) for block in schedule.layout.borrowed_blocks(0, stop)]
+    assert borrowed
+    assert set(borrowed) <= set(tiles)
 
 
 @pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])

@@ -14,6 +14,7 @@ import copy
 import datetime
 import gc
 import inspect
+import itertools
 import os
 import platform
 import re
@@ -22,7 +23,6 @@ import sys
 import time
 import unittest.mock
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -677,34 +677,52 @@ def report(results: list[Result], command: str) -> str:
     lines = [
         "# Models",
         "",
-        "Every architecture in Transformers' mappings, built small from its config and trained for one step, stock and",
-        "patched with `flce.patch_model`, from the same weights. *Fused*: the fused operator computed the loss,",
-        "nothing materialised the logits, and loss, outputs and every parameter's gradient are stock's. *Stock fails*:",
-        "Transformers itself does not build or train it here, with the error that follows. A model that takes no",
-        "labels is trained with `F.cross_entropy` of its logits. *Computes its logits*: loss, outputs and gradients",
-        "are stock's, but the operation that follows needs the logits. A warning and `flce.report` name the operation.",
+        "This page lists the architectures in four mappings of Transformers. Each architecture is built small from its",
+        "configuration, and trained for one step twice from the same weights: as it is (stock), and after",
+        "`flce.patch_model`. If a model takes no labels, the loss is `F.cross_entropy` of its logits.",
         "",
-        f"Made by `{command}` on {datetime.date.today()} with Transformers {transformers.__version__}, "
+        "* *Fused*: flce computed the loss. No operation computed the logits. Loss, outputs and the gradient of each",
+        "  parameter equal stock's.",
+        "* *Computes its logits*: the named operation computed the logits, with a warning. Loss, outputs and gradients",
+        "  equal stock's.",
+        "* *Stock fails*: stock Transformers cannot build or train the small model. The error follows.",
+        "",
+        f"Command: `{command}`, {datetime.date.today()}, Transformers {transformers.__version__}, "
         f"PyTorch {torch.__version__}, Python {platform.python_version()}.",
         "",
-        "| | architectures | trained by stock | fused | share |",
-        "|---|---:|---:|---:|---:|",
+        "| | architectures | trained by stock | fused |",
+        "|---|---:|---:|---:|",
     ]
-    for kind, (title, _) in MAPPINGS.items():
-        counts = Counter(result.status for result in results if result.architecture.kind == kind)
-        if counts:
-            trained = counts.total() - counts[STOCK_FAILS]
-            share = f"{counts[FUSED] / trained:.1%}" if trained else ""
-            lines.append(f"| {title} | {counts.total()} | {trained} | {counts[FUSED]} | {share} |")
     for kind, (title, mapping) in MAPPINGS.items():
         rows = [result for result in results if result.architecture.kind == kind]
-        if rows:
-            lines += ["", f"## {title}", "", f"`{mapping}`", "", "| architecture | class | |", "|---|---|---|"]
-        for result in rows:
+        lines.append(_count_row(f"{title} (`{mapping}`)", [(str(i), row) for i, row in enumerate(rows)]))
+    by_type = [(result.architecture.model_type, result) for result in results]
+    lines.append(_count_row("all four mappings, each architecture counted once", by_type))
+    by_class = [(result.architecture.class_name, result) for result in results]
+    lines.append(_count_row("all four mappings, each class counted once", by_class))
+    lines += ["", "## Not fused", "", "| architecture | class | result |", "|---|---|---|"]
+    for result in results:
+        if result.status != FUSED:
             reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
             text = f"{result.status}: {reason}" if reason else result.status
             lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {text} |")
+    lines += ["", "## Fused", "", "| architecture | classes | architecture | classes |", "|---|---|---|---|"]
+    classes: dict[str, list[str]] = {}
+    for result in results:
+        if result.status == FUSED:
+            names = classes.setdefault(result.architecture.model_type, [])
+            names += [result.architecture.class_name] * (result.architecture.class_name not in names)
+    cells = [f"| {model_type} | {', '.join(names)} " for model_type, names in sorted(classes.items())]
+    half = (len(cells) + 1) // 2
+    lines += [f"{left}{right}|" for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue="| | ")]
     return "\n".join(lines) + "\n"
+
+
+def _count_row(title: str, results: list[tuple[str, Result]]) -> str:
+    """Return a row with numbers of names: all names, names that stock trains, and names of which all are fused."""
+    trained = {name for name, result in results if result.status != STOCK_FAILS}
+    other = {name for name, result in results if result.status not in (STOCK_FAILS, FUSED)}
+    return f"| {title} | {len({name for name, _ in results})} | {len(trained)} | {len(trained - other)} |"
 
 
 def main() -> None:

@@ -221,3 +221,17 @@ def test_gradients_where_probabilities_are_nearly_equal(name: str, build: Build)
             assert flce.report(model).fused == 1
     exact, ours = gradients
     assert (ours - exact).norm() <= 0.03 * exact.norm()
+
+
+def test_zeros_of_one_class(build: Build) -> None:
+    """With one class all log-probabilities are zero. A divisor makes the sign of a zero visible."""
+    model = flce.patch_model(build("Llama", vocab_size=1), on_materialize="raise").train()
+    logprobs = model(torch.zeros_like(IDS)).logits.log_softmax(-1)
+    sums = {
+        "log-probabilities": logprobs.sum(-1),
+        "weighted": (logprobs.exp() * logprobs).sum(-1),
+        "negative": -(logprobs.exp() * logprobs).sum(-1),
+        "of negatives": (logprobs.exp() * -logprobs).sum(-1),
+    }
+    signs = {name: bool(value.signbit().any()) for name, value in sums.items()}
+    assert signs == {"log-probabilities": False, "weighted": False, "negative": True, "of negatives": False}

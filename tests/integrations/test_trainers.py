@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,14 @@ def losses(code: str, folder: Path) -> tuple[list[float], Any]:
     model, seen = tiny_model().train(), []
     model.register_forward_hook(lambda module, args, outputs: seen.append(outputs.loss.item()))
     data = demo.examples(16)
+    if "trl.install()" in code:
+        data = importlib.import_module("datasets").Dataset.from_dict({"text": demo.excerpts(16)})
     names = {
-        "flce": flce,
-        "torch": torch,
         "model": model,
+        "tokenizer": demo.tiny_tokenizer(),
         "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
         "data": data,
         "batches": DataLoader(data, batch_size=4),
-        "Trainer": transformers.Trainer,
-        "SFTTrainer": transformers.Trainer,
         "args": transformers.TrainingArguments(**demo.trainer_settings(str(folder), 4)),
     }
     exec(compile(code, "docs/trainers.md", "exec"), names)
@@ -69,4 +69,6 @@ def test_other_lines_run(name: str, tmp_path: Path, request: pytest.FixtureReque
         if "trl.install()" in code:
             pytest.importorskip("trl", reason="it is in the extra `trainers`")
             request.addfinalizer(lambda: flce.huggingface.trl.uninstall())
-        losses(code, tmp_path)
+        _, model = losses(code, tmp_path)
+        if "trl.install()" in code:
+            assert flce.report(model).fused == 4

@@ -205,11 +205,13 @@ def test_pictures(tmp_path: Path) -> None:
     """Check the text of a picture, the formats, and that missing folders are created."""
     matplotlib = pytest.importorskip("matplotlib")
     file = tmp_path / "deep" / "er" / "memory.svg"
-    for profiles, unit in (({"stock": SMALL}, "MiB"), ({"stock": LARGE, "patched": SMALL}, "GiB")):
+    tiny = profile_of((0.0, 0), (0.010, 96 << 10), (0.020, 0))
+    cases = ({"stock": tiny}, "KiB"), ({"stock": SMALL}, "MiB"), ({"stock": LARGE, "patched": SMALL}, "GiB")
+    for profiles, unit in cases:
         with matplotlib.rc_context({"svg.fonttype": "none"}):
             flce.MemoryProfile.plot_side_by_side(profiles, file, "A model")
         text = " | ".join(ET.parse(file).getroot().itertext())
-        peaks = {SMALL: "peak 823 MiB", LARGE: "peak 50 GiB"}
+        peaks = {tiny: "peak 0.09 MiB", SMALL: "peak 823 MiB", LARGE: "peak 50 GiB"}
         for part in ("A model", f"allocated since the start, {unit}", "time, ms", *profiles):
             assert part in text
         assert all(peaks[profile] in text for profile in profiles.values())

@@ -100,6 +100,22 @@ def test_bounds_are_those_of_chunk(size: int, shards: int) -> None:
     assert ours == chunks + [[]] * (shards - len(chunks))
 
 
+def test_number_of_labels_without_processes() -> None:
+    labels = torch.tensor([[1, 2, -100], [3, -100, 5]])
+    assert flce.global_num_items(labels).item() == 4
+    assert flce.global_num_items(labels, shift=1).item() == 2
+    assert flce.global_num_items([labels, labels[:1]], ignore_index=2).item() == 7
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ("labels", {}, TypeError, "labels must be a Tensor, got str"),
+        ([], {}, ValueError, "labels must have at least one tensor"),
+        (labels, {"shift": -1}, ValueError, "shift must be >= 0"),
+        (labels, {"group": "dp"}, TypeError, "process_group must be a torch.distributed.ProcessGroup"),
+    ]
+    for given, settings, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            flce.global_num_items(given, **settings)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Three processes, and two of them
 

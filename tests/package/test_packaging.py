@@ -6,8 +6,10 @@ import ast
 import email.message
 import email.parser
 import json
+import os
 import re
 import shutil
+import subprocess
 import tarfile
 import zipfile
 from importlib import metadata
@@ -99,7 +101,6 @@ def test_metadata(built: Built) -> None:
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
     assert 'flce[cli,transformers]; extra == "trainers"' in about.get_all("Requires-Dist", [])
-    assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.REPOSITORY_URL}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 
 
@@ -142,16 +143,18 @@ def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path:
     assert result["version"] == flce.__version__
 
 
-def test_the_address() -> None:
-    """Check the files with the address of the repository, which a release replaces."""
-    files = [
-        file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".ipynb")
-    ]
-    files += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
-    named = {str(file.relative_to(ROOT)) for file in files if project.REPOSITORY_URL in file.read_text()}
-    assert named == {"flce/core/project.py", "pyproject.toml", "CITATION.cff", "docs/quick-start.ipynb"}
+def test_the_address(tmp_path: Path) -> None:
+    """Run the step of the release that sets the address of the repository."""
+    shutil.copytree(ROOT / "flce" / "core", tmp_path / "flce" / "core")
+    for name in ("CITATION.cff", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-    assert f"git grep -lF {project.REPOSITORY_URL} -- flce pyproject.toml CITATION.cff docs |" in release
+    (step,) = re.findall(r"- name: The address of the project\n +run: \|\n((?: {10}.*\n)+)", release)
+    environment = {**os.environ, "GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/flce"}
+    subprocess.run(["bash", "-euc", step], cwd=tmp_path, env=environment, check=True)
+    address = '"https://github.com/owner/flce"'
+    assert f"\nrepository-code: {address}\n" in (tmp_path / "CITATION.cff").read_text()
+    assert f"\n[project.urls]\nHomepage = {address}\n" in (tmp_path / "pyproject.toml").read_text()
 
 
 def test_locate_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,14 @@ import flce
 from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
-from flce.core.problem import LossSpec, Needs
+from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES
 from flce.engine.schedules.blocks import Blocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
+from flce.planning.dry_run import count_costs
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
@@ -138,6 +139,16 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     # Chunks have equal lengths, which may differ a little between the two numbers of tokens.
     slack = 0.15 * few.workspace_bytes if rows is None else 0
     assert growth <= per_token * 99 * n + slack
+
+
+@pytest.mark.parametrize("num_tokens, most_mib", [(32768, 512), (65536, 1024)])
+def test_blocks_of_log_probabilities_are_wide(num_tokens: int, most_mib: int) -> None:
+    """With dropped rows too, each block reads and writes the sum of dX once: many narrow blocks would be slow."""
+    loss = flce.plan(num_tokens, 2048, 128256, torch.bfloat16, device_kind="H100", reduction="none").case
+    options = flce.ChunkOptions(skip_ignored=True)
+    plan = search.make_plan(replace(loss, spec=LogprobSpec(stats=("entropy",)), options=options))
+    assert min(plan.schedule.tile_sizes(plan.case)[1][:-1]) >= 3072
+    assert plan.workspace_bytes <= most_mib << 20
 
 
 def test_frozen_head_costs_no_weight_sized_buffer() -> None:
@@ -471,6 +482,25 @@ def test_the_estimate_of_measured_calls() -> None:
     ]
     assert len(same_order) > 200
     assert sum(same_order) >= 0.97 * len(same_order)
+
+
+@pytest.mark.parametrize(
+    "shape, grads, most",
+    [
+        ((16384, 1024, 151936), "xw", 800),
+        ((8192, 4096, 128256), "xw", 200),
+        ((4096, 4096, 128256), "xw", 100),
+        ((8192, 2304, 256000), "x", 1050),
+    ],
+)
+def test_few_launches_in_64_mib(
+    shape: tuple[int, int, int], grads: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without fused products the host's time for its launches was several times the device's time. A plan counts it."""
+    c = replace(case_on_hopper(*shape, grads=grads, max_workspace_bytes=64 * MIB), has_fused_products=False)
+    plan, rates = search.make_plan(c), cost_model.rates(c.device)
+    monkeypatch.setattr(cost_model, "rates", lambda device: rates._replace(host_seconds_per_launch=1.0))
+    assert most / 2 < count_costs(plan).seconds < most
 
 
 def test_blocks_of_a_product() -> None:

@@ -28,6 +28,7 @@ from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
+from flce.huggingface.estimate.adapters import Lora
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -401,6 +402,76 @@ def test_a_divided_head(folder: Path) -> None:
     assert "V=1334 of each of 3 processes" in part["loss"]["plan"]
     output = run(*step, "--shards", "3")
     assert "the head divided over 3 processes, with the embedding: the memory of one" in " ".join(output.stdout.split())
+
+
+@pytest.mark.usefixtures("no_search")
+def test_a_model_on_a_mesh(folder: Path) -> None:
+    """Check the last stage: weights of half of the layers, heads and classes, and activations of half of the tokens."""
+    step = "--model", folder, "--seq-len", "512", "--no-checkpointing"
+    full, part = (
+        json.loads(run(*step, *more, "--json").stdout) for more in ((), ("--tp", "2", "--cp", "2", "--pp", "2"))
+    )
+    stock = TrainingMemory(transformers.AutoConfig.from_pretrained(folder), Training(1), H200).model
+    layer = [p for name, p in stock.named_parameters() if ".layers.0." in name]
+    norms = sum(p.numel() for p in layer if p.dim() == 1)
+    local_layer = sum(p.numel() for p in layer if p.dim() > 1) // 2 + norms
+    layers = stock.config.num_hidden_layers
+    assert part["model"]["parameters"] == local_layer * -(-layers // 2) + 64 + 2000 * 64  # with norm and head
+    assert part["training"]["parallel"] == {"tensor": 2, "context": 2, "pipeline": 2}
+    losses = [
+        {name: part["loss"][name] for name in ("tokens", "stock_bytes", "flce_bytes")},
+        {
+            "tokens": 256,
+            "stock_bytes": memory.stock_loss_bytes(256, 64, 4000, torch.bfloat16, True),
+            "flce_bytes": flce.plan(256, 64, 4000, torch.bfloat16, device_kind="H100", shards=2).workspace_bytes,
+        },
+    ]
+    assert losses[0] == losses[1]
+    for before, after in zip(full["steps"], part["steps"], strict=True):
+        assert after["fused"] == before["fused"]
+        assert after["parts"]["activations"] < 0.4 * before["parts"]["activations"]
+    # Stock has the logits of all classes, of half of the tokens.
+    assert part["steps"][0]["parts"]["loss"] > 0.4 * full["steps"][0]["parts"]["loss"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--tp", "3"), "num_attention_heads of this model is 4, which 3 GPUs cannot divide equally"),
+        (("--pp", "99"), "layers, which 99 stages cannot divide"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_the_model(folder: Path, options: tuple[str, str], message: str) -> None:
+    output = run("--model", folder, "--seq-len", "64", *options)
+    assert output.exit_code == 2
+    assert message in " ".join(output.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_steps_with_adapters_measured_on_an_h100(number: int) -> None:
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    measured = json.loads((RESULTS / "lora-h100.json").read_text())
+    case = measured["cases"][number]
+    model_config = transformers.AutoConfig.for_model(**measured["configs"][case["model"]])
+    training = Training(case["batch"], lora=Lora(**case["lora"]), load_in_4bit=case["load_in_4bit"])
+    steps = TrainingMemory(model_config, training, resolve_device(torch.device("cuda"), "H100", None))
+    for result in case["steps"][1:3]:  # patched with checkpointing, stock without; the others take as long again
+        step = steps.step(case["sequence"], Variant(result["patched"], result["checkpointing"]))
+        assert step.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.01), result
+        assert step.fused == result["patched"]
+
+
+@pytest.mark.usefixtures("no_search")
+def test_adapters_of_a_command(folder: Path) -> None:
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    arguments = "--model", folder, "--lora", "4", "--lora-targets", "q_proj,lm_head", "--load-in-4bit"
+    found = json.loads(run(*arguments, "--json").stdout)
+    adapters = 2 * 4 * (64 + 64) + 4 * (64 + 4000)
+    assert found["training"]["trained_parameters"] == adapters
+    assert found["model"]["parameters"] == TrainingMemory(config(), Training(1), H200).num_parameters
+    assert [step["fused"] for step in found["steps"]] == [False, True, False, True]
+    shown = " ".join(run(*arguments).stdout.split())
+    assert "in 4 bits and bfloat16, LoRA of rank 4 (17,280 parameters), adamw" in shown
 
 
 def test_a_kind_of_device() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ pytest.importorskip("rich", reason="the command line")
 
 from typer.testing import CliRunner
 
-from flce.tools.cli import main
+from flce.tools.cli import CLOSED_PIPE, main
 from flce.tools.cli.app import app
-from flce.tools.cli.plan import Optimizer, ShardingKind
+from flce.tools.cli.plan import Optimizer, ShardingKind, plan
 
 LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 
@@ -29,7 +33,14 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         (("plan", "--shape", "8192,4096"), "expected N,H,V as 3 positive numbers"),
         ((*LARGE, "--gpu-memory", "80"), "expected a size such as 80GiB, 80GB or 256MiB, got '80'"),
         ((*LARGE, "--budget", ""), "expected a size such as"),
-        ((*LARGE, "--budget", "1MiB"), "is too small for"),
+        ((*LARGE, "--budget", "1MiB"), "'--budget': is too small for this loss: give at least 1.26MiB"),
+        ((*LARGE, "--shards", "1000000"), "'--shards': expected at most 128,256, the classes of the head, got"),
+        ((*MODEL, ".", "--lora-targets", "all-linear"), "'--lora-targets': needs --lora: give a rank"),
+        ((*MODEL, ".", "--load-in-4bit"), "'--load-in-4bit': needs --lora: give a rank"),
+        ((*MODEL, ".", "--lora", "8", "--shards", "2"), "'--lora': plans a step on one GPU"),
+        ((*MODEL, "{folder}/small.json", "--lora", "8", "--lora-targets", "no"), "a llama has no layers 'no' for"),
+        ((*MODEL, "{folder}/small.json", "--shards", "32001"), "'--shards': expected at most 32,000, the classes of"),
+        ((*MODEL, "{folder}/gpt2.json", "--seq-len", "2048"), "'--seq-len': a GPT2LMHeadModel has 1,024 positions"),
         ((*LARGE, "--optimizer", "lion"), "'lion' is not one of"),
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
         ((*LARGE, "--autocast", "bfloat16"), "needs --dtype float32, got --dtype bfloat16"),
@@ -46,13 +57,15 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
             (*MODEL, ".", "--gpus", "4", "--sharding", "fsdp", "--shards", "2"),
             "flce plan does not support both at once",
         ),
+        ((*LARGE, "--tp", "2"), "--tp': needs --model"),
+        ((*MODEL, ".", "--tp", "2", "--shards", "2"), "give --tp without --sharding and --shards"),
         ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
         ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (
             (*MODEL, "{folder}/small.json", "--seq-len", "999999999999"),
             "expected at most 67,108,864 tokens in a step, got",
         ),
-        ((*MODEL, "{folder}/small.json", "--budget", "1KiB"), "'--budget': max_workspace_bytes=1024 is too"),
+        ((*MODEL, "{folder}/small.json", "--budget", "1KiB"), "'--budget': is too small for this loss: give"),
         ((*MODEL, "nowhere"), "nowhere does not exist, and the cache of Transformers has no config of this name"),
         ((*MODEL, "{folder}"), "has no config.json"),
         ((*MODEL, "{folder}/broken.json"), "broken.json is not a config that Transformers can read"),
@@ -80,6 +93,7 @@ def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) 
         "words": '{"model_type": "llama", "hidden_size": "abc"}',
         "negative": '{"model_type": "llama", "vocab_size": -5}',
         "other": '{"model_type": "vit"}',
+        "gpt2": '{"model_type": "gpt2", "n_layer": 1}',
         "list": "[1]",
         "small": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}',
         "remote": '{"model_type": "abacus", "auto_map": {"AutoConfig": "abacus.Abacus"}}',
@@ -118,3 +132,16 @@ def test_ctrl_c(runs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         main()
     assert (ended.value.code, *capsys.readouterr()) == (130, "", "\nInterrupted.\n")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_narrow_terminal_and_a_closed_pipe() -> None:
+    """Check that help of 40 columns has the names of all options, and that a closed pipe ends a command with 141."""
+    command, environment = [sys.executable, "-m", "flce", "plan", "--help"], {**os.environ, "COLUMNS": "40"}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    options = {f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters} - {"--context"}
+    assert options <= {word.partition("/")[0] for word in shown.split()}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (CLOSED_PIPE, b"")

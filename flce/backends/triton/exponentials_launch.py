@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,105 +56,130 @@ def fused_exponentials(
     call: TileCall,
     factors: Tensor,
     count: Tensor | None,
+    scales: Callable[[], Tensor | None],
     row_sum: Tensor | None = None,
 ) -> None:
-    if len(x) == 0:
+    num_rows, vocab_size = x.shape[0], weight.shape[0]
+    if num_rows == 0:
         return
     assert call.out is not None
     sampled = _sample_classes(weight)
     # The memory of the exponentials is free until the product writes them.
-    sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
-    new = call.out.loss.new_empty
-    partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    row_vectors = [new(num_rows) for _ in range(3)]  # separate, so that each address is aligned for the kernels
-    run(
-        _exponentials,
-        product.align_for_descriptor(x),
-        weight,
-        sample,
-        exps,
-        call,
-        factors,
-        count,
-        row_sum,
-        partial,
-        work,
-        row_vectors,
-    )
+    sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
+    new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
+    # Separate vectors, so that each address is aligned for the kernels.
+    rows = _RowVectors(*[new(num_rows) for _ in range(3)])
+    work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    memory = product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows
+    run(_first_products, *memory, call, sample, count)
+    call = call._replace(inputs=call.inputs._replace(scales=scales()))
+    run(_finish_and_retry, *memory, call, factors, row_sum)
+
+
+class _RowVectors(NamedTuple):
+    """Memory of `fused_exponentials`, (rows,) each."""
+
+    reference: Tensor
+    target_logit: Tensor
+    target_jacobian: Tensor
 
 
 def _sample_classes(weight: Tensor) -> Tensor:
     sampled = weight[:: _sample_step(weight)]
-    return sampled[: max(1, len(sampled) // ALIGNMENT * ALIGNMENT)]
+    return sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
 
 
 def _sample_step(weight: Tensor) -> int:
-    return triton.cdiv(len(weight), SAMPLES)
+    return -(-weight.shape[0] // SAMPLES)
 
 
-def _exponentials(
+def _first_products(
     x: Tensor,
     weight: Tensor,
-    sample: Tensor,
     exps: Sequence[Tensor],
-    call: TileCall,
-    factors: Tensor,
-    count: Tensor | None,
-    row_sum: Tensor | None,
     partial: Tensor,  # (blocks of classes, rows)
     work: Tensor,  # (3, FLAG_STRIDE) int32
-    row_vectors: Sequence[Tensor],  # (rows,) each
+    rows: _RowVectors,
+    call: TileCall,
+    sample: Tensor,
+    count: Tensor | None,
 ) -> Iterator[Launch]:
-    num_rows, vocab_size = len(x), len(weight)
-    reference, target_logit, target_jacobian = row_vectors
     yield build_launch(
         reference_kernel,
-        (num_rows,),
+        (len(x),),
         call,
         {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
         x=x,
         weight=weight,
         sample=sample,
-        reference=reference,
-        target_logit=target_logit,
-        target_jacobian=target_jacobian,
         work=work,
         count=count,
         hidden=x.shape[1],
         samples=sample.shape[1],
         sample_step=_sample_step(weight),
+        **rows._asdict(),
     )
-    for attempt, is_retry in enumerate((False, True)):
-        attempt_work = work[attempt]
-        for tile, tile_exps in _tiles(exps, vocab_size, is_retry, product.classes_per_launch(weight)):
-            yield product.launch(
-                x,
-                weight[tile.columns],
-                call._replace(tile=tile),
-                tile_exps,
-                partial=partial,
-                reference=reference,
-                work=attempt_work,
-            )
-        yield build_launch(
-            finish_kernel,
-            (triton.cdiv(num_rows, product.FINISH_ROWS),),
-            call,
-            {
-                "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
-                "ROWS": product.FINISH_ROWS,
-                "BLOCKS": product.FINISH_BLOCKS,
-            },
+    yield from _products(x, weight, exps, partial, work[0], rows, call, is_retry=False)
+
+
+def _finish_and_retry(
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    partial: Tensor,
+    work: Tensor,
+    rows: _RowVectors,
+    call: TileCall,
+    factors: Tensor,
+    row_sum: Tensor | None,
+) -> Iterator[Launch]:
+    yield _finish(partial, work[0], rows, call, factors, row_sum)
+    yield from _products(x, weight, exps, partial, work[1], rows, call, is_retry=True)
+    yield _finish(partial, work[1], rows, call, factors, row_sum)
+
+
+def _products(
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    partial: Tensor,
+    work: Tensor,
+    rows: _RowVectors,
+    call: TileCall,
+    *,
+    is_retry: bool,
+) -> Iterator[Launch]:
+    for tile, tile_exps in _tiles(exps, len(weight), is_retry, product.classes_per_launch(weight)):
+        yield product.launch(
+            x,
+            weight[tile.columns],
+            call._replace(tile=tile),
+            tile_exps,
             partial=partial,
-            reference=reference,
-            target_logit=target_logit,
-            target_jacobian=target_jacobian,
-            factors=factors,
-            row_sum=row_sum,
-            work=attempt_work,
-            blocks=len(partial),
+            reference=rows.reference,
+            work=work,
         )
+
+
+def _finish(
+    partial: Tensor, work: Tensor, rows: _RowVectors, call: TileCall, factors: Tensor, row_sum: Tensor | None
+) -> Launch:
+    return build_launch(
+        finish_kernel,
+        (triton.cdiv(partial.shape[1], product.FINISH_ROWS),),
+        call,
+        {
+            "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
+            "ROWS": product.FINISH_ROWS,
+            "BLOCKS": product.FINISH_BLOCKS,
+        },
+        partial=partial,
+        factors=factors,
+        row_sum=row_sum,
+        work=work,
+        blocks=len(partial),
+        **rows._asdict(),
+    )
 
 
 def _tiles(
@@ -226,42 +251,39 @@ class SortedTargets(NamedTuple):
             "ignore_index": self.ignore_index,
         }
 
-    def slots(self, vocab_size: int) -> Tensor:
-        """Return (V,) int32, the position of the first row of each target, and -1 for other classes."""
-        slots = torch.empty(vocab_size, dtype=torch.int32, device=self.x.device)
-        run(_target_slots, self.target, slots, self.ignore_index)
-        return slots
-
-
-def _target_slots(target: Tensor, slots: Tensor, ignore_index: int) -> Iterator[Launch]:
-    yield build_launch(
-        target_slots_kernel,
-        (triton.cdiv(len(slots), SLOT_CLASSES),),
-        None,
-        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
-        target=target,
-        slot=slots,
-        rows=len(target),
-        vocab_size=len(slots),
-        ignore_index=ignore_index,
-        steps=len(target).bit_length(),
-    )
-
 
 def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
-    targets = SortedTargets.from_terms(terms, len(grad))
-    run(_weight_gradients, grad, exps, scaled, residual, targets.slots(len(grad)))
-    run(_add_target_terms, [grad], targets, residual)
+    targets = SortedTargets.from_terms(terms, grad.shape[0])
+    # The position of the first row of each target, and -1 for other classes.
+    slots = torch.empty(grad.shape[0], dtype=torch.int32, device=grad.device)
+    run(_weight_gradients, grad, exps, scaled, residual, targets, slots)
 
 
 def _weight_gradients(
-    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, slots: Tensor
+    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, targets: SortedTargets, slots: Tensor
 ) -> Iterator[Launch]:
+    yield _target_slots(targets, slots)
     stop = len(grad)
     for tile in reversed(exps):
         classes = slice(stop - tile.shape[1], stop)
         yield _weight_gradient(grad[classes], tile, scaled, slots=slots[classes], residual=residual)
         stop = classes.start
+    yield from _add_target_terms([grad], targets, residual)
+
+
+def _target_slots(targets: SortedTargets, slots: Tensor) -> Launch:
+    return build_launch(
+        target_slots_kernel,
+        (triton.cdiv(len(slots), SLOT_CLASSES),),
+        None,
+        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
+        target=targets.target,
+        slot=slots,
+        rows=len(targets.target),
+        vocab_size=len(slots),
+        ignore_index=targets.ignore_index,
+        steps=len(targets.target).bit_length(),
+    )
 
 
 def unscaled_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:

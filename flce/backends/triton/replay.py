@@ -22,6 +22,8 @@ from flce.core import private
 # Stored signatures: enough for some hundred shapes, because batches have different lengths. At this number all are
 # deleted.
 MAX_SIGNATURES = 4096
+# Stored descriptors of an argument. At this number all are deleted.
+MAX_DESCRIPTORS = 8
 # Kernels and launch sizes may depend only on an address modulo these bytes.
 ADDRESS_BYTES = 16
 
@@ -32,7 +34,7 @@ class AddressSlot(NamedTuple):
     argument: int
     tensor: int  # index of the tensor in the call
     offset: int  # bytes behind the beginning of the tensor
-    descriptor: dict[str, Any] | None  # fields of the descriptor with this base; None: the argument is the address
+    descriptors: DescriptorsByAddress | None  # descriptors with this base; None: the argument is the address
 
 
 class PreparedLaunch(NamedTuple):
@@ -44,15 +46,11 @@ class PreparedLaunch(NamedTuple):
     address_slots: tuple[AddressSlot, ...]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
-        self.start(*self.fill_addresses(addresses), stream=stream)
-
-    def fill_addresses(self, addresses: Sequence[int]) -> list[Any]:
-        """Return the arguments for tensors at these addresses."""
         arguments = self.arguments.copy()
-        for argument, tensor, offset, descriptor in self.address_slots:
+        for argument, tensor, offset, descriptors in self.address_slots:
             address = addresses[tensor] + offset
-            arguments[argument] = address if descriptor is None else _build_descriptor(descriptor, address)
-        return arguments
+            arguments[argument] = address if descriptors is None else descriptors.at(address)
+        self.start(*arguments, stream=stream)
 
 
 class _Address(NamedTuple):
@@ -62,6 +60,24 @@ class _Address(NamedTuple):
 
     def data_ptr(self) -> int:
         return self.address
+
+
+class DescriptorsByAddress:
+    """Descriptors that differ only in the address of their base. The allocator returns few different addresses."""
+
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        self._fields = {**vars(descriptor), "base": None}
+        self._built: dict[int, TensorDescriptor] = {}
+
+    def at(self, address: int) -> TensorDescriptor:
+        descriptor = self._built.get(address)
+        if descriptor is None:
+            if len(self._built) >= MAX_DESCRIPTORS:
+                self._built.clear()
+            descriptor = TensorDescriptor.__new__(TensorDescriptor)
+            vars(descriptor).update(self._fields, base=_Address(address))
+            self._built[address] = descriptor
+        return descriptor
 
 
 _prepared: dict[tuple[Any, ...], tuple[PreparedLaunch, ...] | None] = {}
@@ -86,8 +102,10 @@ def run(list_launches: Callable[..., Iterable[Launch]], *args: Any) -> None:
     if not tensors[0].numel():
         return
     addresses = [tensor.data_ptr() for tensor in tensors]
-    # The index shows which tensors share an address: this may differ from call to call.
-    key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
+    key += [address % ADDRESS_BYTES for address in addresses]
+    # Which tensors share an address may differ from call to call.
+    if len({*addresses}) < len(addresses):
+        key += [addresses.index(address) for address in addresses]
     device = tensors[0].device
     if not _can_replay(device):
         for launch in list_launches(*args):
@@ -142,7 +160,9 @@ def _run(
 def _add_to_signature(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
     """Append the properties of the arguments, without addresses, to `key`, and the tensors to `tensors`."""
     for value in args:
-        if isinstance(value, Tensor):
+        if value is None:  # the most frequent value, first to save time
+            key.append(None)
+        elif isinstance(value, Tensor):
             tensors.append(value)
             key += (value.dtype, value.shape, value.stride())
         elif isinstance(value, (tuple, list)):
@@ -162,15 +182,15 @@ def _prepare(
     arguments = [values[name] for name in launch.kernel.arg_names]
     address_slots = []
     for number, value in enumerate(arguments):
-        base, descriptor = value, None
+        base, descriptors = value, None
         if isinstance(value, TensorDescriptor):
-            base, descriptor = value.base, {**vars(value), "base": None}
+            base, descriptors = value.base, DescriptorsByAddress(value)
         if isinstance(base, Tensor):
             found = _locate(base, tensors, addresses)
             if found is None:
                 return None
             arguments[number] = None
-            address_slots.append(AddressSlot(number, *found, descriptor))
+            address_slots.append(AddressSlot(number, *found, descriptors))
     grid = (*launch.grid, 1, 1)[:3]
     return PreparedLaunch(compiled, compiled[grid], arguments, tuple(address_slots))
 
@@ -201,9 +221,3 @@ def _byte_range(x: Tensor) -> tuple[int, int]:
     begin = x.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1 if x.numel() else 0) * x.element_size()
-
-
-def _build_descriptor(descriptor: dict[str, Any], address: int) -> TensorDescriptor:
-    tensor_descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    vars(tensor_descriptor).update(descriptor, base=_Address(address))
-    return tensor_descriptor

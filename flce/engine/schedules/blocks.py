@@ -42,11 +42,9 @@ class Blocks(Deferred):
         return cls(statistics, _block_layout(c, size))
 
     def backward(self, ctx: PassContext) -> None:
-        for k in ctx.dx_terms:
-            ctx.allocate_dx(k, ctx.dtypes.sums)
+        ctx.start_dx_sums()
         compute_blocks(ctx, self.layout, 0, ctx.vocab_size)
-        for k in ctx.dx_terms:
-            ctx.set_dx_memory(k, ctx.unscale_and_round_to(ctx.dx_memory(k), ctx.problem.dtype))
+        ctx.finish_dx_sums()
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         return self.layout.rows, self.layout.block_widths(c.vocab_size)
@@ -112,7 +110,8 @@ class ChunksOfBlocks(Deferred):
         # The sum, R x H in float32, and the tile, R x C, have about the same size.
         cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
-        return ChunksOfBlocks(statistics_schedule(c, size, cols), size, cols)
+        # The tile for statistics may be as large as the tile and the sum together.
+        return ChunksOfBlocks(statistics_schedule(c, size, min(c.vocab_size, cols + cols // 2)), size, cols)
 
     def backward(self, ctx: PassContext) -> None:
         tile = ctx.start_gradient_tile(self.rows, self.cols)
@@ -162,9 +161,12 @@ class SeparatePasses(Deferred):
 
 def _block_layout(c: Case, cols: int) -> BlockLayout:
     """Return the layout of blocks of `cols` classes, and of more classes where the tile is borrowed."""
-    rows = c.chunk_rows
+    rows, dtypes = c.chunk_rows, c.dtypes(True)
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, c.default_chunk_entries // rows)
+    overlaps_logits = dtypes.has_wider_logits and not c.supports_fused_products and dtypes.can_overlap(rows, cols)
+    entry_size = dtypes.logits.itemsize // dtypes.logits_grad.itemsize if overlaps_logits else 1
+    max_borrowed_cols = c.default_chunk_entries // rows // entry_size
+    return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, max_borrowed_cols, entry_size)
 
 
 def compute_blocks(
@@ -179,7 +181,7 @@ def compute_blocks(
         for chunk in ctx.chunks(layout.rows):
             rows = chunk.stop - chunk.start
             if cols > layout.cols:  # The tile of this block is borrowed.
-                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols)
+                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols, layout.entry_size)
             dlogits = tile[:rows]
             ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
             if with_dx:

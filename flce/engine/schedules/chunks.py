@@ -57,7 +57,7 @@ class NormalizedChunks(Chunks):
         )
 
     def forward(self, ctx: PassContext) -> None:
-        tile, exponentials = ctx.start_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        tile, exponentials = ctx.start_exponentials_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
@@ -83,7 +83,7 @@ class DeferredChunks(Deferred):
         return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
 
     def backward(self, ctx: PassContext) -> None:
-        tile = ctx.start_gradient_tile(self.rows, ctx.vocab_size, has_all_logits=ctx.is_single_chunk(self.rows))
+        tile = ctx.start_gradient_tile(self.rows, ctx.vocab_size)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))

@@ -64,7 +64,7 @@ class E4M3Exponentials(E4M3Schedule):
 
     def forward(self, ctx: PassContext) -> None:
         rows, exponentials = self.chunks.tile_rows, Exponentials(ctx)
-        memory = ctx.start_gradient_tile(rows, ctx.vocab_size)
+        memory = ctx.start_exponentials_tile(rows, ctx.vocab_size)
         row_sums = ctx.new(rows, dtype=torch.float32) if exponentials.has_row_sums else None
 
         def compute_tile(tokens: slice) -> Tile:
@@ -89,8 +89,7 @@ class E4M3DeferredChunks(E4M3Schedule, Deferred):
         return cls(statistics_schedule(c, chunks.tile_rows, c.vocab_size), chunks)
 
     def backward(self, ctx: PassContext) -> None:
-        rows = self.chunks.tile_rows
-        memory = ctx.start_gradient_tile(rows, ctx.vocab_size, has_all_logits=ctx.is_single_chunk(rows))
+        memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
 
         def compute_tile(tokens: slice) -> Tile:
             dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))

@@ -70,7 +70,7 @@ class Unnormalized(Schedule):
 
     def _run_chunks(self, ctx: PassContext, stop: int) -> None:
         """Compute losses, dX, and dW of the classes before `stop`."""
-        tile, exponentials = ctx.start_gradient_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        tile, exponentials = ctx.start_exponentials_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
         dw_sums = build_dw_sums(ctx, self.rows, stop)
         for chunk in ctx.chunks(self.rows):
             xs = ctx.term_inputs(chunk)

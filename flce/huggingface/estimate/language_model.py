@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -153,11 +152,12 @@ def _media_kind(argument: str) -> str | None:
 
 
 def _text_token(config: Any) -> int:
-    """Return a token of ordinary text: not of padding, an end, or an image."""
+    """Return a token of ordinary text: not of padding, an end, or an image. If no class is left, return 0."""
     special = {
         value
         for part in (config, config.get_text_config(decoder=True))
         for name, value in vars(part).items()
         if isinstance(value, int) and name.endswith(("_token_id", "_token_index"))
     }
-    return next(token for token in itertools.count(1) if token not in special)
+    classes = getattr(config.get_text_config(decoder=True), "vocab_size", None) or 2
+    return next((token for token in range(1, classes) if token not in special), 0)

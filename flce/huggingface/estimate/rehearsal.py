@@ -8,6 +8,7 @@ allocate for themselves, and the plan of the fused loss.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import Counter
@@ -23,7 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flce.core import private
+from flce.core.sizes import MIB
 from flce.ops import linear_cross_entropy
+from flce.planning import search
 from flce.planning.device_kinds import DescribedDevice
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -138,8 +141,9 @@ class StepMeter(TorchDispatchMode):
         args = self._apply_autocast(args)
         try:
             result, plan = linear_cross_entropy.fake_outputs_and_plan(args, self.device)
-        except ValueError as error:
-            raise BudgetError(f"{error}") from None
+        except search.BudgetError as error:
+            least = math.ceil(100 * error.least / MIB) / 100
+            raise BudgetError(f"too small for {len(args[0][0]):,} tokens: give at least {least:.2f}MiB") from None
         *_, gradients, _unit, _token_weights = result
         for tensor in _tensors(result):
             self.track_storage(tensor, LOSS)

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
+from flce.huggingface.estimate.adapters import Lora, add_adapters, quantize_linear_layers
 from flce.huggingface.estimate.language_model import (
     StepInputs,
     format_in_one_line,
-    make_model,
     max_positions,
     shard_config,
 )
+from flce.huggingface.estimate.parallelism import Parallelism
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -95,6 +96,10 @@ class Training:
     shards: int = 1
     """The number of processes over which the embedding and the head are divided by classes."""
     sharding: Sharding | None = None
+    lora: Lora | None = None
+    load_in_4bit: bool = False
+    """True if the frozen linear layers except the head are stored in 4 bits. Needs `lora`."""
+    parallel: Parallelism = field(default_factory=Parallelism)
 
 
 @dataclass(frozen=True)
@@ -142,14 +147,21 @@ class LongestSequence:
 class TrainingMemory:
     """The memory of training steps of one model on a simulated GPU.
 
-    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs.
+    Raises ValueError if `make_model` or `StepInputs` of `language_model.py` cannot create a model or its inputs, and
+    AdapterError if PEFT cannot add the adapters.
     """
 
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
         self.training, self.device, self.config = training, device, config
         with _without_warnings():
             process_config = shard_config(config, training.shards) if training.shards > 1 else config
-            self.model: Any = make_model(process_config, training.dtype)
+            self.model: Any = training.parallel.make_model(process_config, training.dtype)
+            self.num_parameters = sum(p.numel() for p in self.model.parameters())
+            """Without adapters."""
+            if training.load_in_4bit:
+                quantize_linear_layers(self.model)
+            if training.lora is not None:
+                add_adapters(self.model, training.lora)
         self.inputs = StepInputs(self.model)
         head = self._head()
         if training.frozen_head and head is not None:
@@ -171,7 +183,7 @@ class TrainingMemory:
         """Sentences about missing features of the model, and about additional and omitted inputs of a step."""
         kind = type(self.model).__name__
         missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
-        return [*self.inputs.remarks, *missing_features]
+        return [*self.inputs.remarks, *missing_features, *self.training.parallel.remarks]
 
     @property
     def head_shape(self) -> tuple[int, int]:
@@ -188,16 +200,21 @@ class TrainingMemory:
         if key not in self._step_cache:
             try:
                 with _without_warnings(), self._apply_variant(variant):
-                    self._step_cache[key] = self._rehearse(length)
+                    self._step_cache[key] = self._rehearse(self.training.parallel.local_length(length))
             except BudgetError:
                 raise
             except Exception as error:  # the model's code may raise any exception
-                kind, sizes = type(self.model).__name__, f"{self.training.batch_size} x {length:,} tokens"
+                kind, positions = type(self.model).__name__, self.positions
+                if positions is not None and length > positions:
+                    raise StepError(f"a {kind} has {positions:,} positions, and {length:,} do not fit") from error
+                sizes = f"{self.training.batch_size} x {length:,} tokens"
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
         return self._step_cache[key]
 
-    def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
-        """Return the longest sequence that fits in ``memory`` bytes.
+    def find_longest(
+        self, variant: Variant, memory: int, start: int = 4096, on_try: Callable[[], object] = lambda: None
+    ) -> LongestSequence:
+        """Return the longest sequence that fits in ``memory`` bytes. ``on_try`` is called before each length is tried.
 
         A line through the last two lengths and peaks predicts the next length to try, after ``start``. The result is a
         length that was tried and fits. It uses 99% of the memory, or 1% more tokens do not fit or cannot be run.
@@ -208,10 +225,11 @@ class TrainingMemory:
         length, obstacle = start, None
         while high - low > max(1, low // 100):
             length = min(max(length, low + 1), high - 1)
+            on_try()
             try:
                 peak = self.step(length, variant).peak_bytes
             except (StepError, BudgetError) as error:
-                high, obstacle = length, format_in_one_line(error)
+                high, obstacle = length, f"--budget is {error}" if isinstance(error, BudgetError) else f"{error}"
                 likely = [n for n in (self.positions, (self.positions or 0) + 1) if n is not None and low < n < high]
                 length = likely[0] if likely else (low + high) // 2
                 continue
@@ -236,8 +254,12 @@ class TrainingMemory:
             # Autograd runs backward without function modes, so the recomputation enters a separate one.
             arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._checkpoint_contexts}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        gathered = (
+            contextlib.nullcontext() if variant.patched else self.training.parallel.gathered_logits(model, self.config)
+        )
         try:
-            yield
+            with gathered:
+                yield
         finally:
             if variant.checkpointing:
                 model.gradient_checkpointing_disable()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce.core.callers import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
@@ -266,6 +267,22 @@ class LazyBase:
 def is_lazy(value: Any) -> bool:
     """Return True if ``value`` is lazy logits of either kind."""
     return isinstance(value, LazyBase)
+
+
+def without_logits(outputs: Any) -> Any:
+    """Return the outputs without lazy logits, and warn if there are any."""
+    is_dict = isinstance(outputs, dict)
+    values = outputs.values() if is_dict else outputs if type(outputs) in (tuple, list) else ()
+    if not any(map(is_lazy, values)):
+        return outputs
+    find_caller().warn(
+        "nn.DataParallel would gather the logits of all GPUs on one GPU, so a model patched by flce returns no logits "
+        "in training with labels. Use torchrun or accelerate launch to train on several GPUs",
+        UserWarning,
+    )
+    if is_dict:
+        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
+    return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
 # The class of lazy logits in eager mode (False) and under `torch.compile` (True). `tensor` and `graphs` set it.

@@ -77,6 +77,10 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     has_plain_arguments = not kwargs and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
     if not has_plain_arguments:
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
+    if state.division is not None and state.is_dtensor:
+        local = state.division.local_argument
+        states = tuple([local(value) for value in states])
+        keyword_states = {name: local(value) for name, value in keyword_states.items()}
     try:
         result = operation.run(state, *states, **keyword_states)
     except NoLazyFormError:
@@ -96,7 +100,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         )
     if type(result) is not LazyState:
         register_results(state, (result,))
-        return result
+        return result if state.division is None else state.division.place_result(result)
     if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):
         note_bypassing_gradient(result.calls, result)  # a hook on the other logits would never run
     if result is state and (func is not torch.Tensor.contiguous or is_contiguous):

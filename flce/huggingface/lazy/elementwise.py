@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
 from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.wrappers import resolve_stand_in
@@ -84,6 +85,7 @@ def add(state: LazyState, other: Any) -> Any:
     require_lazy(
         isinstance(other, Tensor) and other.is_floating_point() and other.device == state.device == state.product_device
     )
+    require_lazy(state.division is None)
     require_lazy(0 < other.dim() <= state.ndim and other.numel() == state.vocab_size == other.shape[-1])
     require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     term = Term(None, None, other.reshape(-1))
@@ -98,12 +100,23 @@ def add(state: LazyState, other: Any) -> Any:
 
 def _add_adapter(state: LazyState, other: LazyState) -> Any:
     """Add the products of several layers for the same tokens."""
+    if state.division != other.division:
+        require_lazy(not (state.is_dtensor or other.is_dtensor))
+        state, other = _divided_as(state, other.division), _divided_as(other, state.division)
     require_lazy((state.shape, state.device) == (other.shape, other.device))
     require_lazy(state.autocast_dtype == other.autocast_dtype and state.product_device == other.product_device)
     terms = (*_as_terms(state), *_as_terms(other))
     calls = tuple({id(call): call for call in (*state.calls, *other.calls)}.values())
     dtype = torch.promote_types(state.dtype, other.dtype)
     return state.with_terms(terms, ops=(), normal_form=IDENTITY, dtype=dtype, calls=calls)
+
+
+def _divided_as(state: LazyState, division: HeadDivision | None) -> LazyState:
+    """Return the state with the classes of this process, if only the other state is divided: ``division``."""
+    if division is None or state.division is not None:
+        return state
+    terms = [term.map_tensors(division.slice_of, "weight", "bias") for term in state.terms]
+    return state.with_terms(terms, division=division)
 
 
 def subtract(state: LazyState, other: Any) -> Any:

@@ -85,6 +85,7 @@ def getitem(state: LazyState, index: Any) -> Any:
 
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:
+    require_lazy(state.division is None)
     require_lazy(state.normal_form.form == "logits")  # other forms depend on all classes
     require_lazy(not state.normal_form.has_normalizer)
     with state.gathered_weights():

@@ -18,6 +18,7 @@ from torch import Tensor
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
+from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import HeadCall, gather_weights
 from flce.huggingface.lazy.normal_form import (
     IDENTITY,
@@ -143,6 +144,8 @@ class LazyState:
         calls: the calls of the head and its adapters; empty under the compiler.
         token_vectors: the vector ``(..., 1)``, with one number for each token, of the operation with this name.
         is_single_class: whether one class is selected, so that the logits have no dimension of classes.
+        division: the division of the head over processes. Weights and biases of `terms` then have the classes of this
+            process. None: they have all classes.
     """
 
     terms: tuple[Term, ...]
@@ -155,6 +158,7 @@ class LazyState:
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     token_vectors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     is_single_class: bool = False
+    division: HeadDivision | None = None
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results from the same terms. States before and after elementwise operations share this dict."""
 
@@ -180,7 +184,8 @@ class LazyState:
         assert head.hidden is not None
         assert head.weight is not None
         tokens = head.hidden.shape[:-1]
-        return tokens if self.is_single_class else torch.Size((*tokens, head.weight.shape[0]))
+        vocab_size = head.weight.shape[0] if self.division is None else self.division.vocab_size
+        return tokens if self.is_single_class else torch.Size((*tokens, vocab_size))
 
     @property
     def ndim(self) -> int:
@@ -188,7 +193,12 @@ class LazyState:
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.shape[0] if self.division is None else self.division.vocab_size
+
+    @property
+    def is_dtensor(self) -> bool:
+        """True if the logits are a DTensor in stock."""
+        return self.division is not None and self.division.placement is not None
 
     @property
     def product_device(self) -> torch.device:
@@ -281,14 +291,23 @@ class LazyState:
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
         with self.gathered_weights(can_synchronize=True):
-            logits = self._sum_of_products(F.linear).to(self.device)
+            merge = None if self.division is None else self.division.merge_classes
+            logits = self._sum_of_products(F.linear, merge=merge).to(self.device)
             return logits.squeeze(-1) if self.is_single_class else logits
 
     def of_classes(self, index: Tensor) -> Tensor:
         """Compute the logits ``(..., K)`` of classes. ``index``: ``(..., K)`` for each token, or ``(K,)`` for all."""
-        index = index.to(self.product_device)
+        index, merge = index.to(self.product_device), None
+        if self.division is not None:
+            division = self.division
+            index, is_own = division.local_classes(index)
+
+            def merge(values: Tensor) -> Tensor:
+                return division.sum_over_processes(values.where(is_own, 0.0))
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self.division is not None and not len(weight):  # a process without classes
+                weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
             if index.dim() == 1:
                 return F.linear(hidden, weight[index], None if bias is None else bias[index])
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
@@ -296,7 +315,7 @@ class LazyState:
 
         self.note_values()
         with self.gathered_weights():
-            return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
+            return self._sum_of_products(product, lambda bias: bias[index], merge).to(self.device)
 
     def note_values(self) -> None:
         """Note that values are computed without the logits, so that their last bits may differ from real logits."""
@@ -307,9 +326,14 @@ class LazyState:
         self,
         product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         vector: Callable[[Tensor], Tensor] = lambda bias: bias,
+        merge: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
+        """Return the sum of all terms, with the operations on it. ``merge``: the function that computes the sum of a
+        divided head from the sum of this process."""
         total = None
         for term in self.resolved_terms:
+            if self.division is not None:
+                term = term.map_tensors(self.division.sum_gradient, "hidden")
             if term.hidden is None and term.bias is not None:
                 z = vector(term.bias)
             else:
@@ -317,11 +341,12 @@ class LazyState:
             z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
-        return self.apply_ops(total, self.ops)
+        return self.apply_ops(total if merge is None else merge(total), self.ops)
 
     def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Apply operations to logits or results of all tokens, with classes last."""
-        return replay(z, ops, self.map_token_vectors(lambda row: row.to(z.device)))
+        place = (lambda row: row) if self.division is None or type(z) is Tensor else self.division.place_result
+        return replay(z, ops, self.map_token_vectors(lambda row: place(row.to(z.device))))
 
     def normalizer(self) -> Tensor | float:
         """Return the logsumexp that was subtracted from each token's logits, of the tokens' shape, or 0.0."""
@@ -417,6 +442,8 @@ class LazyState:
                 products.append((hidden, weights))
         if len(products) > 1:
             spec["adapters"] = tuple(products[1:])
+        if self.division is not None:
+            spec |= self.division.group_arguments
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
             call.has_bypassing_gradient |= requires_grad
@@ -457,12 +484,15 @@ def head_state(
     bias: Tensor | None,
     settings: Settings | None = None,
     call: HeadCall | None = None,
+    division: HeadDivision | None = None,
 ) -> LazyState:
-    """Return the state of ``F.linear(hidden, weight, bias)``. ``call``: its record; None under the compiler."""
+    """Return the state of ``F.linear(hidden, weight, bias)``. ``call``: its record; None under the compiler.
+    ``division``: the division of the head, whose weight and bias have the classes of this process."""
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else autocast_operand_dtype(hidden.dtype, device.type)
-    state = LazyState((Term(hidden, weight, bias),), dtype, autocast, device, settings or Settings())
+    terms = (Term(hidden, weight, bias),)
+    state = LazyState(terms, dtype, autocast, device, settings or Settings(), division=division)
     return state if call is None else state.with_calls((call,))
 
 

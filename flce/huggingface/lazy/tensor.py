@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flce.core import private
+from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import gather_weights, run_wrapper_hooks
-from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase, View, materialize_and_report
+from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase, View, make_lazy, materialize_and_report
 from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_from_node
@@ -135,6 +136,61 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
 CLASS_BY_COMPILING[False] = LazyLogits
 
 
+class LazyDTensor(LazyLogits):
+    """Lazy logits of a divided head that are a DTensor in stock, sharded over classes or replicated."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class for ``isinstance``: Transformers and training loops test whether logits are a DTensor."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor
+
+    @property
+    def _division(self) -> HeadDivision:
+        assert self._state.division is not None
+        return self._state.division
+
+    @property
+    def device_mesh(self) -> Any:
+        return self._division.mesh
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        from torch.distributed.tensor import Shard
+
+        placement = self._division.placement
+        return (placement if placement.is_replicate() else Shard(self.dim() - 1),)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        """Return lazy logits with other placements, or a real DTensor if the placements do not divide the classes."""
+        from torch.distributed.tensor import Shard
+
+        (placement,) = self.placements if placements is None else placements
+        if placement.is_shard(self.dim() - 1):
+            placement = Shard(-1)
+        is_lazy_placement = placement.is_replicate() or placement.is_shard(-1)
+        if self._get_real() is None and is_lazy_placement and device_mesh in (None, self.device_mesh):
+            return self if self._division.placement == placement else self._with_placement(placement)
+        real = materialize_arguments(self, "DTensor.redistribute")
+        return real.redistribute(device_mesh, placements, **kwargs)
+
+    def to_local(self, **kwargs: Any) -> Any:
+        """Return the logits of all classes, lazy if they are replicated; else the real logits of this process."""
+        if self._get_real() is None and self.placements[0].is_replicate():
+            return self._with_placement(None)
+        return materialize_arguments(self, "DTensor.to_local").to_local(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        """Return lazy logits of all classes."""
+        if self._get_real() is None:
+            return self._with_placement(None)
+        return materialize_arguments(self, "DTensor.full_tensor").full_tensor(**kwargs)
+
+    def _with_placement(self, placement: Any) -> Any:
+        return make_lazy(replace(self._state, division=self._division.with_placement(placement)))
+
+
 class _LogitsNode(torch.autograd.Function):
     """The autograd function that creates a :class:`LazyLogits`, for code that skips ``__torch_function__``."""
 
@@ -146,7 +202,7 @@ class _LogitsNode(torch.autograd.Function):
             ctx.mark_dirty(lazy)
             return lazy
         logits: LazyLogits = private.make_wrapper_subclass(
-            LazyLogits,
+            LazyDTensor if state.division is not None and state.is_dtensor else LazyLogits,
             meta_tensor.shape,
             strides=meta_tensor.stride(),
             storage_offset=meta_tensor.storage_offset(),

@@ -110,8 +110,8 @@ def sum_over_vocabulary(
     else:
         _require_finite_bias(state)
         lse, entropy = state.lse_and_entropy()
-        value = -entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
-    value = -value if state.normal_form.is_negative else value
+        value = 0.0 - entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
+    value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
     return _with_kept_dim(state, value.to(state.device, state.dtype), keepdim)
 
 
@@ -120,13 +120,14 @@ def _sum_of_logprobs(state: LazyState) -> Tensor:
     require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
     # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
-        return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
+        return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * state.vocab_size
 
 
 def _require_finite_bias(state: LazyState) -> None:
     """Raise NoLazyFormError for an infinite bias on a CPU: stock computes 0 * -inf. On a GPU the host would wait."""
     if state.normal_form.is_clamped or torch.compiler.is_compiling() or state.product_device.type != "cpu":
         return
+    require_lazy(state.division is None or all([term.bias is None for term in state.terms]))  # noqa: C419 - faster
     with state.gathered_weights():
         require_lazy(all([term.bias is None or bool(term.bias.isfinite().all()) for term in state.resolved_terms]))  # noqa: C419
 

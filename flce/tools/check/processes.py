@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flce.core.options import ChunkOptions
 from flce.core.shard import all_gather, shard_bounds
+from flce.ops.dtensors import from_local
 from flce.testing.problem import run_fused, run_stock
 from flce.tools.check.checks import (
     DEFAULT_OPTIONS,
@@ -45,13 +46,30 @@ class SplitCheck(Check):
 
     options: ChunkOptions = DEFAULT_OPTIONS
     sequence_parallel: bool = False
+    dtensors: bool = False
 
     def ours(self) -> Results:
         names = {"x": "input", "w": "weight", "b": "bias"}
-        p = create_problem(self.inputs).map(lambda t, letter: self._shard(names[letter], t))
-        group, vocab_size = dist.group.WORLD, self.inputs.shape.vocab
-        p = p.with_(process_group=group, vocab_size=vocab_size, sequence_parallel=self.sequence_parallel)
-        return results_by_name(run_fused(p, options=self.options, grad_output=self.inputs.grad_output))
+        full = create_problem(self.inputs)
+        p = full.map(lambda t, letter: self._shard(names[letter], t))
+        settings: dict[str, Any] = {"options": self.options, "grad_output": self.inputs.grad_output}
+        if self.dtensors:
+            shapes = {"x": full.input.shape, "w": full.linear_weight.shape, "b": full.linear_weight.shape[:1]}
+            settings["place"] = lambda t, letter: self._dtensor(t, letter == "x", shapes[letter])
+        else:
+            group, vocab_size = dist.group.WORLD, self.inputs.shape.vocab
+            p = p.with_(process_group=group, vocab_size=vocab_size, sequence_parallel=self.sequence_parallel)
+        return results_by_name(run_fused(p, **settings))
+
+    def _dtensor(self, local: Tensor, is_input: bool, shape: torch.Size) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor import Shard as ShardPlacement
+
+        mesh = init_device_mesh(local.device.type, (dist.get_world_size(),))
+        dim = local.dim() - 2 if is_input else 0
+        is_replicated = is_input and not self.sequence_parallel
+        return from_local(local, shape, mesh, [Replicate() if is_replicated else ShardPlacement(dim)])
 
     def references(self) -> tuple[Results, Results]:
         stock = run_stock(create_problem(self.inputs), self.inputs.grad_output, processes=dist.get_world_size())
@@ -99,6 +117,8 @@ def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck
         ("reduction none", uneven, {**loss(reduction="none", softcap=6.0), "ignored": 0.3}, {}),
         ("sequence parallel", uneven, {}, {"sequence_parallel": True}),
         ("sequence parallel, chunks", even, {"ignored": 0.3}, {"sequence_parallel": True, "options": few}),
+        ("DTensors, bias", uneven, {**loss(z_loss=1e-3), "bias": True}, {"dtensors": True}),
+        ("DTensors, sequence parallel", even, {}, {"dtensors": True, "sequence_parallel": True}),
     ]
     found = []
     for dtype, (title, vocab, inputs, settings) in itertools.product(DTYPES, cases):

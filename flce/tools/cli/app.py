@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ app = typer.Typer(
     name="flce",
     help="The fused linear + cross-entropy loss: its backends, errors and memory on this machine.",
     no_args_is_help=True,
+    # Boxes of a narrow terminal would cut the names of options.
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= 80 else None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -22,7 +22,7 @@ MAX_REPORTED = 20  # wrong checks in a bug report
 
 def check(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the most important checks: about 20 s instead of up to two minutes.")
+        bool, typer.Option("--quick", help="Only the most important checks: about 10 s instead of one to two minutes.")
     ] = False,
     device: Annotated[
         str | None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
@@ -11,11 +13,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from flce.core.project import locate_page
-from flce.core.sizes import parse_bytes, parse_sizes, size_text
+from flce.core.sizes import MIB, parse_bytes, parse_sizes, size_text
 from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout, usage_error
 
 if TYPE_CHECKING:
@@ -41,7 +43,14 @@ NOTE = (
     "further memory: see {page}."
 )
 # Options of a training step. The plan of a loss alone does not have them.
-STEP_OPTIONS = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
+STEP_OPTIONS = (
+    *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
+    *("tp", "cp", "pp"),
+    *("lora", "lora_targets", "load_in_4bit"),
+)
+# Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
+USUAL_TRIES = 5
+LONG_SECONDS = 10
 
 
 def plan(
@@ -86,6 +95,19 @@ def plan(
         int | None,
         typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each layer (tensor parallelism).")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each sequence (context parallelism).")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Number of pipeline stages. Memory is printed for the last one.")] = 1,
+    lora: Annotated[
+        int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(metavar="LAYERS", help="all-linear, or q_proj,v_proj, say.", show_default="PEFT's of the model"),
+    ] = None,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="Linear layers but the head in 4 bits, by bitsandbytes.")
+    ] = False,
     budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Limit of the workspace of flce's loss.")] = None,
     json: Json = False,
 ) -> None:
@@ -96,6 +118,8 @@ def plan(
     import torch
 
     import flce
+    from flce.huggingface.estimate.adapters import Lora
+    from flce.huggingface.estimate.parallelism import Parallelism
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import kind_text, resolve_device
@@ -111,6 +135,15 @@ def plan(
         raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
     if sharding is not None and shards is not None:
         raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
+    if tp > 1 and (sharding is not None or shards is not None):
+        raise typer.BadParameter("give --tp without --sharding and --shards: flce plan does not support both at once")
+    if lora is None and (lora_targets is not None or load_in_4bit):
+        option = "--load-in-4bit" if load_in_4bit else "--lora-targets"
+        raise usage_error(option, "needs --lora: give a rank, such as 16")
+    if lora is not None and (sharding is not None or shards is not None or max(tp, cp, pp) > 1):
+        raise usage_error(
+            "--lora", "plans a step on one GPU: leave out --gpus, --sharding, --shards, --tp, --cp and --pp"
+        )
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -122,7 +155,8 @@ def plan(
         raise usage_error("--gpu-memory", f"is needed: flce has no memory size for a {device_kind}")
     budget_bytes = parse_option("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=budget_bytes) if budget_bytes is not None else None
-    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
+    divided_head = tp if tp > 1 else shards
+    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": divided_head}
     plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **settings)
     result: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
@@ -132,7 +166,9 @@ def plan(
         assert model is not None
         step_settings = optimizer.value, frozen_head, accumulation, options, shards or 1
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
-        training = Training(batch_size, weights, products, *step_settings, divided)
+        adapters = None if lora is None else Lora(lora, lora_targets)
+        parallel = Parallelism(tp, cp, pp)
+        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit, parallel)
         result |= _plan_steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
         print_json(result)
@@ -151,18 +187,29 @@ def _plan_loss(
     plan_loss: Callable[..., ChunkPlan],
     weight_grad: bool,
     shards: int | None,
+    gathers_logits: bool = False,
 ) -> dict[str, Any]:
-    """Return the plan of the loss alone. If the head is divided: of the process with the most classes."""
+    """Return the plan of the loss alone. If the head is divided: of the process with the most classes.
+    ``gathers_logits``: True if stock then has the logits of all classes."""
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
+    from flce.planning.search import BudgetError
 
     tokens, hidden, vocab = sizes
-    planned = parse_option("--budget", plan_loss, tokens, hidden, vocab, dtype)  # ValueError: the budget is too small
+    if shards is not None and shards > vocab:
+        raise usage_error("--shards", f"expected at most {vocab:,}, the classes of the head, got {shards:,}")
+    try:
+        planned = plan_loss(tokens, hidden, vocab, dtype)
+    except BudgetError as error:
+        least = math.ceil(100 * error.least / MIB) / 100
+        raise usage_error("--budget", f"is too small for this loss: give at least {least:.2f}MiB") from None
     return {
         "tokens": tokens,
         "hidden_size": hidden,
         "vocab_size": vocab,
         "shards": shards,
-        "stock_bytes": stock_loss_bytes(tokens, hidden, planned.case.vocab_size, dtype, weight_grad),
+        "stock_bytes": stock_loss_bytes(
+            tokens, hidden, vocab if gathers_logits else planned.case.vocab_size, dtype, weight_grad
+        ),
         "flce_bytes": planned.workspace_bytes,
         "collectives": [asdict(each) for each in planned.collectives],
         "plan": str(planned),
@@ -183,11 +230,15 @@ def _plan_steps(
         missing = "needs Transformers 5: pip install -U transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
+    from flce.huggingface.estimate.adapters import AdapterError
     from flce.huggingface.estimate.language_model import load_config
     from flce.huggingface.estimate.rehearsal import BudgetError
     from flce.huggingface.estimate.training_memory import MAX_TOKENS, StepError
 
-    measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    try:
+        measured = parse_option("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    except AdapterError as error:
+        raise usage_error("--lora, --lora-targets", f"{error}") from None
     variants = [each for each in measured.variants if checkpointing in (None, each.checkpointing)]
     kind = type(measured.model).__name__
     if not variants:
@@ -198,25 +249,31 @@ def _plan_steps(
         num_tokens = seq_len * training.batch_size
         raise usage_error("--seq-len", f"expected at most {MAX_TOKENS:,} tokens in a step, got {num_tokens:,}")
     vocab, hidden = measured.head_shape
-    if training.shards > 1:
+    parallel = training.parallel
+    shards = max(training.shards, parallel.tensor)
+    if shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
-    sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _plan_loss(
-        sizes, products, plan_loss, not training.frozen_head, training.shards if training.shards > 1 else None
-    )
+    sizes = training.batch_size * parallel.local_length(seq_len), hidden, vocab
+    settings = not training.frozen_head, shards if shards > 1 else None, parallel.tensor > 1
+    loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
     steps = []
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("")
-        for variant in variants:
-            progress.update(task, description=f"a step of the model without memory: {variant}")
+    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    begin = time.monotonic()
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("", total=len(variants) * USUAL_TRIES)
+        for number, variant in enumerate(variants):
+            bar.update(task, completed=number * USUAL_TRIES, description=f"a step of the model: {variant}")
             try:
                 step = measured.step(seq_len, variant)
-                longest = measured.find_longest(variant, memory, start=seq_len)
+                expected = (time.monotonic() - begin) * USUAL_TRIES * len(variants)
+                if number == 0 and expected > LONG_SECONDS:
+                    bar.console.print(f"This takes about {expected:.0f} s.")
+                longest = measured.find_longest(variant, memory, start=seq_len, on_try=lambda: bar.advance(task))
             except StepError as error:
-                raise usage_error("--model", f"{error}") from None
+                too_long = measured.positions is not None and seq_len > measured.positions
+                raise usage_error("--seq-len" if too_long else "--model", f"{error}") from None
             except BudgetError as error:
-                raise usage_error("--budget", f"{error}") from None
+                raise usage_error("--budget", f"is {error}") from None
             length = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
             steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **length})
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
@@ -224,7 +281,7 @@ def _plan_steps(
         "model": {
             "type": measured.config.model_type,
             "class": kind,
-            "parameters": sum(p.numel() for p in measured.model.parameters()),
+            "parameters": measured.num_parameters,
             "positions": measured.positions,
             "remarks": measured.remarks,
         },
@@ -235,8 +292,12 @@ def _plan_steps(
             "optimizer": training.optimizer,
             "accumulation": training.accumulation,
             "frozen_head": training.frozen_head,
+            "lora": None if training.lora is None else asdict(training.lora),
+            "trained_parameters": sum(p.numel() for p in measured.model.parameters() if p.requires_grad),
+            "load_in_4bit": training.load_in_4bit,
             "sharding": None if training.sharding is None else training.sharding.kind,
             "gpus": 1 if training.sharding is None else training.sharding.gpus,
+            "parallel": asdict(parallel),
         },
         "loss": loss,
         "steps": steps,
@@ -265,12 +326,19 @@ def _print_plan(result: dict[str, Any]) -> None:
         return
     training = result["training"]
     precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
+    if training["load_in_4bit"]:
+        precision = f"4 bits and {precision}"
+    if training["lora"]:
+        precision += f", LoRA of rank {training['lora']['rank']} ({_count_text(training['trained_parameters'])})"
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
     if training["sharding"]:
         batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
+    sizes = [f"{size} GPUs of {name} parallelism" for name, size in training["parallel"].items() if size > 1]
+    if sizes:
+        batch += f", divided over {', '.join(sizes)}: the memory of a GPU of the last stage"
     model = result["model"]
     console.print(
-        f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
+        f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, "
         f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: the memory of one process'}",
         soft_wrap=True,
     )
@@ -286,6 +354,14 @@ def _print_plan(result: dict[str, Any]) -> None:
     if any(step["patched"] and not step["fused"] for step in result["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) has the reason.", soft_wrap=True)
     console.print(result["note"], soft_wrap=True)
+
+
+def _count_text(parameters: int) -> str:
+    """Return a number of parameters in a unit that shows it."""
+    for unit, name in ((1e9, " billion"), (1e6, " million")):
+        if parameters >= unit / 10:
+            return f"{parameters / unit:.2f}{name} parameters"
+    return f"{parameters:,} parameters"
 
 
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:

@@ -1,0 +1,240 @@
+"""DTensors as arguments of the linear losses: local tensors for the call, and placements of the results.
+
+`functional` calls `run_on_local_tensors` if `input` and `linear_weight` are DTensors. One dimension of the mesh may
+divide the classes: its process group computes the loss. Other dimensions may divide the tokens: losses are summed over
+them after the call, and backward sums the gradients of the weights over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
+from flce.ops.arguments import adapters_by_name, check_shift, check_tensor, shift_target
+from flce.ops.vocabulary_parallel import is_dtensor
+
+# Arguments with one entry or row for each token, if they are tensors with dimensions.
+_TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature")
+
+
+def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return ``function(**arguments)`` for DTensors `input` and `linear_weight`. The function gets local tensors.
+
+    Args:
+        function: `flce.fused_linear_cross_entropy` or `flce.linear_logprobs`, which document the arguments.
+
+    Raises:
+        ValueError: placements do not fit, or another argument is a plain tensor that has no clear division.
+    """
+    for name in ("process_group", "vocab_size", "sequence_parallel"):
+        if arguments.get(name):
+            raise ValueError(f"{name} needs plain tensors: the placements of DTensors state how the head is divided")
+    input, linear_weight, target = (arguments[name] for name in ("input", "linear_weight", "target"))
+    layout = _make_layout(input, linear_weight)
+    adapters = [*adapters_by_name(arguments["adapters"]).items()]
+    adapter_inputs = [layout.local_input(*item) for item in adapters[::2]]
+    adapter_weights = [layout.local_weight(*item) for item in adapters[1::2]]
+    call = {
+        **arguments,
+        "input": layout.local_input("input", input),
+        "linear_weight": layout.local_weight("linear_weight", linear_weight),
+        "linear_bias": layout.local_weight("linear_bias", arguments["linear_bias"]),
+        "adapters": tuple(zip(adapter_inputs, adapter_weights, strict=True)),
+    }
+    call |= {name: _full_tensor(arguments[name]) for name in ("weight", "num_items") if name in arguments}
+    if target is not None and layout.token_dims:
+        call |= _shift_before_division(target, arguments, layout)
+    for name in _TOKEN_TENSORS:
+        if isinstance(call.get(name), Tensor) and call[name].dim():
+            call[name] = layout.local_tokens(name, call[name])
+    if layout.class_dim is not None:
+        group = layout.mesh.get_group(layout.class_dim)
+        call |= {"process_group": group, "vocab_size": len(linear_weight)}
+        call["sequence_parallel"] = not layout.input[layout.class_dim].is_replicate()
+    if layout.token_dims and call.get("reduction") == "mean" and call["num_items"] is None:
+        call |= _global_mean(call, layout)
+    result = function(**call)
+    is_reduced = arguments.get("reduction", "none") != "none"
+
+    def with_placements(name: str, value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        return (
+            layout.sum(value)
+            if is_reduced and name in ("loss", "z_loss")
+            else layout.result(value, input if target is None else target)
+        )
+
+    if isinstance(result, Tensor):
+        return with_placements("loss", result)
+    if isinstance(result, LinearLogprobsOutput):
+        return replace(result, **{name: with_placements(name, value) for name, value in vars(result).items()})
+    return type(result)(*itertools.starmap(with_placements, result._asdict().items()))
+
+
+class _Layout(NamedTuple):
+    """Division of a call over a mesh."""
+
+    mesh: Any
+    class_dim: int | None  # the dimension of the mesh that divides the classes
+    token_dims: tuple[int, ...]  # other dimensions of the mesh, which divide the tokens
+    input: tuple[Any, ...]  # placements of `input` in the call
+    tokens: tuple[Any, ...]  # placements of tensors of tokens in the call
+    weight: tuple[Any, ...]  # placements of `linear_weight`
+    shape: torch.Size  # of all tokens
+
+    def partial(self, placements: Sequence[Any]) -> list[Any]:
+        """Return placements for values that are sums over tokens, of which each process has a part."""
+        from torch.distributed.tensor import Partial
+
+        return [Partial() if k in self.token_dims else placement for k, placement in enumerate(placements)]
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum of 0-d tensors over the dimensions that divide the tokens. Each process calls backward on the
+        sum, so the gradient of its part is the gradient of the sum."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not self.token_dims:
+            return part
+        placements = self.partial([Replicate()] * self.mesh.ndim)
+        return wait_for(DTensor.from_local(part, self.mesh, placements, run_check=False).full_tensor())
+
+    def local_input(self, name: str, x: Any) -> Tensor:
+        return wait_for(self._require_dtensor(name, x, "input").redistribute(placements=self.input).to_local())
+
+    def local_weight(self, name: str, weight: Any) -> Tensor | None:
+        """Return the slice of this process. Its gradient is summed over the dimensions that divide the tokens."""
+        if weight is None:
+            return None
+        # Without this redistribute the gradient would stay Partial.
+        divided = self._require_dtensor(name, weight, "linear_weight").redistribute(placements=self.weight)
+        return wait_for(divided.to_local(grad_placements=self.partial(self.weight)))
+
+    def local_tokens(self, name: str, x: Any) -> Tensor:
+        """Return the entries of the tokens that this process has in the call."""
+        if name == "candidates" and x.dim() == 1:  # the same classes for all tokens
+            return _full_tensor(x)
+        if not is_dtensor(x) and not self.token_dims:
+            return x
+        placed = self._require_dtensor(name, x, "input")
+        return wait_for(placed.redistribute(placements=self.tokens).to_local())
+
+    def result(self, value: Tensor, like: Any) -> Tensor:
+        """Return a result of each token with the placements of `like`; a plain tensor if `like` is plain."""
+        if not is_dtensor(like):
+            return value
+        shape = (*self.shape, *value.shape[len(self.shape) :])
+        placed: Tensor = from_local(value, shape, self.mesh, self.tokens).redistribute(placements=like.placements)
+        return placed
+
+    def _require_dtensor(self, name: str, x: Any, like: str) -> Any:
+        check_tensor(name, x)
+        if not is_dtensor(x):
+            raise ValueError(f"{name} must be a DTensor on the mesh of {like}, got a plain tensor")
+        if x.device_mesh != self.mesh:
+            raise ValueError(f"{name} is on {x.device_mesh}, linear_weight is on {self.mesh}: one mesh is needed")
+        return x
+
+
+def _make_layout(input: Any, linear_weight: Any) -> _Layout:
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, last = linear_weight.device_mesh, input.dim() - 1
+
+    def is_shard(placement: Any, num_dims: int, ndim: int) -> bool:
+        """Return True for a Shard of one of the first ``num_dims`` dimensions of a tensor."""
+        return type(placement) is Shard and placement.dim % ndim < num_dims
+
+    class_dims = [k for k, p in enumerate(linear_weight.placements) if is_shard(p, 1, linear_weight.dim())]
+    others = [p for k, p in enumerate(linear_weight.placements) if k not in class_dims]
+    fits = len(class_dims) <= 1 and all(p.is_replicate() for p in others) and input.device_mesh == mesh
+    if not fits or not all(p.is_replicate() or is_shard(p, last, last + 1) for p in input.placements):
+        _refuse_placements(input, linear_weight)
+    class_dim = class_dims[0] if class_dims else None
+    placements = [*input.placements]
+    tokens = [Replicate() if k == class_dim else p for k, p in enumerate(placements)]
+    if class_dim is not None and not placements[class_dim].is_replicate():
+        # The operator gathers equal shares along the last dimension of tokens. DTensor gathers others.
+        dim = placements[class_dim].dim
+        shares = [mesh.size(k) for k, p in enumerate(placements) if not p.is_replicate() and p.dim == dim]
+        if dim != last - 1 or input.shape[dim] % torch.Size(shares).numel():
+            placements[class_dim] = Replicate()
+    token_dims = tuple(k for k, p in enumerate(tokens) if not p.is_replicate())
+    weight = tuple(linear_weight.placements)
+    return _Layout(mesh, class_dim, token_dims, tuple(placements), tuple(tokens), weight, input.shape[:-1])
+
+
+def _refuse_placements(input: Any, linear_weight: Any) -> NoReturn:
+    raise ValueError(
+        f"input has placements {input.placements} on {input.device_mesh}, linear_weight has {linear_weight.placements} "
+        f"on {linear_weight.device_mesh}. Both must be on one mesh. linear_weight must be Shard(0) on at most one "
+        "dimension of the mesh and Replicate() on the others. input must be Replicate(), or Shard of a dimension of "
+        "tokens, on each dimension of the mesh"
+    )
+
+
+def _shift_before_division(target: Any, arguments: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+    """Return the shifted target, and no shift: the next token of a process's last token may be in another process."""
+    from torch.distributed.tensor import Replicate
+
+    shift, ignore_index = check_shift(arguments["shift"], target), arguments["ignore_index"]
+    if not shift or not is_dtensor(target):  # `local_tokens` refuses a plain tensor
+        return {}
+    last = target.dim() - 1
+    placements = [p if p.is_replicate() or p.dim != last else Replicate() for p in layout.tokens]
+    local = wait_for(target.redistribute(placements=placements).to_local())
+    local = shift_target(local, shift, -100 if ignore_index is None else ignore_index)
+    return {"shift": 0, "target": from_local(local, target.shape, layout.mesh, placements)}
+
+
+def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+    """Return the arguments that divide the sum of this process's losses by the denominator of all tokens."""
+    target, weight = call["target"], call["weight"]
+    if target.is_floating_point() or (weight is not None and call["z_loss"]):
+        raise ValueError(
+            "reduction='mean' of tokens that are divided over a mesh supports neither class probabilities nor weight "
+            "together with z_loss: give reduction='sum' and num_items"
+        )
+    vocab_size = call["vocab_size"] or len(call["linear_weight"])
+    if weight is not None and weight.shape != (vocab_size,):
+        raise ValueError(f"weight must have shape {(vocab_size,)}, all classes, got {tuple(weight.shape)}")
+    valid = target != (-100 if call["ignore_index"] is None else call["ignore_index"])
+    counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1)]
+    count = counted.sum(dtype=accumulation_dtype(call["input"].dtype))
+    return {"reduction": "sum", "num_items": layout.sum(count)}
+
+
+def from_local(local: Tensor, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
+    """Return a contiguous DTensor of this shape. PyTorch cannot infer the shape if shares have unequal sizes."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _full_tensor(x: Any) -> Any:
+    return wait_for(x.full_tensor()) if is_dtensor(x) else x
+
+
+def wait_for(local: Any) -> Tensor:
+    """Return the tensor after its collective: a DTensor may contain the result of a collective that is still running.
+    In a graph of ``torch.compile`` there are none."""
+    waited: Tensor = local if type(local).__name__ != "AsyncCollectiveTensor" else _Wait.apply(local)
+    return waited
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        waited: Tensor = x.wait()
+        return waited
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

@@ -1,0 +1,291 @@
+"""Functions that `test_tensor_parallel.py` runs in every process: patched models whose head is divided by classes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    loss_parallel,
+    parallelize_module,
+)
+
+import flce
+from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning
+from tests.distributed.training import (
+    LOSSES,
+    STEPS,
+    adamw,
+    batch,
+    check_fused,
+    check_late_reads,
+    check_same,
+    device,
+    from_transformers,
+    gather_full,
+    shifted,
+    tiny_llama,
+    with_labels,
+    with_lora,
+)
+
+GATHERED = ColwiseParallel(output_layouts=Replicate())
+DTENSOR = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+
+
+def _mesh(*sizes: int) -> Any:
+    names = ("replicate", "shard", "tp")[-len(sizes) :]
+    return init_device_mesh(device().type, sizes, mesh_dim_names=names)
+
+
+def _pytorch(plan: Callable[[], dict[str, Any]], patch_first: bool = True) -> Callable[[Any], Any]:
+    def wrap(model: Any) -> Any:
+        mesh = _mesh(dist.get_world_size())
+        if not patch_first:
+            return flce.patch_model(parallelize_module(model, mesh, plan()))
+        return parallelize_module(flce.patch_model(model), mesh, plan())
+
+    return wrap
+
+
+def _transformers(**config: Any) -> Callable[[Any], Any]:
+    return lambda model: flce.patch_model(from_transformers(model, tp_plan="auto", **config))
+
+
+def _fsdp2(*sizes: int, reshard: bool) -> Callable[[Any], Any]:
+    """Divide the head over the last dimension of a mesh, and shard the model over the others."""
+
+    def wrap(model: Any) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = _mesh(*sizes)
+        parallelize_module(flce.patch_model(model), mesh["tp"], {"lm_head": GATHERED})
+        data = mesh[mesh.mesh_dim_names[:-1]]
+        for unit in (*model.model.layers, [model.model.norm, model.lm_head]):
+            fully_shard(unit, mesh=data, reshard_after_forward=reshard)
+        return fully_shard(model, mesh=data)
+
+    return wrap
+
+
+def _compiled_layers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    return _pytorch(lambda: {"lm_head": GATHERED})(model)
+
+
+def _checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable()
+    return _transformers(tp_size=2)(model)
+
+
+ADAPTED = "base_model.model.lm_head.base_layer"
+
+STYLES: dict[str, Callable[[Any], Any]] = {
+    "gathered": _pytorch(lambda: {"lm_head": GATHERED}),
+    "patched after": _pytorch(lambda: {"lm_head": GATHERED}, patch_first=False),
+    "DTensor": _pytorch(lambda: {"lm_head": DTENSOR}),
+    "adapted head": _pytorch(lambda: {ADAPTED: GATHERED}),
+    # The head waits for the gather of its input, which PyTorch starts without waiting.
+    "gathered input": _pytorch(
+        lambda: {
+            "model.norm": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
+            "lm_head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+    ),
+    "compiled layers": _compiled_layers,
+    "transformers": _transformers(tp_size=2),
+    "transformers, checkpointed": _checkpointed,
+    "transformers, 2 x 2": _transformers(tp_size=2, fsdp_size=2),
+    "2 x 2": _fsdp2(2, 2, reshard=False),
+    "2 x 2, resharded": _fsdp2(2, 2, reshard=True),
+    "2 x 1 x 2, resharded": _fsdp2(2, 1, 2, reshard=True),
+}
+
+
+def num_items(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(11, device=ids.device)).loss
+
+
+def lse_and_gather(model: Any, ids: Tensor) -> Tensor:
+    """Return a loss from the logits of the targets, which are computed in the processes that have their classes."""
+    logits, target = shifted(model(input_ids=ids).logits, ids)
+    values: Tensor = logits.logsumexp(-1) - logits.gather(-1, target[:, None]).squeeze(-1)
+    return values.mean()
+
+
+ALL_LOSSES = LOSSES | {"num_items": num_items, "lse and gather": lse_and_gather}
+
+
+def _train(model: Any, loss: str, ranks: range, style: str = "") -> dict[str, Any]:
+    """Return the mean losses of some steps with the batches of these ranks, and the gradients of the first step."""
+    optimizer, losses, gradients = adamw(model), [], {}
+    context = loss_parallel() if style == "DTensor" else contextlib.nullcontext()
+    for step in range(STEPS):
+        total = 0.0
+        for rank in ranks:
+            with context if rank == ranks[0] else contextlib.nullcontext():
+                value = ALL_LOSSES[loss](model, batch(rank, step)) / len(ranks)
+                value.backward()
+            total += gather_full(value).item()
+        if step == 0:
+            gradients = {name: gather_full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        context = loss_parallel() if style == "DTensor" else contextlib.nullcontext()
+    return {"losses": losses, "gradients": gradients}
+
+
+def divisible_sizes() -> dict[str, int]:
+    """Return sizes for Transformers' tensor parallelism, whose first versions need V to be divisible."""
+    is_old = Version(transformers.__version__) < Version("5.20")
+    return {"num_key_value_heads": 2} | ({"vocab_size": 98} if is_old else {})
+
+
+def compare(style: str, loss: str, trained: str = "all", **config: Any) -> None:
+    """Compare losses and gradients of a patched model under tensor parallelism with stock in one process."""
+    warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
+    torch._dynamo.reset()
+    stock = tiny_llama(**(divisible_sizes() if style.startswith("transformers") else {}), **config)
+    model = copy.deepcopy(stock)
+    if trained == "head":  # PEFT supports no adapter on a head that is divided already
+        stock, model = with_lora(trained)(stock), with_lora(trained)(model)
+    model = STYLES[style](model)
+    if trained == "backbone":  # PEFT draws the adapters of a divided layer for each process
+        stock = flce.unpatch_model(STYLES[style](stock))
+        stock, model = with_lora(trained)(stock), with_lora(trained)(model)
+    data_ranks = dist.get_world_size() // 2 if " x " in style else 1
+    mine = dist.get_rank() // 2 if data_ranks > 1 else 0
+    got, expected = _train(model, loss, range(mine, mine + 1), style), _train(stock, loss, range(data_ranks))
+    if data_ranks > 1:
+        losses = torch.tensor(got["losses"])
+        dist.all_reduce(losses)
+        got["losses"] = (losses / dist.get_world_size()).tolist()
+    check_same(got, expected, 1e-5)
+    check_fused(model, 0 if loss in ("materialized", "real logits") else STEPS)
+
+
+def transformers_details() -> None:
+    """Check evaluation, generation, late reads and `unpatch_model` of a model with Transformers' ``forward``."""
+    stock = tiny_llama(**divisible_sizes())
+    model = from_transformers(stock, tp_size=2, tp_plan="auto")
+    ids, original = batch(0, 0), model.lm_head.forward
+    flce.patch_model(model, on_materialize="raise")
+    assert flce.patch_model(model, on_materialize="raise").lm_head.forward is not original
+    expected = stock(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        outputs = model.eval()(input_ids=ids, labels=ids)
+        torch.testing.assert_close(outputs.loss, expected.loss)
+        assert torch.equal(outputs.logits.argmax(-1), expected.logits.argmax(-1))
+        assert not flce.huggingface.lazy.is_lazy(model(input_ids=ids).logits)
+        with flce.huggingface.lazy_logits(model):
+            logits = model(input_ids=ids).logits[:, 1:]
+            torch.testing.assert_close(logits.logsumexp(-1), expected.logits[:, 1:].logsumexp(-1))
+            settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids[:1], **settings), stock.eval().generate(ids[:1], **settings))
+    check_fused(model, 3)
+    flce.patch_model(model.train(), on_materialize="ignore")
+    check_late_reads(model, expected.logits.detach(), Tensor.backward, adamw(model).step, rank=0)
+    flce.patch_model(model, on_materialize="raise")
+    with pytest.raises(MaterializedLogitsError, match=r"torch.Tensor.square"):
+        model(input_ids=ids).logits.square()
+    flce.unpatch_model(model)
+    assert model.lm_head.forward is original
+    assert type(model(input_ids=ids).logits) is Tensor
+
+
+def dtensor_logits() -> None:
+    """Check that logits are a DTensor where stock's are, and their placements."""
+    stock = tiny_llama(vocab_size=97)
+    model = STYLES["DTensor"](copy.deepcopy(stock))
+    flce.patch_model(model, on_materialize="ignore")
+    ids = batch(0, 0)
+    expected = stock(input_ids=ids).logits
+    logits: Any = model(input_ids=ids).logits
+    assert isinstance(logits, DTensor)
+    assert isinstance(logits, Tensor)
+    assert (logits.placements, tuple(logits.shape)) == ((Shard(2),), tuple(expected.shape))
+    flat: Any = logits.flatten(0, 1)
+    assert flat.placements == (Shard(1),)
+    assert logits.redistribute(placements=[Shard(-1)]) is logits
+    with loss_parallel():
+        loss: Any = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        assert isinstance(loss, DTensor)
+        loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(expected.flatten(0, 1), ids.flatten()))
+    best = logits.argmax(-1)
+    assert isinstance(best, DTensor)
+    assert torch.equal(best.full_tensor(), expected.argmax(-1))
+    full: Any = logits.full_tensor()
+    assert not isinstance(full, DTensor)
+    torch.testing.assert_close(full.logsumexp(-1), expected.logsumexp(-1))
+    assert not flce.report(model).materialized
+    torch.testing.assert_close(full.materialize(), expected)
+    local = model(input_ids=ids).logits.to_local()
+    torch.testing.assert_close(local, expected.chunk(2, -1)[dist.get_rank()])
+    by_token = model(input_ids=ids).logits.redistribute(placements=[Shard(0)])
+    torch.testing.assert_close(by_token.to_local(), expected.chunk(2)[dist.get_rank()])
+    assert len(flce.report(model).materialized) == 3
+    assert "LazyLogits" in repr(model(input_ids=ids).logits)
+
+
+def memory() -> None:
+    """Check that no process allocates logits, of all classes or of its own."""
+    model = tiny_llama(vocab_size=16001, num_hidden_layers=1)
+    model = STYLES["gathered"](model)
+    flce.patch_model(model, options=flce.ChunkOptions(max_workspace_bytes=1 << 20), on_materialize="raise")
+    ids = torch.arange(400, device=device())[None] % 97
+    with_labels(model, ids).backward()
+    model.zero_grad()
+    peak = flce.profile_memory(lambda: with_labels(model, ids).backward(), device=device()).peak
+    gradients = sum(p.numel() * 4 for p in model.parameters()) - 16001 * 32 * 2
+    assert peak < gradients + (5 << 20) < 16001 * 400 * 2, peak  # half of the logits in float32
+
+
+class Head(nn.Module):
+    """Embedding and head with few classes, of which some processes have none."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(classes, 32), nn.Linear(32, classes)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(logits=self.lm_head(self.embedding(input_ids)))
+
+
+def few_classes() -> None:
+    """Check a head with a bias, and processes without classes."""
+    for loss, classes in itertools.product(("own loss", "lse and gather", "entropies", "real logits"), (3, 9)):
+        torch.manual_seed(0)
+        stock = Head(classes).to(device())
+        model = parallelize_module(copy.deepcopy(stock), _mesh(dist.get_world_size()), {"lm_head": GATHERED})
+        flce.patch_model(model, on_materialize="ignore")
+        ids = batch(0, 0) % classes
+        values = [ALL_LOSSES[loss](each, ids) for each in (model, stock)]
+        torch.testing.assert_close(*values)
+        for value in values:
+            value.backward()
+        for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
+            assert got.grad is not None
+            torch.testing.assert_close(gather_full(got.grad), expected.grad, rtol=1e-4, atol=1e-6)
+        assert flce.report(model).fused, loss
