@@ -26,6 +26,8 @@ flce.patch_model(model)
 
 tokens = tokenizer(Path(text).read_text(), return_tensors="pt").input_ids.to(device)
 sequences = [ids for ids in tokens.split(SEQUENCE_LENGTH, dim=1) if ids.shape[1] > 1]  # one token predicts nothing
+if not sequences:
+    sys.exit(f"{text} has fewer than two tokens: give a longer text")
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 for step, ids in enumerate(sequences, 1):
     loss = model(ids, labels=ids, use_cache=False).loss

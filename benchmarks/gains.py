@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import tables
@@ -19,7 +19,8 @@ from flce.core.sizes import GIB
 
 Figure = Callable[[Entry, BenchResult], str]  # the text of a result, NONE without a figure
 LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
-IN_A_MODEL = {"ours-liger-layers": "flce with Liger's layers", "liger": "all of Liger", **LIGERS_LOSS}
+IN_A_MODEL = {"liger": "all of Liger", **LIGERS_LOSS}
+OURS_IN_A_MODEL = {"ours-liger-layers": "with Liger's layers"}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
     "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
@@ -57,6 +58,8 @@ class Gain:
     figure: Figure
     others: Mapping[str, str]
     case: Mapping[str, object]
+    variants: Mapping[str, str] = field(default_factory=dict)
+    """Other contenders of flce, by the name of the contender."""
 
     def row(self, folder: Path, link: str) -> list[str]:
         run = self.benchmark.load(folder / self.file)
@@ -64,32 +67,35 @@ class Gain:
         found = {name: self.figure(entry, entry.by_name(contender)) for contender, name in self.others.items()}
         others = ", ".join(f"{name} {figure}" for name, figure in found.items() if figure != NONE)
         source = f"[{device_of(run)}, {run.head['date'][:10]}]({link}/{self.file})"
-        return [self.title, self.figure(entry, entry.by_name(OURS)), others, source]
+        variants = [f"{name} {self.figure(entry, entry.by_name(ours))}" for ours, name in self.variants.items()]
+        return [self.title, ", ".join([self.figure(entry, entry.by_name(OURS)), *variants]), others, source]
 
 
 def device_of(run: Run) -> str:
     return str(run.head["device"]["name"]).removeprefix("NVIDIA ").partition(" ")[0]
 
 
-LLAMA, HEAD = "Llama-3.2-1B", {"shape": (4096, 4096, 128256)}
-TITLE_OF_HEAD = "The head alone, 4096 x 4096 x 128256"
+LLAMA, QWEN, HEAD = "Llama-3.2-1B", "Qwen3-0.6B", {"shape": (4096, 4096, 128256)}
+LONGEST_SEQUENCE = f"Longest sequence of {LLAMA} on a card of 24 GB"
+TITLE_OF_HEAD = "Head of 4096 x 4096 x 128256"
 CARD = SMALL_CARD, "small-card-h100.json", LONGEST, LIGERS_LOSS
 STEP = MODEL, "model-h200-pages.json"
 ONE_HEAD = OPERATOR, "h200-curve.json"
 FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
+FULL_QWEN = {**FULL, "model": QWEN}
 GAINS = (
-    Gain(f"Longest sequence of {LLAMA} in 23 GiB, tokens", *CARD, FULL),
-    Gain("the same without checkpointing", *CARD, {**FULL, "checkpointing": False}),
-    Gain(f"Training step of {LLAMA}, 4 x 8192 tokens, tokens/s", *STEP, SPEED, IN_A_MODEL, FULL),
-    Gain("its peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL),
-    Gain("Training step of Qwen3-0.6B, tokens/s", *STEP, SPEED, IN_A_MODEL, {**FULL, "model": "Qwen3-0.6B"}),
-    Gain("its peak memory, GiB", *STEP, PEAK, IN_A_MODEL, {**FULL, "model": "Qwen3-0.6B"}),
-    Gain(f"{TITLE_OF_HEAD}, time over the bare products", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
-    Gain("its workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
-    Gain("relative error of its gradients against float64", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
-    Gain("the same head beside the newest kernels, time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
+    Gain(f"{LONGEST_SEQUENCE}, tokens", *CARD, FULL),
+    Gain(f"{LONGEST_SEQUENCE} without checkpointing, tokens", *CARD, {**FULL, "checkpointing": False}),
+    Gain(f"{LLAMA}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
+    Gain(f"{LLAMA}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
+    Gain(f"{QWEN}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
+    Gain(f"{QWEN}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
+    Gain(f"{TITLE_OF_HEAD}: relative time", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
+    Gain(f"{TITLE_OF_HEAD}: workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
+    Gain(f"{TITLE_OF_HEAD}: relative error of the gradients", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
+    Gain(f"{TITLE_OF_HEAD}, newest kernels: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
-        "Log-probabilities and entropies, 8192 x 4096 x 128256, time over the bare products",
+        "Log-probabilities and entropies, 8192 x 4096 x 128256: relative time",
         *(LOGPROBS, "h100-logprobs-1.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
     ),
     Gain(

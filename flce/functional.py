@@ -27,7 +27,6 @@ from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops import dtensors, unfused
 from flce.ops.arguments import (
-    PLAIN_TENSORS,
     LinearArguments,
     check_linear_arguments,
     check_logits_arguments,
@@ -154,9 +153,9 @@ def fused_linear_cross_entropy(
     `input`, `linear_weight`, `linear_bias` and `adapters` may be DTensors on one mesh. Then no `process_group` is
     given. `linear_weight`, `linear_bias` and the B of `adapters` are ``Shard(0)`` on at most one dimension of the mesh
     and ``Replicate()`` on the others. `input` is ``Replicate()``, or ``Shard`` of a dimension of tokens, on each
-    dimension. `target` and other tensors of tokens are DTensors with any placements, or plain tensors if no other
-    dimension than that of the classes divides the tokens. The loss is a plain tensor, over all tokens of the mesh, and
-    results of each token have the placements of `target`. Gradients have the placements of their tensors.
+    dimension. `target` and other tensors of tokens are DTensors with any placements. They may be plain tensors if only
+    the dimension that divides the classes divides the tokens, or none. The loss is a plain tensor, over all tokens of
+    the mesh. Results of each token have the placements of `target`. Gradients have the placements of their tensors.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
@@ -179,7 +178,7 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    if type(linear_weight) not in PLAIN_TENSORS and is_dtensor(linear_weight) and is_dtensor(input):
+    if is_dtensor(linear_weight) and is_dtensor(input):
         return dtensors.run_on_local_tensors(
             fused_linear_cross_entropy, input=input, linear_weight=linear_weight, target=target,
             linear_bias=linear_bias, adapters=adapters, weight=weight, reduction=reduction, ignore_index=ignore_index,
@@ -338,7 +337,7 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    if type(linear_weight) not in PLAIN_TENSORS and is_dtensor(linear_weight) and is_dtensor(input):
+    if is_dtensor(linear_weight) and is_dtensor(input):
         return dtensors.run_on_local_tensors(
             linear_logprobs, input=input, linear_weight=linear_weight, target=target, candidates=candidates,
             top_k=top_k, outputs=outputs, linear_bias=linear_bias, adapters=adapters, temperature=temperature,

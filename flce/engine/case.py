@@ -128,10 +128,11 @@ class Dtypes:
         return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= SINGLE_PRODUCT_BYTES
 
     def can_overlap(self, rows: int, cols: int) -> bool:
-        """Return True if gradients overwrite the logits of a tile of this size. The tile must be small, and not so
-        narrow that most of it is padding."""
+        """Return True if gradients overwrite the logits of a tile of this size, which have more bytes. The tile must be
+        small, and not so narrow that most of it is padding."""
         is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
-        return is_small and (cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols))
+        is_wide = cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols)
+        return self.has_wider_logits and is_small and is_wide
 
     def logits_per_block(self, rows: int, cols: int) -> int:
         """Return the number of logits of a block for a tile of this size, at most half of the tile's bytes."""

@@ -180,7 +180,7 @@ class PassContext:
         """Allocate a tile for gradients of logits. If logits have more bytes, a small tile has the size of its logits,
         which their gradients overwrite (`Dtypes.can_overlap`). A larger tile has blocks, see
         `start_exponentials_tile`."""
-        if self._has_blocks and self.dtypes.can_overlap(rows, cols):
+        if not self.in_registers and self.dtypes.can_overlap(rows, cols):
             self._overlaps_logits = True
             return self.new_overlapping_tiles(rows, cols)[1]
         return self.start_exponentials_tile(rows, cols)
@@ -189,12 +189,9 @@ class PassContext:
         """Allocate a tile for exponentials. If logits have more bytes, set the size of the blocks in which
         `compute_logit_blocks` computes logits."""
         self._overlaps_logits = False
-        self._logits_per_block = self.dtypes.logits_per_block(rows, cols) if self._has_blocks else 0
+        has_blocks = self.dtypes.has_wider_logits and not self.in_registers
+        self._logits_per_block = self.dtypes.logits_per_block(rows, cols) if has_blocks else 0
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
-
-    @property
-    def _has_blocks(self) -> bool:
-        return self.dtypes.has_wider_logits and not self.in_registers
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
         """Return some rows of the input of each term, (rows, H). If they are gathered, the rows of the previous call

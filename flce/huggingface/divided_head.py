@@ -8,7 +8,7 @@ a DTensor, and expect a DTensor of its logits; `HeadDivision.placement` is the p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,9 +38,6 @@ class HeadDivision:
     @property
     def group_arguments(self) -> dict[str, Any]:
         return {"process_group": self.mesh.get_group(), "vocab_size": self.vocab_size}
-
-    def with_placement(self, placement: Any) -> HeadDivision:
-        return replace(self, placement=placement)
 
     def merge_classes(self, local: Tensor) -> Tensor:
         """Return the logits with the `placement`, from the logits of each process's classes."""
@@ -79,12 +76,6 @@ class HeadDivision:
         is_own = (index >= start) & (index < stop)
         return (index - start).where(is_own, 0), is_own
 
-    def local_argument(self, value: Any) -> Any:
-        """Return the values of an argument that is a replicated DTensor, or the argument if it is not a DTensor."""
-        if is_dtensor(value) and all(placement.is_replicate() for placement in value.placements):
-            return value.to_local()
-        return value
-
     def place_result(self, value: Any) -> Any:
         """Return a result of all classes as stock does: a DTensor if the logits are a DTensor."""
         from torch.distributed.tensor import DTensor, Replicate
@@ -94,11 +85,15 @@ class HeadDivision:
         return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
 
 
-def is_divided(weight: Any) -> bool:
-    """Return True if the weight of a head is divided by classes, in a way that lazy logits support."""
+def is_divided(weight: Any, bias: Any) -> bool:
+    """Return True if weight and bias of a head are divided by classes, in a way that lazy logits support."""
     from torch.distributed.tensor import Shard
 
-    return is_dtensor(weight) and [(type(p), p.is_shard(0)) for p in weight.placements] == [(Shard, True)]
+    return all(
+        is_dtensor(x) and [(type(p), p.is_shard(0)) for p in x.placements] == [(Shard, True)]
+        for x in (weight, bias)
+        if x is not None
+    )
 
 
 def divide_head(hidden: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tensor, Tensor | None], HeadDivision]:
@@ -128,6 +123,10 @@ class HeadProductMode(TorchFunctionMode):
     def __init__(self, replace: Callable[..., Any]) -> None:
         super().__init__()
         self._replace = replace
+        self.has_replaced = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._replace(*args) if func is F.linear and not kwargs else func(*args, **(kwargs or {}))
+        if func is not F.linear or kwargs:
+            return func(*args, **(kwargs or {}))
+        self.has_replaced = True
+        return self._replace(*args)

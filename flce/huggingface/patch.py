@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import threading
 import weakref
 from collections import Counter
@@ -41,11 +40,22 @@ from flce.huggingface.find_heads import (
     vocabulary_sizes,
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
+from flce.huggingface.labels import find_labels_slice, has_labels
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import EVALUATION, HEAD_NOT_CALLED, MaterializedLogitsError, Report, Usage, format_unpatched
+from flce.huggingface.usage import (
+    COMPILED_DTENSOR,
+    DIVIDED_DIFFERENTLY,
+    EVALUATION,
+    HEAD_NOT_CALLED,
+    LINEAR_REPLACED,
+    MaterializedLogitsError,
+    Report,
+    Usage,
+    format_unpatched,
+)
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import check_options
 from flce.ops.vocabulary_parallel import is_dtensor
@@ -185,11 +195,15 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 or is_partitioned(weight)
                 or (is_distributed and not (patch.compiled_call_has_labels or patch.running_calls))
             ):
+                if is_dtensor(weight) and torch.is_grad_enabled():
+                    patch.usage.trained_stock_reason = COMPILED_DTENSOR
                 return F.linear(input, weight, bias)
             patch.usage.is_compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        if is_dtensor(input) and is_divided(weight):
-            return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
+        if is_dtensor(weight):
+            if is_dtensor(input) and is_divided(weight, bias):
+                return _lazy_divided_logits(self, patch, (weight, bias), input, weight, bias)
+            reason = DIVIDED_DIFFERENTLY
         model = _thread_state.running_model
         reason = reason_wrapper_not_lazy(model, weight) or reason
         if reason is not None:
@@ -225,7 +239,7 @@ def _patch_instance_forward(head: Any) -> None:
     def divided_forward(*args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = head.__dict__.get("_flce")
         weight, bias = head._parameters["weight"], head._parameters.get("bias")
-        if patch is None or torch.compiler.is_compiling() or is_exporting_or_tracing() or not is_divided(weight):
+        if patch is None or torch.compiler.is_compiling() or is_exporting_or_tracing() or not is_divided(weight, bias):
             return original(*args, **kwargs)
         _thread_state.is_head_called = True
         if not patch.must_return_lazy(head):
@@ -235,10 +249,15 @@ def _patch_instance_forward(head: Any) -> None:
             return logits
         previous, _thread_state.head_in_mode = _thread_state.head_in_mode, head
         try:
-            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))):
-                return original(*args, **kwargs)
+            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
+                logits = original(*args, **kwargs)
         finally:
             _thread_state.head_in_mode = previous
+        if not mode.has_replaced:
+            _raise_if_stock_forbidden(patch, LINEAR_REPLACED)
+            if torch.is_grad_enabled():
+                patch.usage.count_stock(logits, LINEAR_REPLACED)
+        return logits
 
     divided_forward._flce_original = original  # type: ignore[attr-defined]
     head.forward = divided_forward
@@ -246,9 +265,7 @@ def _patch_instance_forward(head: Any) -> None:
 
 def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Return ordinary logits from a call that had to return lazy logits. Count the ``reason``, or raise."""
-    _raise_if_stock_forbidden(
-        patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
-    )
+    _raise_if_stock_forbidden(patch, reason)
     _thread_state.runs_stock = True
     try:
         logits = F.linear(input, weight, bias)
@@ -259,9 +276,11 @@ def _run_stock_head(patch: _Patch, reason: str, input: Tensor, weight: Tensor, b
     return logits
 
 
-def _raise_if_stock_forbidden(patch: _Patch, message: str) -> None:
+def _raise_if_stock_forbidden(patch: _Patch, reason: str) -> None:
     if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
-        raise MaterializedLogitsError(message)
+        raise MaterializedLogitsError(
+            f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+        )
 
 
 def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
@@ -274,9 +293,7 @@ def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
     ]
     if not real_outputs:
         return
-    _raise_if_stock_forbidden(
-        patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {HEAD_NOT_CALLED}"
-    )
+    _raise_if_stock_forbidden(patch, HEAD_NOT_CALLED)
     trained = [value for value in real_outputs if value.requires_grad]
     if trained:
         patch.usage.count_stock(trained[0], HEAD_NOT_CALLED)
@@ -287,7 +304,7 @@ def _report_head_not_called(model: Any, patch: _Patch, outputs: Any) -> None:
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     forward = original.forward
-    labels_slice = _find_labels_slice(forward)
+    labels_slice = find_labels_slice(forward)
 
     @functools.wraps(forward)
     def patched_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +313,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             previous = patch.compiled_call_has_labels
-            patch.compiled_call_has_labels = _has_labels(args, kwargs, labels_slice)
+            patch.compiled_call_has_labels = has_labels(args, kwargs, labels_slice)
             try:
                 return forward(self, *args, **kwargs)
             finally:
@@ -366,7 +383,7 @@ def _wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) ->
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.running_calls:
                 must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (must_be_lazy or _has_labels(args, kwargs, labels_slice)) and can_break_graph():
+                if (must_be_lazy or has_labels(args, kwargs, labels_slice)) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
@@ -411,13 +428,16 @@ class _Call:
 
     @skip_frame_and_callees
     def note_labels(self, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
-        if _has_labels(args, kwargs, labels_slice):
+        if has_labels(args, kwargs, labels_slice):
             self.has_labels = True
             _thread_state.patches_with_labels |= {id(self.patch)}
 
     @skip_frame_and_callees
     def convert_outputs(self, outputs: Any) -> Any:
         self.has_converted = True
+        if self.patch.usage.trained_stock_reason == COMPILED_DTENSOR:  # a graph cannot warn
+            _raise_if_stock_forbidden(self.patch, COMPILED_DTENSOR)
+            self.patch.usage.warn_if_not_fused()
         outputs = self._as_tensors(outputs)
         # `torch.nn.DataParallel` runs replicas of the model, and gathers their outputs on one GPU.
         is_gathered = self.has_labels and getattr(self.model, "_is_replica", False) and torch.is_grad_enabled()
@@ -452,24 +472,6 @@ class _Call:
         vars(_thread_state).clear()
         vars(_thread_state).update(self.previous_thread_state)
         self.patch.change_counts(running_calls=-1)
-
-
-def _has_labels(args: Any, kwargs: Any, labels_slice: slice | None) -> bool:
-    """Return True if a call of a model has labels, as an argument or as a key of a batch that is a mapping."""
-    if labels_slice is None:  # the call of a wrapper, whose model gets the labels
-        return False
-    for labels in (kwargs.get("labels"), *args[labels_slice]):
-        if labels is not None:
-            return True
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
-    return any(batch.get("labels") is not None for batch in batches)
-
-
-def _find_labels_slice(forward: Callable[..., Any]) -> slice:
-    """Return a slice of the positional arguments after ``self`` that contains only ``labels``, or an empty slice."""
-    parameters = inspect.signature(forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
 @skip_frame_and_callees
@@ -594,8 +596,10 @@ def unpatch_model(model: ModelT) -> ModelT:
             del module._flce
             restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
             forward: Any = module.__dict__.get("forward")
-            if hasattr(forward, "_flce_original"):
-                module.forward = forward._flce_original
+            original = getattr(forward, "_flce_original", None)
+            # `functools.update_wrapper` copies the attribute to a wrapper, such as Accelerate's, which must stay.
+            if original is not None and forward.__wrapped__ is original:
+                module.forward = original
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]

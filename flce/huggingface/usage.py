@@ -24,6 +24,15 @@ HEAD_NOT_CALLED = (
     "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
     "forward is set on the layer, or the model computes its loss by itself"
 )
+COMPILED_DTENSOR = (
+    "the compiled head is divided by tensor parallelism. Compile the layers: for layer in model.model.layers: "
+    "layer.compile()"
+)
+LINEAR_REPLACED = (
+    "torch.nn.functional.linear is another function, so the product of the divided head was not found. DeepSpeed's "
+    "zero.Init replaces it for the rest of the process"
+)
+DIVIDED_DIFFERENTLY = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
 _LOGITS_UNUSED = (
     "no loss was computed from the model's logits. The trainer may call another kernel instead of the head, as TRL's "
     "trainers do since version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the "

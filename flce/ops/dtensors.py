@@ -47,7 +47,7 @@ def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
         "linear_bias": layout.local_weight("linear_bias", arguments["linear_bias"]),
         "adapters": tuple(zip(adapter_inputs, adapter_weights, strict=True)),
     }
-    call |= {name: _full_tensor(arguments[name]) for name in ("weight", "num_items") if name in arguments}
+    call |= {name: full_tensor(arguments[name]) for name in ("weight", "num_items") if name in arguments}
     if target is not None and layout.token_dims:
         call |= _shift_before_division(target, arguments, layout)
     for name in _TOKEN_TENSORS:
@@ -65,11 +65,9 @@ def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
     def with_placements(name: str, value: Tensor | None) -> Tensor | None:
         if value is None:
             return None
-        return (
-            layout.sum(value)
-            if is_reduced and name in ("loss", "z_loss")
-            else layout.result(value, input if target is None else target)
-        )
+        if is_reduced and name in ("loss", "z_loss"):
+            return layout.sum(value)
+        return layout.result(value, input if target is None else target)
 
     if isinstance(result, Tensor):
         return with_placements("loss", result)
@@ -119,7 +117,7 @@ class _Layout(NamedTuple):
     def local_tokens(self, name: str, x: Any) -> Tensor:
         """Return the entries of the tokens that this process has in the call."""
         if name == "candidates" and x.dim() == 1:  # the same classes for all tokens
-            return _full_tensor(x)
+            return full_tensor(x)
         if not is_dtensor(x) and not self.token_dims:
             return x
         placed = self._require_dtensor(name, x, "input")
@@ -218,7 +216,8 @@ def from_local(local: Tensor, shape: Sequence[int], mesh: Any, placements: Seque
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _full_tensor(x: Any) -> Any:
+def full_tensor(x: Any) -> Any:
+    """Return the values of a DTensor of all processes, or ``x`` if it is not a DTensor."""
     return wait_for(x.full_tensor()) if is_dtensor(x) else x
 
 

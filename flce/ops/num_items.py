@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce.core.numbers import check_int
 from flce.ops.arguments import check_shift, check_tensor
-from flce.ops.vocabulary_parallel import check_group
+from flce.ops.vocabulary_parallel import check_group, is_dtensor
 
 
 def global_num_items(
@@ -41,8 +43,9 @@ def global_num_items(
         0-d int64 tensor, on the device of the labels, the same in all processes.
 
     Raises:
-        TypeError: `labels` is neither a tensor nor a sequence of tensors, or `group` is not a process group.
-        ValueError: `labels` is empty, `shift` is negative, or the group does not contain this process.
+        TypeError: `labels` is neither a tensor nor a sequence of tensors, a dtype is not int64 or int32, or `group` is
+            not a process group.
+        ValueError: `labels` is empty or a DTensor, `shift` is negative, or the group does not contain this process.
 
     Examples:
         >>> labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
@@ -54,12 +57,15 @@ def global_num_items(
         raise ValueError("labels must have at least one tensor, got an empty sequence")
     for tensor in tensors:
         check_tensor("labels", tensor)
-    shift = check_shift(shift, tensors[0])
+        if is_dtensor(tensor):
+            raise ValueError("labels must be a plain tensor, got a DTensor: give labels.to_local()")
+        if tensor.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"labels must be int64 or int32, got {tensor.dtype}")
+    shift, ignore_index = check_shift(shift, tensors[0]), check_int("ignore_index", ignore_index)
     count = sum((tensor[..., shift:] != ignore_index).sum() for tensor in tensors)
     assert isinstance(count, Tensor)
-    is_initialized = dist.is_available() and dist.is_initialized()
     if group is not None:
         check_group(group)
-    if group is not None or is_initialized:
+    if group is not None or (dist.is_available() and dist.is_initialized()):
         dist.all_reduce(count, group=group)
     return count

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flce.core.gemm import ALIGNMENT
+from flce.core.sizes import MIB
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.planning.defaults import default_plan
@@ -36,6 +37,11 @@ class BudgetError(ValueError):
             f"max_workspace_bytes={options.max_workspace_bytes} is too small for {c} with "
             f"strategy={options.strategy!r} and chunk_rows={options.chunk_rows}: the least is {least} bytes"
         )
+
+    @property
+    def least_text(self) -> str:
+        """The least budget as an argument, rounded up: ``1.25MiB``."""
+        return f"{math.ceil(100 * self.least / MIB) / 100:.2f}MiB"
 
 
 @functools.lru_cache(maxsize=64)

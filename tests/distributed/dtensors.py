@@ -31,6 +31,8 @@ def errors() -> None:
     hidden = distribute_tensor(p.input, mesh, [Replicate()])
     with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
         flce.fused_linear_cross_entropy(hidden, p.linear_weight, p.target)
+    with pytest.raises(ValueError, match=r"labels must be a plain tensor, got a DTensor: give labels.to_local\(\)"):
+        flce.global_num_items(distribute_tensor(p.target, mesh, [Shard(1)]))
     tokens, plain = (
         distribute_tensor(p.input, mesh, [Shard(1)]),
         distribute_tensor(p.linear_weight, mesh, [Replicate()]),

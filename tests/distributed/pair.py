@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 CALL_TIMEOUT = 120  # seconds of one call
 
@@ -85,6 +86,7 @@ def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> N
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    linear = F.linear
     while True:
         module, name, args, kwargs = end.recv()
         try:
@@ -92,3 +94,4 @@ def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> N
             end.send((None, function(*args, **kwargs)))
         except BaseException:
             end.send((traceback.format_exc(), None))
+        F.linear = linear  # DeepSpeed's zero.Init replaces it for the rest of the process

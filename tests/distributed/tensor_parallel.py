@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -18,19 +19,21 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
+    RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
 
 import flce
-from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning
+from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning
 from tests.distributed.training import (
     LOSSES,
     STEPS,
+    V,
     adamw,
     batch,
     check_fused,
@@ -39,6 +42,7 @@ from tests.distributed.training import (
     device,
     from_transformers,
     gather_full,
+    own_loss,
     shifted,
     tiny_llama,
     with_labels,
@@ -206,7 +210,17 @@ def transformers_details() -> None:
     flce.patch_model(model, on_materialize="raise")
     with pytest.raises(MaterializedLogitsError, match=r"torch.Tensor.square"):
         model(input_ids=ids).logits.square()
-    flce.unpatch_model(model)
+    linear: Any = F.linear
+    F.linear = lambda x, weight, bias=None: x @ weight.t()  # type: ignore[assignment]
+    with pytest.raises(MaterializedLogitsError, match=r"zero.Init"):
+        model(input_ids=ids)
+    F.linear = linear
+    patched = model.lm_head.forward
+    # Accelerate's hooks wrap a `forward` in this way.
+    wrapped = model.lm_head.forward = functools.update_wrapper(functools.partial(patched), patched)
+    assert flce.unpatch_model(model).lm_head.forward is wrapped
+    model.lm_head.forward = patched
+    flce.unpatch_model(flce.patch_model(model))
     assert model.lm_head.forward is original
     assert type(model(input_ids=ids).logits) is Tensor
 
@@ -230,6 +244,11 @@ def dtensor_logits() -> None:
         assert isinstance(loss, DTensor)
         loss.backward()
     torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(expected.flatten(0, 1), ids.flatten()))
+    labels = distribute_tensor(ids, logits.device_mesh, [Shard(0)])
+    by_token = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(
+        gather_full(by_token), F.cross_entropy(expected.flatten(0, 1), ids.flatten(), reduction="none")
+    )
     best = logits.argmax(-1)
     assert isinstance(best, DTensor)
     assert torch.equal(best.full_tensor(), expected.argmax(-1))
@@ -242,7 +261,17 @@ def dtensor_logits() -> None:
     torch.testing.assert_close(local, expected.chunk(2, -1)[dist.get_rank()])
     by_token = model(input_ids=ids).logits.redistribute(placements=[Shard(0)])
     torch.testing.assert_close(by_token.to_local(), expected.chunk(2)[dist.get_rank()])
-    assert len(flce.report(model).materialized) == 3
+    rounded = model(input_ids=ids).logits.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    assert len(flce.report(model).materialized) == 4
+    # The gradient of each process is a part of the sum.
+    gradients = []
+    for each in (model, flce.unpatch_model(copy.deepcopy(model))):
+        each.zero_grad()
+        replicated = each(input_ids=ids).logits.redistribute(placements=[Replicate()])
+        F.cross_entropy(*shifted(replicated.to_local(grad_placements=[Partial()]), ids)).backward()
+        gradients.append(gather_full(each.lm_head.weight.grad))
+    torch.testing.assert_close(*gradients)
     assert "LazyLogits" in repr(model(input_ids=ids).logits)
 
 
@@ -289,3 +318,25 @@ def few_classes() -> None:
             assert got.grad is not None
             torch.testing.assert_close(gather_full(got.grad), expected.grad, rtol=1e-4, atol=1e-6)
         assert flce.report(model).fused, loss
+
+
+def _train_briefly(model: Any, ids: Tensor) -> None:
+    for _ in range(2):
+        own_loss(model, ids).backward()
+
+
+def stock_heads() -> None:
+    """Check the reasons for heads that run stock code: compiled, or not divided by classes."""
+    by_hidden = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    for style, reason in ((by_hidden, r"is not Shard\(0\) on a mesh"), (GATHERED, "compiled head is divided")):
+        torch.manual_seed(0)
+        stock, ids = Head(V).to(device()), batch(0, 0)
+        model = parallelize_module(copy.deepcopy(stock), _mesh(dist.get_world_size()), {"lm_head": style})
+        if style is GATHERED:
+            model.compile(backend="eager")
+        flce.patch_model(model)
+        with pytest.warns(NotFusedWarning, match=reason):
+            _train_briefly(model, ids)
+        torch.testing.assert_close(own_loss(model, ids), own_loss(stock, ids))
+        with pytest.raises(MaterializedLogitsError, match=reason):
+            own_loss(flce.patch_model(model, on_materialize="raise"), ids)

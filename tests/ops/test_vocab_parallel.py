@@ -109,6 +109,8 @@ def test_number_of_labels_without_processes() -> None:
         ("labels", {}, TypeError, "labels must be a Tensor, got str"),
         ([], {}, ValueError, "labels must have at least one tensor"),
         (labels, {"shift": -1}, ValueError, "shift must be >= 0"),
+        (labels.float(), {}, TypeError, "labels must be int64 or int32, got torch.float32"),
+        (labels, {"ignore_index": None}, TypeError, "ignore_index must be an int, got NoneType"),
         (labels, {"group": "dp"}, TypeError, "process_group must be a torch.distributed.ProcessGroup"),
     ]
     for given, settings, kind, message in wrong:

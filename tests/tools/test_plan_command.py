@@ -29,6 +29,7 @@ from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
 from flce.huggingface.estimate.adapters import Lora
+from flce.huggingface.estimate.parallelism import Parallelism
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -435,6 +436,28 @@ def test_a_model_on_a_mesh(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind, parallel, message",
+    [
+        ("gpt2", Parallelism(2), "flce plan cannot divide the layers of a gpt2: their sizes do not follow"),
+        ("falcon", Parallelism(2), "flce plan cannot divide the layers of a falcon: their sizes do not follow"),
+        ("t5", Parallelism(1, 1, 2), "flce plan finds no single list of"),
+    ],
+)
+def test_models_that_a_mesh_cannot_divide(kind: str, parallel: Parallelism, message: str) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    with pytest.raises(ValueError, match=message):
+        TrainingMemory(transformers.AutoConfig.for_model(kind, **sizes), Training(1, parallel=parallel), H200)
+
+
+def test_models_with_different_layers_on_a_mesh() -> None:
+    """Check a model that has the number of classes as an attribute, and a first layer without experts."""
+    experts = {"mlp_only_layers": [0], "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    measured = TrainingMemory(config("qwen3_moe", **experts), BFLOAT16(1, parallel=Parallelism(2, 1, 2)), H200)
+    assert any("experts" in name for name, _ in measured.model.named_parameters())
+    assert measured.step(64, PATCHED).peak_bytes < measured.step(64, STOCK).peak_bytes
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
         (("--tp", "3"), "num_attention_heads of this model is 4, which 3 GPUs cannot divide equally"),
@@ -470,8 +493,30 @@ def test_adapters_of_a_command(folder: Path) -> None:
     assert found["training"]["trained_parameters"] == adapters
     assert found["model"]["parameters"] == TrainingMemory(config(), Training(1), H200).num_parameters
     assert [step["fused"] for step in found["steps"]] == [False, True, False, True]
+    assert "2 matrix products" in found["loss"]["plan"]  # the head is frozen
     shown = " ".join(run(*arguments).stdout.split())
     assert "in 4 bits and bfloat16, LoRA of rank 4 (17,280 parameters), adamw" in shown
+
+
+@pytest.mark.parametrize(
+    "model_config, left",
+    [
+        (transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=100), {"lm_head"}),
+        (
+            transformers.T5Config(d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=100),
+            {"lm_head", "encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo"},
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_layers_in_4_bits_are_those_of_transformers(model_config: Any, left: set[str]) -> None:
+    training = Training(1, lora=Lora(4, "all-linear"), load_in_4bit=True)
+    pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    steps = TrainingMemory(model_config, training, H200)
+    layers = {name.removesuffix(".base_layer"): type(layer).__name__ for name, layer in steps.model.named_modules()}
+    assert {name for name, kind in layers.items() if kind in ("Linear", "Conv1D") and ".lora_" not in name} == left
+    assert sum(kind == "Linear4bit" for kind in layers.values()) == (4 if model_config.model_type == "gpt2" else 14)
+    assert steps.step(32, Variant(True, False)).fused
 
 
 def test_a_kind_of_device() -> None:

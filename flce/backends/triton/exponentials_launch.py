@@ -70,18 +70,29 @@ def fused_exponentials(
     # Separate vectors, so that each address is aligned for the kernels.
     rows = _RowVectors(*[new(num_rows) for _ in range(3)])
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    memory = product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows
-    run(_first_products, *memory, call, sample, count)
+    memory = _Memory(product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows)
+    run(_first_products, memory, call, sample, count)
     call = call._replace(inputs=call.inputs._replace(scales=scales()))
-    run(_finish_and_retry, *memory, call, factors, row_sum)
+    run(_finish_and_retry, memory, call, factors, row_sum)
 
 
 class _RowVectors(NamedTuple):
-    """Memory of `fused_exponentials`, (rows,) each."""
+    """Vectors of `fused_exponentials`, (rows,) each."""
 
     reference: Tensor
     target_logit: Tensor
     target_jacobian: Tensor
+
+
+class _Memory(NamedTuple):
+    """Operands of the products of `fused_exponentials`, and what its launches hand to each other."""
+
+    x: Tensor
+    weight: Tensor
+    exps: Sequence[Tensor]
+    partial: Tensor  # (blocks of classes, rows)
+    work: Tensor  # (3, FLAG_STRIDE) int32, see `exponentials`
+    rows: _RowVectors
 
 
 def _sample_classes(weight: Tensor) -> Tensor:
@@ -93,92 +104,62 @@ def _sample_step(weight: Tensor) -> int:
     return -(-weight.shape[0] // SAMPLES)
 
 
-def _first_products(
-    x: Tensor,
-    weight: Tensor,
-    exps: Sequence[Tensor],
-    partial: Tensor,  # (blocks of classes, rows)
-    work: Tensor,  # (3, FLAG_STRIDE) int32
-    rows: _RowVectors,
-    call: TileCall,
-    sample: Tensor,
-    count: Tensor | None,
-) -> Iterator[Launch]:
+def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
     yield build_launch(
         reference_kernel,
-        (len(x),),
+        (len(memory.x),),
         call,
         {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
-        x=x,
-        weight=weight,
+        x=memory.x,
+        weight=memory.weight,
         sample=sample,
-        work=work,
+        work=memory.work,
         count=count,
-        hidden=x.shape[1],
+        hidden=memory.x.shape[1],
         samples=sample.shape[1],
-        sample_step=_sample_step(weight),
-        **rows._asdict(),
+        sample_step=_sample_step(memory.weight),
+        **memory.rows._asdict(),
     )
-    yield from _products(x, weight, exps, partial, work[0], rows, call, is_retry=False)
+    yield from _products(memory, call, is_retry=False)
 
 
-def _finish_and_retry(
-    x: Tensor,
-    weight: Tensor,
-    exps: Sequence[Tensor],
-    partial: Tensor,
-    work: Tensor,
-    rows: _RowVectors,
-    call: TileCall,
-    factors: Tensor,
-    row_sum: Tensor | None,
-) -> Iterator[Launch]:
-    yield _finish(partial, work[0], rows, call, factors, row_sum)
-    yield from _products(x, weight, exps, partial, work[1], rows, call, is_retry=True)
-    yield _finish(partial, work[1], rows, call, factors, row_sum)
+def _finish_and_retry(memory: _Memory, call: TileCall, factors: Tensor, row_sum: Tensor | None) -> Iterator[Launch]:
+    yield _finish(memory, call, factors, row_sum, is_retry=False)
+    yield from _products(memory, call, is_retry=True)
+    yield _finish(memory, call, factors, row_sum, is_retry=True)
 
 
-def _products(
-    x: Tensor,
-    weight: Tensor,
-    exps: Sequence[Tensor],
-    partial: Tensor,
-    work: Tensor,
-    rows: _RowVectors,
-    call: TileCall,
-    *,
-    is_retry: bool,
-) -> Iterator[Launch]:
-    for tile, tile_exps in _tiles(exps, len(weight), is_retry, product.classes_per_launch(weight)):
+def _products(memory: _Memory, call: TileCall, *, is_retry: bool) -> Iterator[Launch]:
+    weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
+    for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
         yield product.launch(
-            x,
+            memory.x,
             weight[tile.columns],
             call._replace(tile=tile),
             tile_exps,
-            partial=partial,
-            reference=rows.reference,
-            work=work,
+            partial=memory.partial,
+            reference=memory.rows.reference,
+            work=memory.work[int(is_retry)],
         )
 
 
-def _finish(
-    partial: Tensor, work: Tensor, rows: _RowVectors, call: TileCall, factors: Tensor, row_sum: Tensor | None
-) -> Launch:
+def _finish(memory: _Memory, call: TileCall, factors: Tensor, row_sum: Tensor | None, *, is_retry: bool) -> Launch:
+    blocks, num_rows = memory.partial.shape
     return build_launch(
         finish_kernel,
-        (triton.cdiv(partial.shape[1], product.FINISH_ROWS),),
+        (triton.cdiv(num_rows, product.FINISH_ROWS),),
         call,
         {
             "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
             "ROWS": product.FINISH_ROWS,
             "BLOCKS": product.FINISH_BLOCKS,
         },
-        partial=partial,
+        partial=memory.partial,
         factors=factors,
         row_sum=row_sum,
-        work=work,
-        blocks=len(partial),
-        **rows._asdict(),
+        work=memory.work[int(is_retry)],
+        blocks=blocks,
+        **memory.rows._asdict(),
     )
 
 

@@ -163,7 +163,7 @@ def _block_layout(c: Case, cols: int) -> BlockLayout:
     """Return the layout of blocks of `cols` classes, and of more classes where the tile is borrowed."""
     rows, dtypes = c.chunk_rows, c.dtypes(True)
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
-    overlaps_logits = dtypes.has_wider_logits and not c.supports_fused_products and dtypes.can_overlap(rows, cols)
+    overlaps_logits = not c.supports_fused_products and dtypes.can_overlap(rows, cols)
     entry_size = dtypes.logits.itemsize // dtypes.logits_grad.itemsize if overlaps_logits else 1
     max_borrowed_cols = c.default_chunk_entries // rows // entry_size
     return BlockLayout(rows, cols, c.hidden_sizes[0] if can_borrow else 0, max_borrowed_cols, entry_size)

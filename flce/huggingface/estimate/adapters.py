@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,33 +36,51 @@ def add_adapters(model: Any, lora: Lora) -> None:
     """Add adapters to a model in place, and freeze all other weights. Raise AdapterError if PEFT cannot."""
     if importlib.util.find_spec("peft") is None:
         raise AdapterError("the adapters are PEFT's, which is not installed: pip install peft")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of its kernels for a CPU
     peft = importlib.import_module("peft")
-    names = lora.targets if lora.targets in (None, "all-linear") else str(lora.targets).split(",")
+    names: str | list[str] | None = lora.targets
+    kind = model.config.model_type
+    if isinstance(names, str) and names != "all-linear":
+        names = [name.strip() for name in names.split(",")]
+        layers = [layer for layer, _ in model.named_modules()]
+        for name in names:  # PEFT ignores a name without a layer if another name has one
+            if not any(f".{layer}".endswith(f".{name}") for layer in layers if name):
+                raise AdapterError(f"a {kind} has no layer {name!r}: give all-linear, or names such as q_proj,v_proj")
     try:
         peft.get_peft_model(model, peft.LoraConfig(r=lora.rank, target_modules=names))
     except ValueError as error:
-        kind = model.config.model_type
         if names is None:
             message = f"PEFT has no default layers for a {kind}: give all-linear, or names such as q_proj,v_proj"
             raise AdapterError(message) from None
-        raise AdapterError(f"a {kind} has no layers {lora.targets!r} for adapters: {error}") from None
+        raise AdapterError(f"PEFT cannot add adapters to the layers {lora.targets!r} of a {kind}: {error}") from None
+    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        # PEFT's code of these adapters does not run on the meta device.
+        message = f"a {kind} has experts, whose adapters cannot be planned: give names of layers, such as q_proj,v_proj"
+        raise AdapterError(message)
 
 
 def quantize_linear_layers(model: Any) -> None:
-    """Replace all linear layers except the head by layers in 4 bits, as Transformers does with bitsandbytes."""
+    """Replace linear layers by layers in 4 bits, as Transformers does with bitsandbytes.
+
+    The head, the layers that the model names in `_keep_in_fp32_modules`, and subclasses of `nn.Linear` are left.
+    """
+    from transformers.pytorch_utils import Conv1D
+
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if isinstance(layer, nn.Linear) and layer is not head:
-                setattr(module, name, Linear4bit(layer))
+    left = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, layer in list(model.named_modules()):
+        is_linear = type(layer) is nn.Linear or isinstance(layer, Conv1D)
+        if is_linear and layer is not head and not any(f".{part}." in f".{name}." for part in left):
+            model.set_submodule(name, Linear4bit(layer))
 
 
 class Linear4bit(nn.Linear):
     """A frozen linear layer on the meta device with weights in 4 bits. Each product allocates the full weight."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: Any) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        sizes = layer.weight.shape  # those of GPT-2's `Conv1D` are in the other order
+        self.out_features, self.in_features = sizes if isinstance(layer, nn.Linear) else reversed(sizes)
         entries = layer.weight.numel()
         packed = torch.empty((entries + 1) // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)

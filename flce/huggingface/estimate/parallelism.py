@@ -50,17 +50,14 @@ class Parallelism:
 
     def make_model(self, config: Any, dtype: torch.dtype) -> Any:
         """Return the model of one GPU of the last stage. Raise ValueError if a size is not divisible."""
-        text = config.get_text_config(decoder=True)
-        divided = shard_config(config, self.tensor) if self.tensor > 1 else copy.deepcopy(config)
-        divided_text = divided.get_text_config(decoder=True)
+        model, text = make_model(copy.deepcopy(config), dtype), config.get_text_config(decoder=True)
         if self.tensor > 1:
-            self._divide_sizes(text, divided_text)
+            divided = shard_config(config, self.tensor)
+            self._divide_sizes(text, divided.get_text_config(decoder=True))
+            full_model, model = model, make_model(divided, dtype)
+            self._check_shapes(model, full_model)
         if self.pipeline > 1:
-            self._keep_last_layers(divided_text)
-        model = make_model(divided, dtype)
-        if self.tensor > 1:
-            self._check_shapes(model, make_model(config, dtype))
-        if self.pipeline > 1:
+            self._keep_last_layers(model)
             model.set_input_embeddings(_ReceivedStates(text.hidden_size, dtype))
         return model
 
@@ -72,27 +69,41 @@ class Parallelism:
                     raise ValueError(f"{name} of this model is {size}, which {self.tensor} GPUs cannot divide equally")
                 setattr(divided, name, size // self.tensor)
         heads = getattr(text, "num_attention_heads", None)
-        if heads is not None:  # otherwise models compute it from the number of heads
+        is_computed = isinstance(getattr(type(text), "head_dim", None), property)
+        if heads is not None and not is_computed:  # otherwise models compute it from the number of heads
             divided.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
 
-    def _keep_last_layers(self, text: Any) -> None:
+    def _keep_last_layers(self, model: Any) -> None:
         """Keep the layers of the last stage: the layers that are left over if others have equal numbers."""
-        layers = getattr(text, "num_hidden_layers", 0)
-        if layers < self.pipeline:
-            raise ValueError(f"this model has {layers} layers, which {self.pipeline} stages cannot divide")
-        last = layers - layers // self.pipeline * (self.pipeline - 1)
+        text = model.config.get_text_config(decoder=True)
+        count = getattr(text, "num_hidden_layers", 0)
+        if count < self.pipeline:
+            raise ValueError(f"this model has {count} layers, which {self.pipeline} stages cannot divide")
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+        if len(lists) != 1 or getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(f"flce plan finds no single list of {count} layers in a {model.config.model_type}")
+        last = count - count // self.pipeline * (self.pipeline - 1)
+        del lists[0][:-last]
         for name, value in list(vars(text).items()):
-            if isinstance(value, (list, tuple)) and len(value) == layers:  # a value for each layer
+            if isinstance(value, (list, tuple)) and len(value) == count:  # a value for each layer
                 setattr(text, name, value[-last:])
         text.num_hidden_layers = last
 
     def _check_shapes(self, model: Any, full_model: Any) -> None:
-        """Raise ValueError if a parameter is neither complete nor divided in one dimension."""
+        """Raise ValueError if a parameter is neither complete nor divided in one dimension, or if most of the entries
+        of all layers are not divided."""
         full = dict(full_model.named_parameters())
+        embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m}
+        entries = {True: 0, False: 0}
+        message = f"flce plan cannot divide the layers of a {model.config.model_type}: their sizes do not follow from "
         for name, parameter in model.named_parameters():
             sizes = [size for size in zip(parameter.shape, full[name].shape, strict=True) if size[0] != size[1]]
             if len(sizes) > 1 or any(local != -(-size // self.tensor) for local, size in sizes):
-                raise ValueError(f"the sizes of a {model.config.model_type} do not follow from its config: {name}")
+                raise ValueError(f"{message}its config ({name})")
+            if id(parameter) not in embeddings:
+                entries[bool(sizes)] += full[name].numel()
+        if entries[False] > entries[True]:
+            raise ValueError(f"{message}the fields {', '.join(_DIVIDED_SIZES)}")
 
     @contextmanager
     def gathered_logits(self, model: Any, config: Any) -> Iterator[None]:
@@ -101,18 +112,22 @@ class Parallelism:
         if head is None:
             yield
             return
-        text = model.config.get_text_config(decoder=True)
-        classes, text.vocab_size = text.vocab_size, config.get_text_config(decoder=True).vocab_size
+        text, vocab_size = model.config.get_text_config(decoder=True), config.get_text_config(decoder=True).vocab_size
+        classes = text.vocab_size
+        owners = [owner for owner in (text, model) if hasattr(owner, "vocab_size")]
 
         def gather(module: nn.Module, args: Any, logits: Tensor) -> Tensor:
-            return torch.cat([logits] * self.tensor, -1)[..., : text.vocab_size]
+            return torch.cat([logits] * self.tensor, -1)[..., :vocab_size]
 
         handle = head.register_forward_hook(gather)
+        for owner in owners:
+            owner.vocab_size = vocab_size
         try:
             yield
         finally:
             handle.remove()
-            text.vocab_size = classes
+            for owner in owners:
+                owner.vocab_size = classes
 
 
 class _ReceivedStates(nn.Module):

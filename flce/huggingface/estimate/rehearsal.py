@@ -8,7 +8,6 @@ allocate for themselves, and the plan of the fused loss.
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections import Counter
@@ -24,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flce.core import private
-from flce.core.sizes import MIB
 from flce.ops import linear_cross_entropy
 from flce.planning import search
 from flce.planning.device_kinds import DescribedDevice
@@ -142,8 +140,8 @@ class StepMeter(TorchDispatchMode):
         try:
             result, plan = linear_cross_entropy.fake_outputs_and_plan(args, self.device)
         except search.BudgetError as error:
-            least = math.ceil(100 * error.least / MIB) / 100
-            raise BudgetError(f"too small for {len(args[0][0]):,} tokens: give at least {least:.2f}MiB") from None
+            num_tokens = len(args[0][0])
+            raise BudgetError(f"too small for {num_tokens:,} tokens: give at least {error.least_text}") from None
         *_, gradients, _unit, _token_weights = result
         for tensor in _tensors(result):
             self.track_storage(tensor, LOSS)

@@ -32,6 +32,7 @@ from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import is_called_by_wrapper, is_wrapper_hook
+from flce.ops.dtensors import full_tensor
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,9 +79,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     if not has_plain_arguments:
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
     if state.division is not None and state.is_dtensor:
-        local = state.division.local_argument
-        states = tuple([local(value) for value in states])
-        keyword_states = {name: local(value) for name, value in keyword_states.items()}
+        states = tuple([full_tensor(value) for value in states])
+        keyword_states = {name: full_tensor(value) for name, value in keyword_states.items()}
     try:
         result = operation.run(state, *states, **keyword_states)
     except NoLazyFormError:

@@ -162,33 +162,36 @@ class LazyDTensor(LazyLogits):
         placement = self._division.placement
         return (placement if placement.is_replicate() else Shard(self.dim() - 1),)
 
-    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
-        """Return lazy logits with other placements, or a real DTensor if the placements do not divide the classes."""
-        from torch.distributed.tensor import Shard
+    # Arguments such as `grad_placements` change gradients or dtypes, so PyTorch applies them to the real logits.
 
-        (placement,) = self.placements if placements is None else placements
-        if placement.is_shard(self.dim() - 1):
-            placement = Shard(-1)
-        is_lazy_placement = placement.is_replicate() or placement.is_shard(-1)
-        if self._get_real() is None and is_lazy_placement and device_mesh in (None, self.device_mesh):
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False, **others: Any
+    ) -> Any:
+        """Return lazy logits with other placements, or a real DTensor if the placements do not divide the classes."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        classes = self.dim() - 1
+        lazy_placements = {Replicate(): Replicate(), Shard(-1): Shard(-1), Shard(classes): Shard(-1)}
+        placement = lazy_placements.get(placements[0]) if placements is not None and len(placements) == 1 else None
+        if self._get_real() is None and placement and not others and device_mesh in (None, self.device_mesh):
             return self if self._division.placement == placement else self._with_placement(placement)
         real = materialize_arguments(self, "DTensor.redistribute")
-        return real.redistribute(device_mesh, placements, **kwargs)
+        return real.redistribute(device_mesh, placements, async_op=async_op, **others)
 
     def to_local(self, **kwargs: Any) -> Any:
         """Return the logits of all classes, lazy if they are replicated; else the real logits of this process."""
-        if self._get_real() is None and self.placements[0].is_replicate():
+        if self._get_real() is None and not kwargs and self.placements[0].is_replicate():
             return self._with_placement(None)
         return materialize_arguments(self, "DTensor.to_local").to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Any:
         """Return lazy logits of all classes."""
-        if self._get_real() is None:
+        if self._get_real() is None and not kwargs:
             return self._with_placement(None)
         return materialize_arguments(self, "DTensor.full_tensor").full_tensor(**kwargs)
 
     def _with_placement(self, placement: Any) -> Any:
-        return make_lazy(replace(self._state, division=self._division.with_placement(placement)))
+        return make_lazy(replace(self._state, division=replace(self._division, placement=placement)))
 
 
 class _LogitsNode(torch.autograd.Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from flce.core.project import locate_page
-from flce.core.sizes import MIB, parse_bytes, parse_sizes, size_text
+from flce.core.sizes import parse_bytes, parse_sizes, size_text
 from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout, usage_error
 
 if TYPE_CHECKING:
@@ -200,8 +199,7 @@ def _plan_loss(
     try:
         planned = plan_loss(tokens, hidden, vocab, dtype)
     except BudgetError as error:
-        least = math.ceil(100 * error.least / MIB) / 100
-        raise usage_error("--budget", f"is too small for this loss: give at least {least:.2f}MiB") from None
+        raise usage_error("--budget", f"is too small for this loss: give at least {error.least_text}") from None
     return {
         "tokens": tokens,
         "hidden_size": hidden,
@@ -254,7 +252,9 @@ def _plan_steps(
     if shards > 1:
         vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes = training.batch_size * parallel.local_length(seq_len), hidden, vocab
-    settings = not training.frozen_head, shards if shards > 1 else None, parallel.tensor > 1
+    weight_grad = not training.frozen_head and training.lora is None
+    plan_loss = functools.partial(plan_loss, weight_grad=weight_grad)
+    settings = weight_grad, shards if shards > 1 else None, parallel.tensor > 1
     loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
