@@ -75,10 +75,8 @@ PRODUCT_KERNELS = {
     "target_slots_kernel",
     "weight_gradient_kernel",
     "finish_sharded_rows_kernel",
-    "quantize_tile_kernel",
-    "finish_entries_kernel",
-    "column_peaks_kernel",
-    "quantize_transposed_kernel",
+    "find_large_kernel",
+    "quantize_kernel",
     "add_entries_kernel",
 }
 

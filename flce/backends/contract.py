@@ -58,10 +58,12 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # Entries of a tile whose share of the sum of the magnitudes of their row exceeds 1 / LARGE_SHARE are not rounded to
-# E4M3. A row has at most LARGE_SHARE of them, also if rounding makes the sum up to 1 / LARGE_SHARE too small. They and
-# the target's entry have ENTRY_SLOTS slots.
-LARGE_SHARE = 127
+# E4M3. If entries are compared after they were rounded, a row has at most 17/16 * LARGE_SHARE of them. They and the
+# target's entry have ENTRY_SLOTS slots.
+LARGE_SHARE = 112
 ENTRY_SLOTS = 128
+# Bytes for each row that `fused_exponentials` allocates for E4M3: its sample, its entries' classes, z and dz/da.
+E4M3_ROW_BYTES = 2 * 1024 + 24 * ENTRY_SLOTS
 # Bytes for each entry that `sort_entries` allocates.
 SORT_ENTRY_BYTES = 36
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
@@ -282,25 +284,24 @@ class TargetTerms:
     ignore_index: int
 
 
-class TileRows(NamedTuple):
-    """Vectors of the rows of a tile that is rounded to E4M3."""
-
-    sums: Tensor | None  # (rows,) at least the sum of the row's magnitudes; None: computed by the backend
-    factors: Tensor | None  # (2, rows), see `Backend.exponentials`; None: the tile has the gradient of the logits
-    target: Tensor  # (rows,) int64; read with `factors`
-    ignore_index: int
-    first_row: int  # the number of the first row
-    scales: Tensor  # (rows,) float32 output: the gradient of the logits is about scales[:, None] * the E4M3 tile
-
-
 class Entries(NamedTuple):
     """Entries of the gradient of the logits that are not rounded to E4M3, by tokens or by classes."""
 
     bounds: Tensor | None  # (classes + 1,) int32: class k has the entries [bounds[k], bounds[k + 1]); None: by tokens
-    # By tokens: (rows, ENTRY_SLOTS) int32, classes in ascending order, V in unused slots. By classes: (entries,) int64,
-    # rows of x in ascending order.
+    # By tokens: (rows, ENTRY_SLOTS) int32, the target's class or V, then large entries, their classes in ascending
+    # order, then V. By classes: (entries,) int64, rows of x in ascending order.
     numbers: Tensor
-    values: Tensor  # of the same shape, float32
+    values: Tensor  # of the same shape, float32; undefined in unused slots
+
+
+class QuantizedTile(NamedTuple):
+    """Output: a tile that is rounded to E4M3, about ``scales[:, None] * matrix``, except its large entries
+    (LARGE_SHARE), which are 0 there."""
+
+    matrix: Tensor  # (rows, V padded) E4M3; the padding is not written
+    transposed: Tensor | None  # (V, rows padded) E4M3, 0 in the padding; None: not requested
+    scales: Tensor  # (rows,) float32
+    entries: Entries  # by tokens; `quantize_tile` and `fused_exponentials` write V in the slot of the target
 
 
 class Backend(Protocol):
@@ -364,7 +365,7 @@ class Backend(Protocol):
         factors: Tensor,
         count: Tensor | None,
         scales: Callable[[], Tensor | None],
-        row_sum: Tensor | None = None,
+        quantized: QuantizedTile | None = None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
         exponentials and factors, from which the gradient is computed as in `exponentials`.
@@ -378,7 +379,7 @@ class Backend(Protocol):
             count: () if all rows from this number on are ignored: their `exps` are not written.
             scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
                 launched: an idle device then starts earlier.
-            row_sum: (rows,) output: the sum of `exps` before they are multiplied by dz/da; None: not requested.
+            quantized: output instead of `exps`, which are then empty.
         """
 
     def combine_rows(
@@ -418,14 +419,14 @@ class Backend(Protocol):
         """Add `terms` to `grads`, contiguous, which together have a row for each class from the first on. Rows of the
         last classes may be missing: terms of these targets are dropped."""
 
-    def quantize_tile(
-        self, tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
-    ) -> None:
-        """Round a tile, (rows, V), to E4M3, except large entries (LARGE_SHARE), which are 0 there.
+    def quantize_tile(self, tile: Tensor, out: QuantizedTile) -> None:
+        """Round a tile, (rows, V), to E4M3."""
 
-        out: (rows, V padded); transposed: (V, rows padded); E4M3, 0 in the padding; None if not requested. entries: by
-        tokens; output: large entries, and the target's entry if there are factors.
-        """
+    def normalize_quantized(
+        self, tile: QuantizedTile, factors: Tensor, target: Tensor, ignore_index: int, vocab_size: int
+    ) -> None:
+        """Convert the scales and entries of exponentials to the gradient of the logits: multiply by ``factors[0]``, and
+        add the target's entry, ``factors[1]``."""
 
     def quantize_transposed(
         self, x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor

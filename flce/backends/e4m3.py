@@ -8,12 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flce.backends.contract import E4M3, E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
+from flce.backends.contract import E4M3, E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile
 
-# The largest factor of a share, see `triton/e4m3.py`.
-PEAK = 2.0**15 * 1.7
-# The fractional part of the golden ratio times 2^32: its multiples are spread evenly modulo 2^32.
-GOLDEN = 2654435769
+# The largest factor of a share. The largest entries that are not large become 15/16 * E4M3_MAX.
+PEAK = E4M3_MAX * LARGE_SHARE * 15 / 16
 # Sums of smaller magnitudes count as 0: their inverse may exceed the range of float32.
 LEAST_SUM = 1e-32
 # Entries that `add_entries` adds at once.
@@ -26,37 +24,49 @@ def temporary_bytes(rows: int, cols: int) -> int:
     return 24 * rows * cols + 8 * ENTRIES_AT_ONCE * cols
 
 
-def quantize_tile(
-    tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
-) -> None:
+def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     num_rows, vocab_size = tile.shape
-    x, classes = tile.float(), entries.numbers
-    magnitude = x.abs()
-    sums = magnitude.sum(1) if rows.sums is None else rows.sums
-    number = torch.arange(num_rows, device=x.device).add_(rows.first_row)
-    fraction = (number * GOLDEN % 2**32 >> 8) * 2.0**-24
-    share_factor = torch.where(sums < LEAST_SUM, 0.0, PEAK * torch.exp2(-fraction) / sums)
-    is_large = magnitude.mul_(LARGE_SHARE) > sums[:, None]
-    place = is_large.cumsum(1, dtype=torch.int32).sub_(1)
-    is_large &= place < ENTRY_SLOTS - 1
+    x, classes = tile.float(), out.entries.numbers
+    sums = x.abs().sum(1)
+    factor = row_factors(sums)
+    rounded = (x * factor[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    magnitude, limit = rounded.float().abs_(), (factor * sums / LARGE_SHARE).clamp_(max=E4M3_MAX)
+    is_large = (magnitude >= limit[:, None]).logical_and_(magnitude > 0.0)
     row, column = is_large.nonzero(as_tuple=True)
     classes.fill_(vocab_size)
-    classes[row, place[row, column].long()] = column.int()
-    shares = (x * share_factor[:, None]).masked_fill_(is_large, 0.0).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    for padded, values in ((out, shares), (transposed, shares.t())):
-        if padded is not None:
-            padded.zero_()[:, : values.shape[1]] = values
-    rows.scales.copy_(share_factor.reciprocal().masked_fill_(share_factor == 0.0, 0.0))
-    if rows.factors is not None:
-        rows.scales.mul_(rows.factors[0])
-        is_class = (rows.target >= 0) & (rows.target < vocab_size) & (rows.target != rows.ignore_index)
-        classes[:, -1] = rows.target.where(is_class, vocab_size)
-    classes.copy_(classes.sort(dim=1)[0])
-    values = tile.gather(1, classes.clamp(max=vocab_size - 1).long()).float()
-    if rows.factors is not None:
-        factor, at_target = rows.factors[:, :, None]
-        values = torch.where(classes == rows.target[:, None], at_target, values * factor)
-    entries.values.copy_(values.masked_fill_(classes == vocab_size, 0.0))
+    classes[row, is_large.cumsum(1, dtype=torch.int32)[row, column].long()] = column.int()
+    rounded.view(torch.uint8).masked_fill_(is_large, 0)
+    out.matrix[:, :vocab_size] = rounded
+    if out.transposed is not None:
+        out.transposed.zero_()[:, :num_rows] = rounded.t()
+    out.scales.copy_(factor.reciprocal().masked_fill_(factor == 0.0, 0.0))
+    gather_entries(tile, out.entries)
+
+
+def row_factors(sums: Tensor) -> Tensor:
+    """Return the factors that map entries of rows to E4M3. sums: (rows,) sums of their magnitudes.
+
+    They differ by up to an octave: if all shares of all rows were equal, the rounding errors of a class would not
+    cancel in the sum over rows.
+    """
+    octaves = torch.arange(len(sums), device=sums.device) % 64 * (-1 / 64)
+    return torch.where(sums < LEAST_SUM, 0.0, PEAK * torch.exp2(octaves) / sums)
+
+
+def gather_entries(tile: Tensor, entries: Entries) -> None:
+    """Read the values of entries of a tile."""
+    entries.values.copy_(tile.gather(1, entries.numbers.long().clamp_(max=tile.shape[1] - 1)))
+
+
+def normalize_quantized(
+    tile: QuantizedTile, factors: Tensor, target: Tensor, ignore_index: int, vocab_size: int
+) -> None:
+    factor, at_target = factors
+    # A row without a gradient may have a scale of NaN.
+    tile.scales.mul_(factor).masked_fill_(factor == 0.0, 0.0)
+    tile.entries.values.mul_(factor[:, None])[:, 0] = at_target
+    is_class = (target >= 0) & (target < vocab_size) & (target != ignore_index)
+    tile.entries.numbers[:, 0] = target.where(is_class, vocab_size)
 
 
 def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor) -> None:

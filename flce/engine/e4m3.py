@@ -1,9 +1,9 @@
 """dX and dW from tiles that are rounded to E4M3, an 8-bit float. The schedules of `schedules/e4m3.py` call it.
 
-A tile has the gradient of the logits, or exponentials with factors of rows (`Exponentials`), for some tokens and all
-classes. `Backend.quantize_tile` rounds it to E4M3, except the entries whose share of the sum of their row exceeds
-1 / `contract.LARGE_SHARE`. These large entries, at most LARGE_SHARE of a row, and the target's entry are added to the
-products in float32, with operands that are not rounded. With E, W8 and X8 in E4M3, and the large entries L:
+A tile has the gradient of the logits for some tokens and all classes, in E4M3, except its large entries: their share of
+the sum of their row exceeds 1 / `contract.LARGE_SHARE`. Large entries and, if the tile was computed from exponentials,
+the target's entry are added to the products in float32, with operands that are not rounded. With E, W8 and X8 in E4M3,
+and the large entries L:
 
     dX = r * (E W8) * c_W + L W        r: (tokens,) scales of rows, with factors; c_W, c_X: (H,) scales of columns
     dW = (E^T X8) * c_X + L^T x        X8 = r * x / c_X
@@ -13,29 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, TileRows
+from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, QuantizedTile
 from flce.core.gemm import padded_cols
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import borrow_as
 from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
 from flce.engine.sums import build_dw_sums
-
-
-class Tile(NamedTuple):
-    """A tile to round to E4M3."""
-
-    entries: Tensor
-    """(rows, V) the gradient of the logits or, with factors, exponentials."""
-    factors: Tensor | None = None
-    """(2, rows), see `Exponentials.factors`."""
-    sums: Tensor | None = None
-    """(rows,) at least the sum of the magnitudes of each row; None: the backend computes them."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +36,15 @@ class ChunkSizes:
     tile_rows: int
 
 
-def compute_gradients(ctx: PassContext, sizes: ChunkSizes, compute_tile: Callable[[slice], Tile]) -> None:
-    """Compute dX and dW of the head. A tile is used before the next is computed."""
+def compute_gradients(
+    ctx: PassContext, sizes: ChunkSizes, compute_tile: Callable[[slice, QuantizedTile], None]
+) -> None:
+    """Compute dX and dW of the head."""
     gradients = _Gradients(ctx, sizes)
     for chunk in ctx.chunks(sizes.rows):
         for group in ctx.split_range(chunk, sizes.group_rows):
             for tokens in ctx.split_range(group, sizes.tile_rows):
-                gradients.add_tile(compute_tile(tokens), chunk, group, tokens)
+                compute_tile(tokens, gradients.tile(chunk, group, tokens))
             gradients.finish_group(chunk, group)
         gradients.finish_chunk(chunk)
     gradients.finish()
@@ -68,7 +58,8 @@ class _Gradients:
         self._weight: Tensor | None = None
         self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
-        self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3) if ctx.dx_terms else None
+        self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
+        slice_columns(self._group, slice(ctx.vocab_size, self._group.shape[1])).zero_()
         self._transposed = None
         if self._dw_sum is not None:
             self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
@@ -76,16 +67,14 @@ class _Gradients:
         self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
         self._row_scales = ctx.new(rows, dtype=torch.float32)
 
-    def add_tile(self, tile: Tile, chunk: slice, group: slice, tokens: slice) -> None:
-        """Round a tile."""
-        ctx, part, stop = self._context, offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
+    def tile(self, chunk: slice, group: slice, tokens: slice) -> QuantizedTile:
+        """Return the memory of a tile."""
+        part, stop = offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
         if tokens.stop == chunk.stop:
             stop = padded_cols(stop)  # The padding is filled with zeros.
-        target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
-        rows = TileRows(tile.sums, tile.factors, target, ignore_index, tokens.start, slice_rows(self._row_scales, part))
-        quantized = None if self._group is None else slice_rows(self._group, offset_slice(tokens, -group.start))
+        matrix = slice_rows(self._group, offset_slice(tokens, -group.start))
         transposed = None if self._transposed is None else slice_columns(self._transposed, slice(part.start, stop))
-        ctx.backend.quantize_tile(tile.entries, rows, quantized, transposed, self._entries(part))
+        return QuantizedTile(matrix, transposed, slice_rows(self._row_scales, part), self._entries(part))
 
     def _entries(self, part: slice) -> Entries:
         """Return the entries of some tokens of the chunk."""
@@ -93,7 +82,7 @@ class _Gradients:
 
     def finish_group(self, chunk: slice, tokens: slice) -> None:
         """Compute dX of a group of tiles."""
-        if self._group is None:
+        if not self._context.dx_terms:
             return
         ctx, part = self._context, offset_slice(tokens, -chunk.start)
         quantized = slice_rows(self._group, slice(0, part.stop - part.start))

@@ -222,10 +222,12 @@ class CountingBackend:
         self.add_pass(launches=1)
 
     def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
-        for tile in exps:
+        quantized = args[-1]
+        for tile in exps if quantized is None else [weight.t()]:
             self.add_product(len(x), tile.shape[1], x.shape[1])
-        self.add_pass(launches=10)
-        self.add_scratch(contract.fused_product_scratch_bytes(len(x), len(weight), 1))
+        self.add_pass(launches=10 if quantized is None else 20)
+        scratch = contract.fused_product_scratch_bytes(len(x), len(weight), 1 if quantized is None else 2)
+        self.add_scratch(scratch + (0 if quantized is None else len(x) * contract.E4M3_ROW_BYTES))
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         # Each id reads a row of the weight.
@@ -262,9 +264,12 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
-    def quantize_tile(self, tile: Tensor, rows: contract.TileRows, *outputs: Any) -> None:
-        self.add_pass(*[tile] * (1 if rows.sums is not None else 2), *filter(torch.is_tensor, outputs), launches=4)
+    def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
+        self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
         self._add_e4m3_scratch(tile)
+
+    def normalize_quantized(self, *args: Any) -> None:
+        self.add_pass(launches=8)
 
     def quantize_transposed(self, x: Tensor, index: Tensor | None, factor: Tensor | None, *outputs: Tensor) -> None:
         self.add_pass(x, x, *outputs, launches=5)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
-from flce.backends.e4m3 import sort_entries
+from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.triton import (
     e4m3,
     entries,
@@ -194,6 +194,7 @@ class TritonBackend:
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)
     sort_entries = staticmethod(sort_entries)
+    normalize_quantized = staticmethod(normalize_quantized)
     add_entries = staticmethod(_replayed(e4m3.add_entries))
     finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))

@@ -1,9 +1,13 @@
 """Kernels and launches for gradients whose products have E4M3 operands: see `flce/engine/e4m3.py`.
 
-`TritonBackend` launches them. An entry of a tile is divided by the sum of its row, so that it is a share from 0 to 1,
-and stored as share * 2^15 to 2^16. Shares above 1 / LARGE_SHARE are not stored. So E4M3 has all its digits for shares
-down to 5e-7, and nothing exceeds E4M3_MAX. The factor is a different one for each row: if all shares of all rows were
-equal, the rounding errors of a class would not cancel in the sum over rows.
+An entry of a tile is multiplied by a factor of its row and rounded to E4M3, by the product that computes exponentials
+(`product.py`) or by `quantize_kernel`. If the sum of the magnitudes of the row is S, the factor is about 2^15 / S:
+entries down to S / 2^20 have all digits. `find_large_kernel` then sets large entries to 0 and stores their classes.
+
+The product does not know S. Its factor is for twice the sum that a sample of the classes predicts. If this is too
+large, small entries lose digits: at most log2(2V / 1024) = 9 octaves (V = 262144), and only if a class of the sample
+has most of S. If it is too small, more entries are large. If a row has more large entries than slots,
+`find_large_kernel` sets the factor for S, and the product is computed again (as `exponentials.py` describes).
 """
 
 from __future__ import annotations
@@ -15,190 +19,160 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, TileRows
-from flce.backends.e4m3 import GOLDEN, LEAST_SUM, PEAK
+from flce.backends.contract import (
+    E4M3_MAX,
+    ENTRY_SLOTS,
+    FUSED_PRODUCT_BLOCK,
+    LARGE_SHARE,
+    Entries,
+    QuantizedTile,
+    TileCall,
+)
+from flce.backends.e4m3 import LEAST_SUM, gather_entries, row_factors
+from flce.backends.triton.entries import row_products
+from flce.backends.triton.exponentials import FLAG_STRIDE
 from flce.backends.triton.launch import Launch, build_launch, thread_options
+from flce.backends.triton.math import LOG2_E, e4m3_factor
 from flce.backends.triton.replay import run
-from flce.core.gemm import padded_cols
 
-# A block of a tile, rows x columns. Milliseconds of 1000 x 128256 on an H100:
-#   rows x columns, warps        128 x 64, 4    64 x 128, 4    32 x 256, 4    128 x 128, 8    64 x 256, 8
-#   transposed in float16        0.35           0.39           0.44           0.46            0.52
-#   transposed in E4M3           0.37           0.41           0.49           0.47            0.54
-TILE_ROWS, TILE_COLS, WARPS = 128, 64, 4
-# Rows and columns of a block of a matrix that is transposed.
+# Rows and columns of a block of `quantize_kernel`.
 BLOCK = 64
-# Programs for the rows of a block of columns, which find the largest magnitude of their rows.
-PEAK_PARTS, PEAK_ROWS = 128, 32
+# Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
+# column with a larger magnitude is rounded again.
+LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 1024, 8.0, 1e-30
 # Columns of a program of `add_entries_kernel`, and entries per step.
 SUM_COLS, SUM_ENTRIES = 1024, 8
+# Blocks of classes per step of `find_large_kernel`.
+FIND_BLOCKS = 32
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
-_PEAK = tl.constexpr(PEAK)
-_GOLDEN = tl.constexpr(GOLDEN)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
 
 
-@triton.jit
-def _share_factor(sums, row):
-    """Return the factor that maps a row to shares * 2^15 to 2^16."""
-    fraction = ((row.to(tl.uint32) * _GOLDEN) >> 8).to(tl.float32) * 2.0**-24
-    peak = _PEAK * tl.exp2(-fraction)
-    is_zero = sums < _LEAST_SUM
-    return tl.where(is_zero, 0.0, peak / tl.where(is_zero, 1.0, sums))
+@triton.jit(do_not_specialize=["rows", "vocab_size"])
+def find_large_kernel(
+    matrix_ptr,  # (rows, vocab_size) E4M3, row stride matrix_stride
+    transposed_ptr,  # (vocab_size, rows) E4M3, row stride transposed_stride
+    row_factor_ptr,  # (rows,) factors of the entries; overwritten for rows that need the second product
+    row_sum_ptr,  # (rows,) sums of magnitudes, without partial_ptr
+    partial_ptr,  # (blocks, rows) sums of COLS classes, negative if exponentials are out of range (`product_kernel`)
+    numbers_ptr,  # (rows, SLOTS) int32, contiguous, output: `Entries.numbers`
+    scales_ptr,  # (rows,) output
+    work_ptr,  # (2,) int32, as in `finish_kernel`
+    matrix_stride,
+    transposed_stride,
+    rows,
+    vocab_size,
+    HAS_TRANSPOSED: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    work = tl.load(work_ptr) if HAS_PARTIAL else 1
+    if work > 0:
+        factor = tl.load(row_factor_ptr + row)
+        is_beyond = False
+        if HAS_PARTIAL:
+            totals = tl.zeros((BLOCKS,), tl.float32)
+            least = tl.zeros((BLOCKS,), tl.float32)
+            for start in range(0, vocab_size, BLOCKS * COLS):
+                block = (start // COLS + tl.arange(0, BLOCKS)).to(tl.int64)
+                partial = tl.load(partial_ptr + block * rows + row, mask=block * COLS < vocab_size, other=0.0)
+                totals += partial
+                least = tl.minimum(least, partial)
+            sums = tl.sum(totals, axis=0)
+            is_beyond = tl.min(least, axis=0) < 0.0
+        else:
+            sums = tl.load(row_sum_ptr + row)
+        limit = tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX)
+        number = 1
+        for start in range(0, vocab_size, BLOCKS * COLS):
+            block = start // COLS + tl.arange(0, BLOCKS)
+            is_near = block * COLS < vocab_size
+            if HAS_PARTIAL:
+                # Rounding may have made an entry larger by 1/16.
+                partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=is_near, other=0.0)
+                is_near = is_near & (partial * factor * 1.07 >= limit)
+            if tl.max(is_near.to(tl.int32), axis=0) > 0:
+                column = block[:, None] * COLS + tl.arange(0, COLS)[None, :]
+                mask = is_near[:, None] & (column < vocab_size)
+                x = tl.abs(tl.load(matrix_ptr + row * matrix_stride + column, mask=mask, other=0.0).to(tl.float32))
+                is_large = tl.reshape((x >= limit) & (x > 0.0), (BLOCKS * COLS,))
+                column = tl.reshape(column, (BLOCKS * COLS,))
+                slot = number + tl.cumsum(is_large.to(tl.int32), axis=0) - 1
+                number += tl.sum(is_large.to(tl.int32), axis=0)
+                tl.store(numbers_ptr + row * _SLOTS + slot, column, mask=is_large & (slot < _SLOTS))
+                zero = tl.zeros((BLOCKS * COLS,), tl.float32).to(tl.float8e4nv)
+                tl.store(matrix_ptr + row * matrix_stride + column, zero, mask=is_large)
+                if HAS_TRANSPOSED:
+                    tl.store(transposed_ptr + column.to(tl.int64) * transposed_stride + row, zero, mask=is_large)
+        slot = tl.arange(0, _SLOTS)
+        unused = tl.zeros((_SLOTS,), tl.int32) + vocab_size
+        tl.store(numbers_ptr + row * _SLOTS + slot, unused, mask=(slot == 0) | (slot >= number))
+        tl.store(scales_ptr + row, tl.where(factor == 0.0, 0.0, 1.0 / tl.where(factor == 0.0, 1.0, factor)))
+        if HAS_PARTIAL:
+            # If all logits of the sample are -inf, the factor is 0.
+            is_wrong = is_beyond | (number > _SLOTS) | ((factor == 0.0) & (sums >= _LEAST_SUM))
+            # After the second product the largest exponential of a row whose exponentials were out of range is 1.
+            correct_factor = e4m3_factor(tl.where(is_beyond, 1.0 * vocab_size, sums), tl.program_id(0))
+            tl.store(row_factor_ptr + row, correct_factor, mask=is_wrong)
+            tl.store(work_ptr + _FLAG_STRIDE, work, mask=is_wrong)
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "first_row"])
-def quantize_tile_kernel(
-    tile_ptr,  # (rows, cols); columns up to padded_cols can be read
-    row_sum_ptr,  # (rows,)
-    out_ptr,  # (rows, padded_cols) E4M3
-    transposed_ptr,  # (cols, padded_rows) E4M3
-    numbers_ptr,  # (rows, SLOTS) int32, contiguous: classes of large entries, in any order
-    count_ptr,  # (rows,) int32: the number of large entries; 0 before the launch
-    tile_stride,
-    out_stride,
+@triton.jit(do_not_specialize=["rows"])
+def quantize_kernel(
+    x_ptr,  # (n, cols)
+    gather_ptr,  # (rows,) int64: rows of x
+    factor_ptr,  # (rows,)
+    limit_ptr,  # (cols,) magnitudes that become 448
+    peak_ptr,  # (cols,) int32: the bits of the largest magnitude of each column that exceeds its limit, else 0
+    matrix_ptr,  # (rows, cols) E4M3 output
+    transposed_ptr,  # (cols, padded_rows) E4M3 output
+    x_stride,
+    x_col_stride,
+    matrix_stride,
     transposed_stride,
     rows,
     cols,
-    first_row,
     padded_rows,
-    padded_cols,
-    HAS_OUT: tl.constexpr,
+    HAS_GATHER: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_MATRIX: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    # Only masks with multiples of 16 allow vectors.
-    accessible = (row < rows)[:, None] & (column < padded_cols)[None, :]
-    place = row.to(tl.int64)[:, None] * tile_stride + column[None, :]
-    x = tl.load(tile_ptr + place, mask=accessible, other=0.0).to(tl.float32)
-    x = tl.where((column < cols)[None, :], x, 0.0)
-    sums = tl.load(row_sum_ptr + row, mask=row < rows, other=0.0)
-    shares = x * _share_factor(sums, first_row + row)[:, None]
-    is_large = tl.abs(x) * _LARGE_SHARE > sums[:, None]
-    if tl.max(tl.max(is_large.to(tl.int32), axis=1), axis=0) > 0:
-        # One atomic operation for each row. For each entry, the compiler would choose a slower layout.
-        number = tl.sum(is_large.to(tl.int32), axis=1)
-        first_slot = tl.atomic_add(count_ptr + row, number, mask=number > 0, sem="relaxed")
-        slot = first_slot[:, None] + tl.cumsum(is_large.to(tl.int32), axis=1) - 1
-        is_large = is_large & (slot < _SLOTS - 1)
-        classes = column[None, :] + tl.zeros((ROWS, COLS), tl.int32)
-        tl.store(numbers_ptr + row.to(tl.int64)[:, None] * _SLOTS + slot, classes, mask=is_large)
-        shares = tl.where(is_large, 0.0, shares)
-    rounded = shares.to(tl.float8e4nv)
-    if HAS_OUT:
-        place = row.to(tl.int64)[:, None] * out_stride + column[None, :]
-        tl.store(out_ptr + place, rounded, mask=accessible)
-    if HAS_TRANSPOSED:
-        # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
-        rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
-        place = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-        tl.store(transposed_ptr + place, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
-
-
-@triton.jit(do_not_specialize=["first_row", "vocab_size", "ignore_index", "factors_stride"])
-def finish_entries_kernel(
-    tile_ptr,  # (rows, vocab_size)
-    row_sum_ptr,  # (rows,)
-    target_ptr,  # (rows,) int64
-    factors_ptr,  # (2, rows), row stride factors_stride
-    count_ptr,  # (rows,) int32
-    numbers_ptr,  # (rows, SLOTS) int32, contiguous: sorted here
-    values_ptr,  # (rows, SLOTS), contiguous, output
-    row_scales_ptr,  # (rows,) output
-    tile_stride,
-    factors_stride,
-    first_row,
-    vocab_size,
-    ignore_index,
-    HAS_FACTORS: tl.constexpr,
-):
-    """Sort the large entries and the target's entry of a row by class, and compute their values."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, _SLOTS)
-    classes = tl.load(numbers_ptr + row * _SLOTS + slot, mask=slot < tl.load(count_ptr + row), other=vocab_size)
-    factor = 1.0
-    if HAS_FACTORS:
-        factor = tl.load(factors_ptr + row)
-        target = tl.load(target_ptr + row)
-        is_class = (target >= 0) & (target < vocab_size) & (target != ignore_index)
-        target = tl.where(is_class, target, vocab_size).to(tl.int32)
-        classes = tl.where(slot == _SLOTS - 1, target, classes)
-    classes = tl.sort(classes)
-    exists = classes < vocab_size
-    value = factor * tl.load(tile_ptr + row * tile_stride + classes, mask=exists, other=0.0).to(tl.float32)
-    if HAS_FACTORS:
-        value = tl.where(exists & (classes == target), tl.load(factors_ptr + factors_stride + row), value)
-    tl.store(numbers_ptr + row * _SLOTS + slot, classes)
-    tl.store(values_ptr + row * _SLOTS + slot, value)
-    share_factor = _share_factor(tl.load(row_sum_ptr + row), first_row + tl.program_id(0))
-    inverse = 1.0 / tl.where(share_factor == 0.0, 1.0, share_factor)
-    tl.store(row_scales_ptr + row, tl.where(share_factor == 0.0, 0.0, factor * inverse))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def column_peaks_kernel(
-    x_ptr,  # (n, hidden)
-    gather_ptr,  # (rows,) int64: rows of x
-    factor_ptr,  # (rows,)
-    peaks_ptr,  # (parts, hidden), contiguous, output: largest magnitudes
-    x_stride,
-    x_col_stride,
-    rows,
-    hidden,
-    HAS_GATHER: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    part = tl.program_id(0)
-    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    peaks = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(part * ROWS, rows, PARTS * ROWS):
-        row = start + tl.arange(0, ROWS)
-        place = tl.load(gather_ptr + row, mask=row < rows, other=0) if HAS_GATHER else row.to(tl.int64)
-        exists = (row < rows)[:, None] & (column < hidden)[None, :]
-        places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
-        x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
-        if HAS_FACTOR:
-            x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-        peaks = tl.maximum(peaks, tl.abs(x))
-    tl.store(peaks_ptr + part * hidden + column, tl.max(peaks, axis=0), mask=column < hidden)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def quantize_transposed_kernel(
-    x_ptr,  # (n, hidden)
-    gather_ptr,  # (rows,) int64: rows of x
-    factor_ptr,  # (rows,)
-    col_scales_ptr,  # (hidden,)
-    out_ptr,  # (hidden, padded_rows) E4M3
-    x_stride,
-    x_col_stride,
-    out_stride,
-    rows,
-    hidden,
-    padded_rows,
-    HAS_GATHER: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
+    IS_RETRY: tl.constexpr,  # compute only columns that exceed their limit
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(gather_ptr + row, mask=row < rows, other=0) if HAS_GATHER else row.to(tl.int64)
-    exists = (row < rows)[:, None] & (column < hidden)[None, :]
-    places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
-    x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
-        x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-    x *= 1.0 / tl.load(col_scales_ptr + column, mask=column < hidden, other=1.0)[None, :]
-    rounded = tl.trans(x.to(tl.float8e4nv))
-    places = column.to(tl.int64)[:, None] * out_stride + row[None, :]
-    tl.store(out_ptr + places, rounded, mask=(column < hidden)[:, None] & (row < padded_rows)[None, :])
+    limit = tl.load(limit_ptr + column, mask=column < cols, other=1.0)
+    is_computed = 1
+    if IS_RETRY:
+        peak = tl.load(peak_ptr + column, mask=column < cols, other=0).to(tl.float32, bitcast=True)
+        is_computed = tl.max((peak > limit).to(tl.int32), axis=0)
+        limit = tl.maximum(limit, peak)
+    if is_computed > 0:
+        place = tl.load(gather_ptr + row, mask=row < rows, other=0) if HAS_GATHER else row.to(tl.int64)
+        exists = (row < rows)[:, None] & (column < cols)[None, :]
+        places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
+        x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
+        if HAS_FACTOR:
+            x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
+        if not IS_RETRY:
+            largest = tl.max(tl.abs(x), axis=0)
+            bits = largest.to(tl.int32, bitcast=True)
+            tl.atomic_max(peak_ptr + column, bits, mask=(largest > limit) & (column < cols), sem="relaxed")
+        x = tl.minimum(x * (1.0 / limit * _E4M3_MAX)[None, :], _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+        rounded = tl.maximum(x, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        if HAS_MATRIX:
+            tl.store(matrix_ptr + row.to(tl.int64)[:, None] * matrix_stride + column[None, :], rounded, mask=exists)
+        if HAS_TRANSPOSED:
+            # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
+            rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
+            places = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
+            tl.store(transposed_ptr + places, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["table_rows"])
@@ -241,13 +215,15 @@ def add_entries_kernel(
         numbers_ptr += row * _SLOTS
         values_ptr += row * _SLOTS
         first = 0
-        stop = tl.sum((tl.load(numbers_ptr + tl.arange(0, _SLOTS)) < table_rows).to(tl.int32), axis=0)
+        slot = tl.arange(0, _SLOTS)
+        stop = tl.max(tl.where(tl.load(numbers_ptr + slot) < table_rows, slot + 1, 0), axis=0)
     for start in range(first, stop, ENTRIES):
         number = start + tl.arange(0, ENTRIES)
         index = tl.load(numbers_ptr + number, mask=number < stop, other=0).to(tl.int64)
-        value = tl.load(values_ptr + number, mask=number < stop, other=0.0)
+        exists = (number < stop) & (index < table_rows)
+        value = tl.load(values_ptr + number, mask=exists, other=0.0)
         places = index[:, None] * table_stride + column[None, :].to(tl.int64) * table_col_stride
-        rows = tl.load(table_ptr + places, mask=(number < stop)[:, None] & mask[None, :], other=0.0)
+        rows = tl.load(table_ptr + places, mask=exists[:, None] & mask[None, :], other=0.0)
         total += tl.sum(rows.to(tl.float32) * value[:, None], axis=0)
     if HAS_PLACE:
         row = tl.load(place_ptr + row)
@@ -257,64 +233,78 @@ def add_entries_kernel(
     tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def quantize_tile(
-    tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries
-) -> None:
-    if rows.sums is None:
-        rows = rows._replace(sums=torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32))
-    count = torch.zeros(len(tile), dtype=torch.int32, device=tile.device)
-    run(_quantize_tile, tile, rows, out, transposed, entries, count)
+def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
+    sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
+    limit = torch.full_like(tile[0], E4M3_MAX, dtype=torch.float32)
+    run(_quantize_tile, tile, out, sums, row_factors(sums), limit, torch.zeros_like(limit, dtype=torch.int32))
+    gather_entries(tile, out.entries)
 
 
 def _quantize_tile(
-    tile: Tensor, rows: TileRows, out: Tensor | None, transposed: Tensor | None, entries: Entries, count: Tensor
+    tile: Tensor, out: QuantizedTile, sums: Tensor, factor: Tensor, limit: Tensor, peak: Tensor
 ) -> Iterator[Launch]:
-    num_rows, cols = tile.shape
-    padded_rows = num_rows if transposed is None else transposed.shape[1]
-    shared = {
-        "tile": tile, "row_sum": rows.sums, "numbers": entries.numbers, "count": count, "first_row": rows.first_row,
-    }  # fmt: skip
-    yield build_launch(
-        quantize_tile_kernel, (triton.cdiv(padded_cols(cols), TILE_COLS), triton.cdiv(padded_rows, TILE_ROWS)), None,
-        {"ROWS": TILE_ROWS, "COLS": TILE_COLS, **thread_options(tile.device, WARPS)},
-        **shared, out=out, transposed=transposed, rows=num_rows, cols=cols, padded_rows=padded_rows,
-        padded_cols=padded_cols(cols),
+    yield _quantize(tile, out.transposed, limit, peak, factor=factor, matrix=out.matrix)
+    yield find_large(out, tile.shape[1], factor, row_sum=sums)
+
+
+def _quantize(
+    x: Tensor, transposed: Tensor | None, limit: Tensor, peak: Tensor, *, index: Tensor | None = None,
+    factor: Tensor | None = None, matrix: Tensor | None = None, is_retry: bool = False,
+) -> Launch:  # fmt: skip
+    rows, cols = len(x) if index is None else len(index), x.shape[1]
+    padded_rows = rows if transposed is None else transposed.shape[1]
+    return build_launch(
+        quantize_kernel, (triton.cdiv(padded_rows, BLOCK), triton.cdiv(cols, BLOCK)), None,
+        {"IS_RETRY": is_retry, "BLOCK": BLOCK, **thread_options(x.device, 4)},
+        x=x, gather=index, factor=factor, limit=limit, peak=peak, matrix=matrix, transposed=transposed, rows=rows,
+        cols=cols, padded_rows=padded_rows,
     )  # fmt: skip
-    yield build_launch(
-        finish_entries_kernel, (num_rows,), None, thread_options(tile.device, 1),
-        **shared, target=rows.target, factors=rows.factors, values=entries.values, row_scales=rows.scales,
-        vocab_size=cols, ignore_index=rows.ignore_index,
+
+
+def find_large(
+    out: QuantizedTile, vocab_size: int, row_factor: Tensor, *, row_sum: Tensor | None = None,
+    partial: Tensor | None = None, work: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """Return a launch of `find_large_kernel`."""
+    return build_launch(
+        find_large_kernel, (len(out.matrix),), None,
+        {"BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK, **thread_options(out.matrix.device, 4)},
+        matrix=out.matrix, transposed=out.transposed, numbers=out.entries.numbers, scales=out.scales,
+        row_factor=row_factor, row_sum=row_sum, partial=partial, work=work, rows=len(out.matrix), vocab_size=vocab_size,
     )  # fmt: skip
+
+
+def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: TileCall, entries: Entries) -> None:
+    """Compute the exponentials of large entries as the product does."""
+    classes, (bias, spec) = entries.numbers.long(), (call.inputs.bias, call.spec)
+    run(row_products, x, weight, classes, entries.values.zero_())
+    a = entries.values if bias is None else entries.values.add_(bias[classes.clamp_(max=len(weight) - 1)])
+    z = a.mul_(spec.scale)
+    if spec.softcap is not None:
+        z = z.tanh_()
+        jacobian = (1.0 - z * z).mul_(spec.scale * spec.cap)
+        z.mul_(spec.cap)
+    z.mul_(LOG2_E.value).sub_(reference[:, None]).exp2_()
+    if spec.softcap is not None:
+        z.mul_(jacobian)
 
 
 def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor) -> None:
-    peaks = torch.empty(PEAK_PARTS, x.shape[1], dtype=torch.float32, device=x.device)
-    run(_column_peaks, x, index, factor, peaks)
-    torch.amax(peaks, dim=0, out=scales)
-    # 1 for columns of zeros.
-    scales.mul_(1.0 / E4M3_MAX).masked_fill_(scales == 0.0, 1.0)
-    run(_quantize_transposed, x, index, factor, out, scales)
-
-
-def _column_peaks(x: Tensor, index: Tensor | None, factor: Tensor | None, peaks: Tensor) -> Iterator[Launch]:
-    num_rows, hidden = len(x) if index is None else len(index), x.shape[1]
-    yield build_launch(
-        column_peaks_kernel, (PEAK_PARTS, triton.cdiv(hidden, BLOCK)), None,
-        {"PARTS": PEAK_PARTS, "ROWS": PEAK_ROWS, "COLS": BLOCK, **thread_options(x.device, 4)},
-        x=x, gather=index, factor=factor, peaks=peaks, rows=num_rows, hidden=hidden,
-    )  # fmt: skip
+    step = max(1, (len(x) if index is None else len(index)) // LIMIT_ROWS)
+    sample = x[::step] if index is None else x[index[::step]]
+    sample = sample if factor is None else sample * factor[::step, None]
+    torch.linalg.vector_norm(sample, torch.inf, dim=0, dtype=torch.float32, out=scales)
+    limit = scales.mul_(LIMIT_FACTOR).clamp_(min=LEAST_LIMIT)
+    peak = torch.zeros_like(limit, dtype=torch.int32)
+    run(_quantize_transposed, x, index, factor, out, limit, peak)
+    torch.maximum(limit, peak.view(torch.float32), out=scales).mul_(1.0 / E4M3_MAX)
 
 
 def _quantize_transposed(
-    x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
+    x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, limit: Tensor, peak: Tensor
 ) -> Iterator[Launch]:
-    num_rows, (hidden, padded_rows) = len(x) if index is None else len(index), out.shape
-    yield build_launch(
-        quantize_transposed_kernel, (triton.cdiv(padded_rows, BLOCK), triton.cdiv(hidden, BLOCK)), None,
-        {"BLOCK": BLOCK, **thread_options(x.device, 4)},
-        x=x, gather=index, factor=factor, col_scales=scales, out=out, rows=num_rows, hidden=hidden,
-        padded_rows=padded_rows,
-    )  # fmt: skip
+    for is_retry in (False, True):
+        yield _quantize(x, out, limit, peak, index=index, factor=factor, is_retry=is_retry)
 
 
 def add_entries(

@@ -1,33 +1,34 @@
 """Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`.
 
-A chunk is divided into tiles of fewer tokens. Only one tile is stored in the dtype of the gradient of the logits. The
-chunk is stored in E4M3, transposed for dW.
+A chunk is divided into groups of fewer tokens. The chunk is stored in E4M3, transposed for dW, and one group is stored
+in E4M3 for dX.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from flce.core.slices import slice_columns, slice_rows
+from flce.backends.contract import QuantizedTile
+from flce.core.slices import slice_rows
 from flce.engine.borrowing import BLOCK_MULTIPLE
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
-from flce.engine.e4m3 import ChunkSizes, Tile, compute_gradients
+from flce.engine.e4m3 import ChunkSizes, compute_gradients
 from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
 
-# Number of tokens of a tile, if there are as many. With fewer, the products read the weight too often.
+# The least number of tokens of a group, if there are as many. With fewer, the products read the weight too often.
+GROUP_ROWS = 2048
+# Number of tokens of a tile whose gradient of the logits is in memory before it is rounded.
 TILE_ROWS = 1024
 
 
 def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
-    """Return the sizes for chunks of `rows`. A group has at least TILE_ROWS tokens, as many that the blocks of its dX,
+    """Return the sizes for chunks of `rows`. A group has at least GROUP_ROWS tokens, as many that the blocks of its dX,
     ROW_MULTIPLE x BLOCK_MULTIPLE, nearly fill whole waves, one block for each multiprocessor."""
     wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_MULTIPLE)) * ROW_MULTIPLE
-    group_rows = min(rows, ceil_div(TILE_ROWS, wave_rows) * wave_rows)
+    group_rows = min(rows, ceil_div(GROUP_ROWS, wave_rows) * wave_rows)
     return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
 
 
@@ -40,7 +41,7 @@ class E4M3Schedule(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        is_deferred = c.spec.reduction == "none" or not c.can_multiply_exponentials
+        is_deferred = c.spec.reduction == "none" or not (c.can_multiply_exponentials and c.supports_fused_products)
         supported = c.multiplies_e4m3 and c.needs.any and cls.deferred == is_deferred
         return sizes_up_to(c.num_tokens) if supported else NO_SIZES
 
@@ -53,27 +54,18 @@ class E4M3Schedule(Schedule):
 
 @dataclass(frozen=True)
 class E4M3Exponentials(E4M3Schedule):
-    """Loop over tiles: exponentials and dX, as in `Unnormalized`; dW after the tiles of a chunk. Three products, two of
-    them with E4M3 operands."""
+    """Loop over groups: exponentials, rounded in registers, and dX; dW after the groups of a chunk. Three products, two
+    of them with E4M3 operands."""
 
     chunks: ChunkSizes
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3Exponentials:
-        return cls(chunk_sizes(c, size))
+        chunks = chunk_sizes(c, size)
+        return cls(replace(chunks, tile_rows=chunks.group_rows))
 
     def forward(self, ctx: PassContext) -> None:
-        rows, exponentials = self.chunks.tile_rows, Exponentials(ctx)
-        memory = ctx.start_exponentials_tile(rows, ctx.vocab_size)
-        row_sums = ctx.new(rows, dtype=torch.float32) if exponentials.has_row_sums else None
-
-        def compute_tile(tokens: slice) -> Tile:
-            part = slice(0, tokens.stop - tokens.start)
-            exps, sums = slice_rows(memory, part), None if row_sums is None else slice_rows(row_sums, part)
-            exponentials.compute(ctx.term_inputs(tokens), [exps], tokens, sums)
-            return Tile(exps, slice_columns(exponentials.factors, tokens), sums)
-
-        compute_gradients(ctx, self.chunks, compute_tile)
+        compute_gradients(ctx, self.chunks, Exponentials(ctx).compute_quantized)
 
 
 @dataclass(frozen=True)
@@ -91,9 +83,9 @@ class E4M3DeferredChunks(E4M3Schedule, Deferred):
     def backward(self, ctx: PassContext) -> None:
         memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
 
-        def compute_tile(tokens: slice) -> Tile:
+        def compute_tile(tokens: slice, out: QuantizedTile) -> None:
             dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))
             ctx.compute_gradient(ctx.term_inputs(tokens), tokens, ctx.all_classes, dlogits)
-            return Tile(dlogits)
+            ctx.backend.quantize_tile(dlogits, out)
 
         compute_gradients(ctx, self.chunks, compute_tile)
