@@ -30,8 +30,8 @@ def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     sums = x.abs().sum(1)
     factor = row_factors(sums)
     rounded = (x * factor[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    magnitude, limit = rounded.float().abs_(), (factor * sums / LARGE_SHARE).clamp_(max=E4M3_MAX)
-    is_large = (magnitude >= limit[:, None]).logical_and_(magnitude > 0.0)
+    limit = (factor * sums / LARGE_SHARE).clamp_(2.0**-10, E4M3_MAX)
+    is_large = rounded.float().abs_() >= limit[:, None]
     row, column = is_large.nonzero(as_tuple=True)
     classes.fill_(vocab_size)
     classes[row, is_large.cumsum(1, dtype=torch.int32)[row, column].long()] = column.int()

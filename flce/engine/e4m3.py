@@ -59,7 +59,7 @@ class _Gradients:
         self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
         self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
-        slice_columns(self._group, slice(ctx.vocab_size, self._group.shape[1])).zero_()
+        slice_columns(self._group, slice(ctx.vocab_size, self._group.shape[1])).view(torch.uint8).zero_()
         self._transposed = None
         if self._dw_sum is not None:
             self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)

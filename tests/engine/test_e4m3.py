@@ -131,9 +131,8 @@ def test_samples_that_mislead(case: str, hopper: None, device: torch.device, mon
     elif case == "-inf":
         bias[::2] = -torch.inf
     x, w = torch.eye(20, 32), torch.cat((z.t(), torch.ones(300, 12)), 1)  # x w^T is z
-    problem = Problem(
-        *(t.to(device, BF16) for t in (x, w)), torch.arange(20, device=device) * 2 + 1, bias.to(device, BF16)
-    )
+    x, w, bias = (t.to(device, BF16) for t in (x, w, bias))
+    problem = Problem(x, w, torch.arange(20, device=device) * 2 + 1, bias)
     check(problem, options_of(), limit=0.015)  # 150 equal classes: E4M3 has this error
 
 

@@ -42,8 +42,8 @@ BLOCK = 64
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 1024, 8.0, 1e-30
 # Columns of a program of `add_entries_kernel`, and entries per step.
 SUM_COLS, SUM_ENTRIES = 1024, 8
-# Blocks of classes per step of `find_large_kernel`.
-FIND_BLOCKS = 32
+# Sums, and blocks of classes, per step of `find_large_kernel`.
+FIND_PARTIALS, FIND_BLOCKS = 512, 32
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -67,6 +67,7 @@ def find_large_kernel(
     vocab_size,
     HAS_TRANSPOSED: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
+    PARTIALS: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -75,32 +76,38 @@ def find_large_kernel(
     if work > 0:
         factor = tl.load(row_factor_ptr + row)
         is_beyond = False
+        stop = vocab_size
         if HAS_PARTIAL:
-            totals = tl.zeros((BLOCKS,), tl.float32)
-            least = tl.zeros((BLOCKS,), tl.float32)
-            for start in range(0, vocab_size, BLOCKS * COLS):
-                block = (start // COLS + tl.arange(0, BLOCKS)).to(tl.int64)
+            totals = tl.zeros((PARTIALS,), tl.float32)
+            least = tl.zeros((PARTIALS,), tl.float32)
+            most = tl.zeros((PARTIALS,), tl.float32)
+            for start in range(0, tl.cdiv(vocab_size, COLS), PARTIALS):
+                block = (start + tl.arange(0, PARTIALS)).to(tl.int64)
                 partial = tl.load(partial_ptr + block * rows + row, mask=block * COLS < vocab_size, other=0.0)
                 totals += partial
                 least = tl.minimum(least, partial)
+                most = tl.maximum(most, partial)
             sums = tl.sum(totals, axis=0)
             is_beyond = tl.min(least, axis=0) < 0.0
         else:
             sums = tl.load(row_sum_ptr + row)
-        limit = tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX)
+        limit = tl.maximum(tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX), 2.0**-10)
+        # Rounding may have made an entry larger by 1/16.
+        near = limit / 1.07
+        if HAS_PARTIAL:
+            stop = tl.where(tl.max(most, axis=0) * factor >= near, vocab_size, 0)
         number = 1
-        for start in range(0, vocab_size, BLOCKS * COLS):
+        for start in range(0, stop, BLOCKS * COLS):
             block = start // COLS + tl.arange(0, BLOCKS)
             is_near = block * COLS < vocab_size
             if HAS_PARTIAL:
-                # Rounding may have made an entry larger by 1/16.
                 partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=is_near, other=0.0)
-                is_near = is_near & (partial * factor * 1.07 >= limit)
+                is_near = is_near & (partial * factor >= near)
             if tl.max(is_near.to(tl.int32), axis=0) > 0:
                 column = block[:, None] * COLS + tl.arange(0, COLS)[None, :]
                 mask = is_near[:, None] & (column < vocab_size)
-                x = tl.abs(tl.load(matrix_ptr + row * matrix_stride + column, mask=mask, other=0.0).to(tl.float32))
-                is_large = tl.reshape((x >= limit) & (x > 0.0), (BLOCKS * COLS,))
+                x = tl.load(matrix_ptr + row * matrix_stride + column, mask=mask).to(tl.float32)
+                is_large = tl.reshape(mask & (tl.abs(x) >= limit), (BLOCKS * COLS,))
                 column = tl.reshape(column, (BLOCKS * COLS,))
                 slot = number + tl.cumsum(is_large.to(tl.int32), axis=0) - 1
                 number += tl.sum(is_large.to(tl.int32), axis=0)
@@ -268,9 +275,10 @@ def find_large(
     """Return a launch of `find_large_kernel`."""
     return build_launch(
         find_large_kernel, (len(out.matrix),), None,
-        {"BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK, **thread_options(out.matrix.device, 4)},
+        {"PARTIALS": FIND_PARTIALS, "BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK, **thread_options(out.matrix.device, 4)},
         matrix=out.matrix, transposed=out.transposed, numbers=out.entries.numbers, scales=out.scales,
-        row_factor=row_factor, row_sum=row_sum, partial=partial, work=work, rows=len(out.matrix), vocab_size=vocab_size,
+        row_factor=row_factor, row_sum=row_sum, partial=partial, work=work, rows=len(out.matrix),
+        vocab_size=vocab_size,
     )  # fmt: skip
 
 

@@ -187,8 +187,8 @@ def product_kernel(
         # 64-bit: blocks x rows exceeds 2^31 only at a billion rows, but costs no time here.
         place = (column_start // COLS + col_block).to(tl.int64) * rows + row
         if EXPONENTIALS:
-            # Ignored rows have a reference of inf: their exponentials are 0.
-            reference = tl.load(reference_ptr + row, mask=exists, other=0.0)
+            # Ignored and missing rows have a reference of inf: their exponentials are 0.
+            reference = tl.load(reference_ptr + row, mask=exists, other=float("inf"))
             octaves = z * LOG2_E - reference[:, None]
             # The target's exponential is 0, so that the sum gives 1 - p without cancellation.
             others = tl.arange(0, COLS)[None, :] != (target_column - col_start)[:, None]
