@@ -275,7 +275,8 @@ def find_large(
     """Return a launch of `find_large_kernel`."""
     return build_launch(
         find_large_kernel, (len(out.matrix),), None,
-        {"PARTIALS": FIND_PARTIALS, "BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK, **thread_options(out.matrix.device, 4)},
+        {"PARTIALS": FIND_PARTIALS, "BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK,
+         **thread_options(out.matrix.device, 4)},
         matrix=out.matrix, transposed=out.transposed, numbers=out.entries.numbers, scales=out.scales,
         row_factor=row_factor, row_sum=row_sum, partial=partial, work=work, rows=len(out.matrix),
         vocab_size=vocab_size,
