@@ -60,8 +60,8 @@ E4M3_MAX = 448.0
 # Entries of a tile whose share of the sum of the magnitudes of their row exceeds 1 / LARGE_SHARE are not rounded to
 # E4M3. If entries are compared after they were rounded, a row has at most 17/16 * LARGE_SHARE of them. They and the
 # target's entry have ENTRY_SLOTS slots.
-LARGE_SHARE = 112
-ENTRY_SLOTS = 128
+LARGE_SHARE = 238
+ENTRY_SLOTS = 256
 # Bytes for each row that `fused_exponentials` allocates for E4M3: its sample, its entries' classes, z and dz/da.
 E4M3_ROW_BYTES = 2 * 1024 + 24 * ENTRY_SLOTS
 # Bytes for each entry that `sort_entries` allocates.

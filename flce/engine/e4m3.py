@@ -59,7 +59,6 @@ class _Gradients:
         self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
         self._dw_sum = build_dw_sums(ctx, rows).get(0)
         self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
-        slice_columns(self._group, slice(ctx.vocab_size, self._group.shape[1])).view(torch.uint8).zero_()
         self._transposed = None
         if self._dw_sum is not None:
             self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
@@ -86,6 +85,7 @@ class _Gradients:
             return
         ctx, part = self._context, offset_slice(tokens, -chunk.start)
         quantized = slice_rows(self._group, slice(0, part.stop - part.start))
+        slice_columns(quantized, slice(ctx.vocab_size, quantized.shape[1])).view(torch.uint8).zero_()
         product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
         ctx.matmul(quantized, self._quantized_weight().t(), out=product)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
@@ -120,16 +120,17 @@ class _Gradients:
         numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
         ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
-        first_class = 0
+        first_class, memory = 0, self._group  # The group is not needed anymore.
+        if memory.numel() < BLOCK_BYTES:
+            memory = ctx.new(min(BLOCK_BYTES, 4 * hidden * ctx.vocab_size), dtype=torch.uint8)
         for total in sums:
-            for block in ctx.split_range(slice(0, len(total)), max(1, BLOCK_BYTES // (4 * hidden))):
+            for block in ctx.split_range(slice(0, len(total)), memory.numel() // (4 * hidden)):
                 classes = offset_slice(block, first_class)
-                product = ctx.new(block.stop - block.start, hidden, dtype=torch.float32)
+                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float32)
                 ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
                 entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
                 out = slice_rows(total, block)
                 ctx.backend.add_entries(product, None, scales, entries, x, out, None, is_started)
-                del product
             first_class += len(total)
 
     def finish(self) -> None:

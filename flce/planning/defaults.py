@@ -59,7 +59,7 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Blocks, _default_cols(c))
     rows = c.options.chunk_rows
     has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
-    if has_default_rows and not c.needs.weights[0]:
+    if has_default_rows and not c.needs.weights[0] and not c.multiplies_e4m3:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
     if has_default_rows and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
@@ -113,6 +113,8 @@ def _default_rows(c: Case) -> int:
 
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
+    if c.multiplies_e4m3:
+        return 1
     dtypes = c.dtypes(False)
     gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize

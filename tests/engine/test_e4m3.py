@@ -35,7 +35,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         "flce.engine.schedules.e4m3.chunk_sizes", lambda c, rows: ChunkSizes(rows, min(rows, 32), min(rows, 16))
     )
-    monkeypatch.setattr("flce.engine.e4m3.BLOCK_BYTES", 4 * 64 * 200)  # several blocks of dW
+    monkeypatch.setattr("flce.engine.e4m3.BLOCK_BYTES", 4 * 64 * 70)  # several blocks of dW
     search.plan_for_case.cache_clear()
     if not CUDA:
         interpreted_bfloat16.fix_interpreter(monkeypatch)

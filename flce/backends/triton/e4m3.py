@@ -1,13 +1,13 @@
 """Kernels and launches for gradients whose products have E4M3 operands: see `flce/engine/e4m3.py`.
 
 An entry of a tile is multiplied by a factor of its row and rounded to E4M3, by the product that computes exponentials
-(`product.py`) or by `quantize_kernel`. If the sum of the magnitudes of the row is S, the factor is about 2^15 / S:
+(`product.py`) or by `quantize_kernel`. If the sum of the magnitudes of the row is S, the factor is about 2^16 / S:
 entries down to S / 2^20 have all digits. `find_large_kernel` then sets large entries to 0 and stores their classes.
 
-The product does not know S. Its factor is for twice the sum that a sample of the classes predicts. If this is too
-large, small entries lose digits: at most log2(2V / 1024) = 9 octaves (V = 262144), and only if a class of the sample
-has most of S. If it is too small, more entries are large. If a row has more large entries than slots,
-`find_large_kernel` sets the factor for S, and the product is computed again (as `exponentials.py` describes).
+The product does not know S. Its factor is for four times the sum that a sample of classes predicts. If this is too
+large, small entries lose digits: at most log2(4V / 1024) = 10 (V = 262144), and only if a class of the sample has most
+of S. If it is too small, more entries are large. If a row has more large entries than slots, `find_large_kernel` sets
+the factor for S, and the product is computed again (as `exponentials.py` describes).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch import Tensor
 from flce.backends.contract import (
     E4M3_MAX,
     ENTRY_SLOTS,
-    FUSED_PRODUCT_BLOCK,
     LARGE_SHARE,
     Entries,
     QuantizedTile,
@@ -42,8 +41,8 @@ BLOCK = 64
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 1024, 8.0, 1e-30
 # Columns of a program of `add_entries_kernel`, and entries per step.
 SUM_COLS, SUM_ENTRIES = 1024, 8
-# Sums, and blocks of classes, per step of `find_large_kernel`.
-FIND_PARTIALS, FIND_BLOCKS = 512, 32
+# Sums per step of `find_large_kernel`.
+PARTIALS = 512
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -56,8 +55,7 @@ def find_large_kernel(
     matrix_ptr,  # (rows, vocab_size) E4M3, row stride matrix_stride
     transposed_ptr,  # (vocab_size, rows) E4M3, row stride transposed_stride
     row_factor_ptr,  # (rows,) factors of the entries; overwritten for rows that need the second product
-    row_sum_ptr,  # (rows,) sums of magnitudes, without partial_ptr
-    partial_ptr,  # (blocks, rows) sums of COLS classes, negative if exponentials are out of range (`product_kernel`)
+    partial_ptr,  # (blocks, rows) sums of COLS magnitudes, negative if exponentials are out of range (`product_kernel`)
     numbers_ptr,  # (rows, SLOTS) int32, contiguous, output: `Entries.numbers`
     scales_ptr,  # (rows,) output
     work_ptr,  # (2,) int32, as in `finish_kernel`
@@ -66,61 +64,50 @@ def find_large_kernel(
     rows,
     vocab_size,
     HAS_TRANSPOSED: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr,
+    HAS_WORK: tl.constexpr,
     PARTIALS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    work = tl.load(work_ptr) if HAS_PARTIAL else 1
+    work = tl.load(work_ptr) if HAS_WORK else 1
     if work > 0:
         factor = tl.load(row_factor_ptr + row)
-        is_beyond = False
-        stop = vocab_size
-        if HAS_PARTIAL:
-            totals = tl.zeros((PARTIALS,), tl.float32)
-            least = tl.zeros((PARTIALS,), tl.float32)
-            most = tl.zeros((PARTIALS,), tl.float32)
-            for start in range(0, tl.cdiv(vocab_size, COLS), PARTIALS):
-                block = (start + tl.arange(0, PARTIALS)).to(tl.int64)
-                partial = tl.load(partial_ptr + block * rows + row, mask=block * COLS < vocab_size, other=0.0)
-                totals += partial
-                least = tl.minimum(least, partial)
-                most = tl.maximum(most, partial)
-            sums = tl.sum(totals, axis=0)
-            is_beyond = tl.min(least, axis=0) < 0.0
-        else:
-            sums = tl.load(row_sum_ptr + row)
+        blocks = tl.cdiv(vocab_size, COLS)
+        totals = tl.zeros((PARTIALS,), tl.float32)
+        least = tl.zeros((PARTIALS,), tl.float32)
+        for start in range(0, blocks, PARTIALS):
+            block = start + tl.arange(0, PARTIALS)
+            partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
+            totals += partial
+            least = tl.minimum(least, partial)
+        sums = tl.sum(totals, axis=0)
         limit = tl.maximum(tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX), 2.0**-10)
-        # Rounding may have made an entry larger by 1/16.
-        near = limit / 1.07
-        if HAS_PARTIAL:
-            stop = tl.where(tl.max(most, axis=0) * factor >= near, vocab_size, 0)
         number = 1
-        for start in range(0, stop, BLOCKS * COLS):
-            block = start // COLS + tl.arange(0, BLOCKS)
-            is_near = block * COLS < vocab_size
-            if HAS_PARTIAL:
-                partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=is_near, other=0.0)
-                is_near = is_near & (partial * factor >= near)
-            if tl.max(is_near.to(tl.int32), axis=0) > 0:
-                column = block[:, None] * COLS + tl.arange(0, COLS)[None, :]
-                mask = is_near[:, None] & (column < vocab_size)
-                x = tl.load(matrix_ptr + row * matrix_stride + column, mask=mask).to(tl.float32)
-                is_large = tl.reshape(mask & (tl.abs(x) >= limit), (BLOCKS * COLS,))
-                column = tl.reshape(column, (BLOCKS * COLS,))
+        for start in range(0, blocks, PARTIALS):
+            block = start + tl.arange(0, PARTIALS)
+            partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
+            # Rounding may have made an entry larger by 1/16.
+            is_near = partial * factor * 1.07 >= limit
+            near_block = tl.min(tl.where(is_near, block, blocks), axis=0)
+            while near_block < blocks:
+                column = near_block * COLS + tl.arange(0, COLS)
+                exists = column < vocab_size
+                x = tl.load(matrix_ptr + row * matrix_stride + column, mask=exists).to(tl.float32)
+                is_large = exists & (tl.abs(x) >= limit)
                 slot = number + tl.cumsum(is_large.to(tl.int32), axis=0) - 1
                 number += tl.sum(is_large.to(tl.int32), axis=0)
                 tl.store(numbers_ptr + row * _SLOTS + slot, column, mask=is_large & (slot < _SLOTS))
-                zero = tl.zeros((BLOCKS * COLS,), tl.float32).to(tl.float8e4nv)
+                zero = tl.zeros((COLS,), tl.float32).to(tl.float8e4nv)
                 tl.store(matrix_ptr + row * matrix_stride + column, zero, mask=is_large)
                 if HAS_TRANSPOSED:
                     tl.store(transposed_ptr + column.to(tl.int64) * transposed_stride + row, zero, mask=is_large)
+                near_block = tl.min(tl.where(is_near & (block > near_block), block, blocks), axis=0)
         slot = tl.arange(0, _SLOTS)
         unused = tl.zeros((_SLOTS,), tl.int32) + vocab_size
         tl.store(numbers_ptr + row * _SLOTS + slot, unused, mask=(slot == 0) | (slot >= number))
         tl.store(scales_ptr + row, tl.where(factor == 0.0, 0.0, 1.0 / tl.where(factor == 0.0, 1.0, factor)))
-        if HAS_PARTIAL:
+        if HAS_WORK:
+            is_beyond = tl.min(least, axis=0) < 0.0
             # If all logits of the sample are -inf, the factor is 0.
             is_wrong = is_beyond | (number > _SLOTS) | ((factor == 0.0) & (sums >= _LEAST_SUM))
             # After the second product the largest exponential of a row whose exponentials were out of range is 1.
@@ -136,6 +123,7 @@ def quantize_kernel(
     factor_ptr,  # (rows,)
     limit_ptr,  # (cols,) magnitudes that become 448
     peak_ptr,  # (cols,) int32: the bits of the largest magnitude of each column that exceeds its limit, else 0
+    partial_ptr,  # (blocks, rows) output: sums of the magnitudes of each block of x
     matrix_ptr,  # (rows, cols) E4M3 output
     transposed_ptr,  # (cols, padded_rows) E4M3 output
     x_stride,
@@ -147,6 +135,7 @@ def quantize_kernel(
     padded_rows,
     HAS_GATHER: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr,
     HAS_MATRIX: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
     IS_RETRY: tl.constexpr,  # compute only columns that exceed their limit
@@ -165,6 +154,10 @@ def quantize_kernel(
         exists = (row < rows)[:, None] & (column < cols)[None, :]
         places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
         x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
+        if HAS_PARTIAL:
+            tl.store(
+                partial_ptr + tl.program_id(1).to(tl.int64) * rows + row, tl.sum(tl.abs(x), axis=1), mask=row < rows
+            )
         if HAS_FACTOR:
             x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
         if not IS_RETRY:
@@ -243,43 +236,41 @@ def add_entries_kernel(
 def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
     limit = torch.full_like(tile[0], E4M3_MAX, dtype=torch.float32)
-    run(_quantize_tile, tile, out, sums, row_factors(sums), limit, torch.zeros_like(limit, dtype=torch.int32))
+    partial = sums.new_empty(triton.cdiv(tile.shape[1], BLOCK), len(tile))
+    run(_quantize_tile, tile, out, row_factors(sums), limit, torch.zeros_like(limit, dtype=torch.int32), partial)
     gather_entries(tile, out.entries)
 
 
 def _quantize_tile(
-    tile: Tensor, out: QuantizedTile, sums: Tensor, factor: Tensor, limit: Tensor, peak: Tensor
+    tile: Tensor, out: QuantizedTile, factor: Tensor, limit: Tensor, peak: Tensor, partial: Tensor
 ) -> Iterator[Launch]:
-    yield _quantize(tile, out.transposed, limit, peak, factor=factor, matrix=out.matrix)
-    yield find_large(out, tile.shape[1], factor, row_sum=sums)
+    yield _quantize(tile, out.transposed, limit, peak, factor=factor, matrix=out.matrix, partial=partial)
+    yield find_large(out, tile.shape[1], factor, partial, BLOCK)
 
 
 def _quantize(
     x: Tensor, transposed: Tensor | None, limit: Tensor, peak: Tensor, *, index: Tensor | None = None,
-    factor: Tensor | None = None, matrix: Tensor | None = None, is_retry: bool = False,
+    factor: Tensor | None = None, matrix: Tensor | None = None, partial: Tensor | None = None, is_retry: bool = False,
 ) -> Launch:  # fmt: skip
     rows, cols = len(x) if index is None else len(index), x.shape[1]
     padded_rows = rows if transposed is None else transposed.shape[1]
     return build_launch(
         quantize_kernel, (triton.cdiv(padded_rows, BLOCK), triton.cdiv(cols, BLOCK)), None,
         {"IS_RETRY": is_retry, "BLOCK": BLOCK, **thread_options(x.device, 4)},
-        x=x, gather=index, factor=factor, limit=limit, peak=peak, matrix=matrix, transposed=transposed, rows=rows,
-        cols=cols, padded_rows=padded_rows,
+        x=x, gather=index, factor=factor, limit=limit, peak=peak, partial=partial, matrix=matrix, transposed=transposed,
+        rows=rows, cols=cols, padded_rows=padded_rows,
     )  # fmt: skip
 
 
 def find_large(
-    out: QuantizedTile, vocab_size: int, row_factor: Tensor, *, row_sum: Tensor | None = None,
-    partial: Tensor | None = None, work: Tensor | None = None,
-) -> Launch:  # fmt: skip
-    """Return a launch of `find_large_kernel`."""
+    out: QuantizedTile, vocab_size: int, row_factor: Tensor, partial: Tensor, cols: int, work: Tensor | None = None
+) -> Launch:
+    """Return a launch of `find_large_kernel`. cols: columns of a partial sum."""
     return build_launch(
         find_large_kernel, (len(out.matrix),), None,
-        {"PARTIALS": FIND_PARTIALS, "BLOCKS": FIND_BLOCKS, "COLS": FUSED_PRODUCT_BLOCK,
-         **thread_options(out.matrix.device, 4)},
+        {"PARTIALS": PARTIALS, "COLS": cols, **thread_options(out.matrix.device, 1)},
         matrix=out.matrix, transposed=out.transposed, numbers=out.entries.numbers, scales=out.scales,
-        row_factor=row_factor, row_sum=row_sum, partial=partial, work=work, rows=len(out.matrix),
-        vocab_size=vocab_size,
+        row_factor=row_factor, partial=partial, work=work, rows=len(out.matrix), vocab_size=vocab_size,
     )  # fmt: skip
 
 

@@ -124,13 +124,13 @@ def reference_kernel(
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if WANT_ROW_FACTOR:
-        # Twice the sum of the row that the sample predicts. The true sum is often smaller, because most rows have few
-        # large exponentials, which are not in the sample.
+        # Four times the sum that the sample predicts: few exponentials are most of the sum of most rows, and if they are
+        # not in the sample, the prediction is too small.
         is_other = (number < samples) & (number * sample_step != tl.where(in_range, target, -1))
         exps = tl.where(is_other, tl.exp2(z * LOG2_E - reference), 0.0)
         if HAS_SOFTCAP:
             exps *= tl.abs(jacobian)
-        tl.store(row_factor_ptr + row, e4m3_factor(2.0 * sample_step * tl.sum(exps, axis=0), tl.program_id(0)))
+        tl.store(row_factor_ptr + row, e4m3_factor(4.0 * sample_step * tl.sum(exps, axis=0), tl.program_id(0)))
     if row == 0:
         if HAS_COUNT:
             rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))

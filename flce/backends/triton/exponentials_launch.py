@@ -184,7 +184,8 @@ def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool)
     if memory.quantized is not None:
         work, partial = memory.work[int(is_retry)], memory.partial[-1]
         assert memory.row_factor is not None
-        yield e4m3.find_large(memory.quantized, len(memory.weight), memory.row_factor, partial=partial, work=work)
+        vocab_size = len(memory.weight)
+        yield e4m3.find_large(memory.quantized, vocab_size, memory.row_factor, partial, product.COLS, work)
 
 
 def _tiles(

@@ -19,7 +19,7 @@ from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
 
 # The least number of tokens of a group, if there are as many. With fewer, the products read the weight too often.
-GROUP_ROWS = 2048
+GROUP_ROWS = 4096
 # Number of tokens of a tile whose gradient of the logits is in memory before it is rounded.
 TILE_ROWS = 1024
 
