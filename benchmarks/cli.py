@@ -20,6 +20,7 @@ import typer
 import benchmarks
 from benchmarks.benchmark import EFFORT, Benchmark, Plan, read, save
 from benchmarks.cases import AgreedEffort, Effort
+from benchmarks.divergence import DIVERGENCE
 from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
@@ -37,7 +38,7 @@ from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
 from flce.tools.cli.output import parse_option
 
-MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
+MEASURED = (OPERATOR, MODEL, ROWS, LOGPROBS, DIVERGENCE, GRPO, SMALL_CARD, SPLIT_HEAD, WRAPPED)
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in MEASURED}
 
 app = typer.Typer(help=benchmarks.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

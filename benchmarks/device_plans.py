@@ -52,12 +52,13 @@ def time_over_products(plan: flce.ChunkPlan) -> float:
     return plan.seconds / sum(cost_model.product_seconds(c.device, *shape, c.dtype.itemsize) for shape in shapes)
 
 
-def plans(frozen: bool) -> str:
-    """Return a table with a row for each kind: predicted times over the products and, in brackets, MiB of workspace."""
+def plans() -> str:
+    """Return a table with a row for each kind: predicted times over the products and, in brackets, MiB of workspace.
+    A cell has the figures of a trained head, and then of a frozen head."""
 
     def cell(kind: str, head: Head) -> str:
-        plan = planned(kind, head, frozen)
-        return f"{time_over_products(plan):.2f} ({plan.workspace_bytes / MIB:.0f})"
+        found = [planned(kind, head, frozen) for frozen in (False, True)]
+        return ", ".join(f"{time_over_products(plan):.2f} ({plan.workspace_bytes / MIB:.0f})" for plan in found)
 
     rows = [[kind, *(cell(kind, head) for head in HEADS.values())] for kind in KNOWN_KINDS]
     return Table("", ["", *(f"{name}, predicted" for name in HEADS)], rows).grid()

@@ -20,7 +20,7 @@ from flce.core.sizes import GIB
 Figure = Callable[[Entry, BenchResult], str]  # the text of a result, NONE without a figure
 LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
 IN_A_MODEL = {"liger": "all of Liger", **LIGERS_LOSS}
-OURS_IN_A_MODEL = {"ours-liger-layers": "with Liger's layers"}
+OURS_IN_A_MODEL = {"ours-budget-256": "in 256 MiB of workspace", "ours-liger-layers": "with Liger's layers"}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
     "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
@@ -40,6 +40,10 @@ SPEED: Figure = lambda entry, result: format_or_dash("{:,.0f}".format)(tokens_pe
 TIME: Figure = lambda entry, result: tables.ratio(result.median_ms, products_ms(entry))  # noqa: E731
 MILLISECONDS: Figure = lambda entry, result: tables.milliseconds(result.median_ms)  # noqa: E731
 WORKSPACE: Figure = lambda entry, result: tables.mebibytes(result.workspace_bytes)  # noqa: E731
+
+
+def speed_and_peak(entry: Entry, result: BenchResult) -> str:
+    return NONE if result.median_ms is None else f"{SPEED(entry, result)} ({PEAK(entry, result)})"
 
 
 def gradient_error(entry: Entry, result: BenchResult) -> str:
@@ -64,11 +68,13 @@ class Gain:
     def row(self, folder: Path, link: str) -> list[str]:
         run = self.benchmark.load(folder / self.file)
         entry = next(e for e in run.cases if all(getattr(e.case, name) == value for name, value in self.case.items()))
-        found = {name: self.figure(entry, entry.by_name(contender)) for contender, name in self.others.items()}
-        others = ", ".join(f"{name} {figure}" for name, figure in found.items() if figure != NONE)
+
+        def figures(contenders: Mapping[str, str]) -> list[str]:
+            found = {name: self.figure(entry, entry.by_name(contender)) for contender, name in contenders.items()}
+            return [f"{name} {figure}".lstrip() for name, figure in found.items() if figure != NONE]
+
         source = f"[{device_of(run)}, {run.head['date'][:10]}]({link}/{self.file})"
-        variants = [f"{name} {self.figure(entry, entry.by_name(ours))}" for ours, name in self.variants.items()]
-        return [self.title, ", ".join([self.figure(entry, entry.by_name(OURS)), *variants]), others, source]
+        return [self.title, *(", ".join(figures(side)) for side in ({OURS: "", **self.variants}, self.others)), source]
 
 
 def device_of(run: Run) -> str:
@@ -79,28 +85,32 @@ LLAMA, QWEN, HEAD = "Llama-3.2-1B", "Qwen3-0.6B", {"shape": (4096, 4096, 128256)
 LONGEST_SEQUENCE = f"Longest sequence of {LLAMA} on a card of 24 GB"
 TITLE_OF_HEAD = "Head of 4096 x 4096 x 128256"
 CARD = SMALL_CARD, "small-card-h100.json", LONGEST, LIGERS_LOSS
-STEP = MODEL, "model-h200-pages.json"
 ONE_HEAD = OPERATOR, "h200-curve.json"
 FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
-FULL_QWEN = {**FULL, "model": QWEN}
+STEPS = (
+    Gain(
+        f"{model}, 4 x 8192 tokens{', no checkpointing' * (not checkpointing)}: tokens/s (peak GiB)",
+        *(MODEL, "model-h200-pages.json", speed_and_peak, IN_A_MODEL),
+        *({**FULL, "model": model, "checkpointing": checkpointing}, OURS_IN_A_MODEL),
+    )
+    for checkpointing in (True, False)
+    for model in (LLAMA, QWEN)
+)
 GAINS = (
     Gain(f"{LONGEST_SEQUENCE}, tokens", *CARD, FULL),
     Gain(f"{LONGEST_SEQUENCE} without checkpointing, tokens", *CARD, {**FULL, "checkpointing": False}),
-    Gain(f"{LLAMA}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
-    Gain(f"{LLAMA}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL, OURS_IN_A_MODEL),
-    Gain(f"{QWEN}, 4 x 8192 tokens: tokens/s", *STEP, SPEED, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
-    Gain(f"{QWEN}, 4 x 8192 tokens: peak memory, GiB", *STEP, PEAK, IN_A_MODEL, FULL_QWEN, OURS_IN_A_MODEL),
+    *STEPS,
     Gain(f"{TITLE_OF_HEAD}: relative time", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: relative error of the gradients", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}, newest kernels: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
         "Log-probabilities and entropies, 8192 x 4096 x 128256: relative time",
-        *(LOGPROBS, "h100-logprobs-1.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
+        *(LOGPROBS, "h200-logprobs.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
     ),
     Gain(
         f"GRPO step of {LLAMA} in TRL, ms",
-        *(GRPO, "h100-grpo.json", MILLISECONDS, OF_A_GRPO_STEP, {"part": TRAINING}),
+        *(GRPO, "h200-grpo.json", MILLISECONDS, OF_A_GRPO_STEP, {"part": TRAINING}),
     ),
 )
 

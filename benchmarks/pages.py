@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
+from benchmarks.divergence import DIVERGENCE
 from benchmarks.gains import gains
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
@@ -86,7 +87,7 @@ def models(run: Run) -> Table:
     names = dict.fromkeys(model for _, model in cases)
     rows = []
     for setting in dict.fromkeys(setting for setting, _ in cases):
-        entries = [cases[setting, model] for model in names]
+        entries = [cases.get((setting, model), Entry(None)) for model in names]  # a deadline cuts off the last cases
         for index, (name, title) in enumerate(shown(entries).items()):
             cells = [cell for entry in entries for cell in model_cells(entry, entry.by_name(name))]
             rows.append(["" if index else setting, title, *cells])
@@ -140,7 +141,8 @@ def logprobs(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a column for each size."""
 
     def cell(entry: Entry, result: BenchResult) -> str:
-        floor = entry.by_name("floor-forward") if result.contender == "ours-forward" else entry.by_name("floor")
+        kind = "-forward" * result.contender.endswith("-forward") or "-jsd" * ("jsd" in result.title)
+        floor = entry.by_name(f"floor{kind}")
         time = tables.ratio(result.median_ms, floor.median_ms)
         return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
@@ -219,8 +221,11 @@ KINDS: dict[str, Callable[..., str]] = {
     "heads-measured": from_run(OPERATOR, measured),
     "device-plans-measured": from_run(OPERATOR, device_plans.measured),
     "models": from_run(MODEL, models),
+    "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),
     "logprobs-measured": from_run(LOGPROBS, measured),
+    "divergence": from_run(DIVERGENCE, logprobs),
+    "divergence-measured": from_run(DIVERGENCE, measured),
     "small-card": from_run(SMALL_CARD, small_card),
     "small-card-measured": from_run(SMALL_CARD, measured),
     "plan": plan,
@@ -229,8 +234,7 @@ KINDS: dict[str, Callable[..., str]] = {
 UNNAMED: dict[str, Callable[[], str]] = {
     "gains": lambda: gains(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
-    "device-plans-training": lambda: device_plans.plans(frozen=False),
-    "device-plans-lora": lambda: device_plans.plans(frozen=True),
+    "device-plans": device_plans.plans,
 }
 
 

@@ -12,8 +12,9 @@ from flce.core import log
 
 if TYPE_CHECKING:
     from flce.core.options import ChunkOptions
-    from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput
-    from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs, plan, topk_kl
+    from flce.core.problem import LinearCrossEntropyOutput, LinearDivergenceOutput, LinearLogprobsOutput
+    from flce.distillation import linear_divergence, topk_kl
+    from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
     from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
@@ -33,6 +34,7 @@ __all__ = [
     "FusedLinearCrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
+    "LinearDivergenceOutput",
     "LinearLogprobs",
     "LinearLogprobsOutput",
     "MemoryProfile",
@@ -41,6 +43,7 @@ __all__ = [
     "gathered",
     "global_num_items",
     "is_patched",
+    "linear_divergence",
     "linear_logprobs",
     "log_softmax",
     "patch_model",
@@ -55,8 +58,9 @@ __all__ = [
 # Module of each public name. The imports above are for type checkers and must list the same names.
 _MODULES = {
     "core.options": ("ChunkOptions",),
-    "core.problem": ("LinearCrossEntropyOutput", "LinearLogprobsOutput"),
-    "functional": ("cross_entropy", "fused_linear_cross_entropy", "linear_logprobs", "plan", "topk_kl"),
+    "core.problem": ("LinearCrossEntropyOutput", "LinearDivergenceOutput", "LinearLogprobsOutput"),
+    "distillation": ("linear_divergence", "topk_kl"),
+    "functional": ("cross_entropy", "fused_linear_cross_entropy", "linear_logprobs", "plan"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
     "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),

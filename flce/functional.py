@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB, RowOutputs, log_sum_exp
-from flce.core.numbers import check_bool, check_dtype, check_int
+from flce.backends.contract import RowOutputs, log_sum_exp
+from flce.core.numbers import check_dtype, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,
     LinearLogprobsOutput,
     LinearTerm,
+    LogprobSpec,
     LossSpec,
     Needs,
     accumulation_dtype,
@@ -32,7 +33,6 @@ from flce.ops.arguments import (
     check_logits_arguments,
     check_logprob_arguments,
     check_options,
-    check_tensors,
     dispatches_torch_function,
     shift_target,
 )
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from flce.core.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
 
-_DEFAULT_OPTIONS = ChunkOptions()
+DEFAULT_OPTIONS = ChunkOptions()
 
 
 @overload
@@ -195,7 +195,7 @@ def fused_linear_cross_entropy(
     if args.is_unfused:
         return unfused.linear_cross_entropy(args, spec)
     problem = make_linear_problem(args, spec)
-    out = linear_cross_entropy(problem, options or _DEFAULT_OPTIONS)
+    out = linear_cross_entropy(problem, options or DEFAULT_OPTIONS)
     return _make_output(out, problem.target, args.target.shape, spec)
 
 
@@ -349,61 +349,13 @@ def linear_logprobs(
         logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     problem, tokens = make_linear_problem(args, spec, inverse_temperature), args.input.shape[:-1]
-    results = run_linear_logprobs(problem, flat_candidates, options or _DEFAULT_OPTIONS)
+    results = run_linear_logprobs(problem, flat_candidates, options or DEFAULT_OPTIONS)
     shaped = _reshape_results(results, problem.target, tokens, spec)
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})
 
 
 # `torch.compile` cannot trace `dataclasses.fields`.
 _LOGPROB_FIELDS = tuple(field.name for field in fields(LinearLogprobsOutput))
-
-
-def topk_kl(
-    candidate_logprob: Tensor,
-    teacher_logprob: Tensor,
-    direction: Literal["forward", "reverse"] = "forward",
-    tail: bool = True,
-) -> Tensor:
-    """Compute the Kullback-Leibler divergence of a student from a teacher whose top-k log-probabilities are stored.
-
-    Args:
-        candidate_logprob: (..., K) log-probabilities of the student at the classes of the teacher, as returned by
-            `linear_logprobs`.
-        teacher_logprob: (..., K) log-probabilities of the teacher, in any floating dtype; -inf in empty entries.
-        direction: "forward" is KL(teacher || student), "reverse" is KL(student || teacher).
-        tail: True: all other classes count as one more class, whose probability is 1 minus the sum of the K
-            probabilities. False: the sum runs over the K classes only, and the probabilities are not normalized.
-
-    Returns:
-        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments. Divergences
-        of positions that `linear_logprobs` ignored are meaningless, because the log-probabilities there are 0: leave
-        these positions out of a sum.
-
-    Raises:
-        TypeError: an argument is not a dense tensor of a floating dtype, or `tail` is not a bool.
-        ValueError: shapes or devices differ, or `direction` is unknown.
-    """
-    check_tensors({"candidate_logprob": candidate_logprob, "teacher_logprob": teacher_logprob}, dtensors=True)
-    check_bool("tail", tail)
-    if candidate_logprob.shape != teacher_logprob.shape:
-        raise ValueError(
-            "candidate_logprob and teacher_logprob must have the same shape, got "
-            f"{tuple(candidate_logprob.shape)} and {tuple(teacher_logprob.shape)}"
-        )
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction must be 'forward' or 'reverse', got {direction!r}")
-    present = teacher_logprob > -torch.inf
-    teacher_logprob = teacher_logprob.to(candidate_logprob.dtype)
-    student, teacher = (t.masked_fill(~present, 0.0) for t in (candidate_logprob, teacher_logprob))
-    p, q = (teacher, student) if direction == "forward" else (student, teacher)
-    # The clamp avoids 0 * -inf = NaN in the reverse divergence, for classes to which the student gives probability 0.
-    divergence = (p.exp() * (p.clamp(min=LEAST_LOGPROB) - q)).masked_fill(~present, 0.0).sum(-1)
-    if not tail:
-        return divergence
-    # The clamp avoids log(0): a sum of rounded probabilities may reach 1.
-    least = torch.finfo(candidate_logprob.dtype).eps
-    p_rest, q_rest = (1.0 - t.exp().masked_fill(~present, 0.0).sum(-1).clamp(max=1.0 - least) for t in (p, q))
-    return divergence + p_rest * (p_rest.log() - q_rest.log())
 
 
 @overload
@@ -562,6 +514,7 @@ def plan(
     options: ChunkOptions | None = None,
     shards: int | None = None,
     sequence_parallel: bool = False,
+    teacher_hidden_size: int | None = None,
 ) -> ChunkPlan:
     """Return the schedule and the memory of a call of `fused_linear_cross_entropy`, without running it.
 
@@ -588,6 +541,8 @@ def plan(
         sequence_parallel: with `shards`, as in `fused_linear_cross_entropy`. `num_tokens` counts the tokens of all
             processes. The workspace does not include the gathered input and the memory of its gradient before the
             gradient is scattered.
+        teacher_hidden_size: H of the teacher's head, of the same dtype. The plan is the plan of `linear_divergence`.
+            "jsd" computes two more products in the same workspace. `stats` are "logprob" and "entropy".
 
     Returns:
         A `ChunkPlan`. ``.workspace_bytes`` is the peak of memory above the inputs and the returned gradients, from the
@@ -607,12 +562,19 @@ def plan(
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
     sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
     sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
+    sizes |= {} if teacher_hidden_size is None else {"teacher_hidden_size": teacher_hidden_size}
     sizes = {name: check_int(name, value) for name, value in sizes.items()}
     for name, value in sizes.items():
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
+    teacher = None if teacher_hidden_size is None else (sizes.pop("teacher_hidden_size"), dtype)
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_dtype("dtype", dtype)
+    spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats)
+    if teacher_hidden_size is not None:
+        if spec.reduction != "mean" or label_smoothing or z_loss:
+            raise ValueError("teacher_hidden_size plans linear_divergence: give no reduction, label_smoothing, z_loss")
+        spec = LogprobSpec(softcap=softcap, stats=stats, divergence="forward_kl")
     check_options(options)
     try:
         device = torch.device(device)
@@ -626,9 +588,10 @@ def plan(
         dtype,
         device.type,
         *resolve_device(device, device_kind, device_memory),
-        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
+        spec,
         Needs((input_grad, *adapter_needs), (weight_grad, *adapter_needs), bias_grad),
-        options or _DEFAULT_OPTIONS,
+        options or DEFAULT_OPTIONS,
         sharding,
+        teacher,
     )
     return plan_for_case(case).made_for(kind_text(device, device_kind))

@@ -15,11 +15,13 @@
 #     curve        time over budget from 1 MiB on, and the peers, for three sizes; two minutes and a half
 #     pages        for README.md and docs/performance.md, in one run: curve, training steps of two models in three
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
+#     model-pages  of the part pages only the training steps; three minutes and a half
 #     model-short  training steps of a whole model, 4 x 8192 tokens
 #     model        training steps of whole models; in a separate call
 #     logits       losses of rows as long as vocabularies; half a minute
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
+#     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck; in a separate call
 #     distributed  any number of GPUs: the tests of several processes, split-head, wrapped; eight minutes
@@ -253,6 +255,7 @@ for name in $parts; do
                 "$python" -m benchmarks.memory "$out/memory-h200.png"
             ;;
         exact) benchmark exact operator h200-exact 240 ;;
+        model-pages) benchmark model model h200-pages 225 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
@@ -277,17 +280,18 @@ for name in $parts; do
             ;;
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
+        divergence) benchmark divergence divergence h200 130 ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs calls rivals exact curve operator; do
+for name in model grpo logits rows logprobs divergence calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
-        logprobs | rivals | exact | operator) report "$name" --targets ;;
+        logprobs | divergence | rivals | exact | operator) report "$name" --targets ;;
         *) report "$name" --brief ;;
     esac
 done

@@ -32,6 +32,7 @@ from triton.runtime.driver import driver
 from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
+    DIVERGENCE_SLOTS,
     E4M3,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
@@ -41,6 +42,7 @@ from flce.backends.contract import (
     STATE_SLOTS,
     RowInputs,
     RowOutputs,
+    Teacher,
     TileCall,
     TileClasses,
 )
@@ -48,7 +50,7 @@ from flce.backends.triton import softmax_launch
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
 from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
-from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.core.problem import DIVERGENCES, LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
 from flce.engine.passes import Plan, Runtime
@@ -264,6 +266,22 @@ def operator_calls(case: Case) -> Calls:
             yield partial(dry_run.dry_run_passes, Plan(case, schedule.strategy, schedule), runtime)
 
 
+def divergence_calls(dtype: torch.dtype) -> Calls:
+    """Yield the operations on tiles of a student and a teacher, of the first and of later classes."""
+    backend, cols, accum = kernels.TritonBackend(), 8000, accumulation_dtype(dtype)
+    tile, grad, rows = _padded(cols, accum), _padded(cols, dtype), _new(DIVERGENCE_SLOTS, ROWS, dtype=accum)
+    row_gradient = _new(ROW_GRADIENT_SLOTS, ROWS, dtype=accum)
+    for kind, softcap in itertools.product(DIVERGENCES, (None, 5.0)):
+        bias = None if softcap is None else _new(3 * cols, dtype=accum)
+        spec = LogprobSpec(softcap=softcap, divergence=kind, teacher_softcap=softcap)
+        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
+        teacher = Teacher(tile, tile, bias, spec, kind, 0.5, rows)
+        tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
+        call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
+        for memory in (None, grad, tile.view(dtype)[:, :cols]):
+            yield partial(backend.divergence, tile, tile, call, teacher, memory)
+
+
 def slice_calls() -> Calls:
     """Yield calls for the rows of a head that is divided over processes."""
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
@@ -294,6 +312,7 @@ def all_calls(target: DeviceRecord) -> Calls:
                 yield from row_calls(dtype, cols, feature)
         yield from softmax_calls(dtype, cols)
     for dtype in DTYPES:
+        yield from divergence_calls(dtype)
         for case in cases(dtype, target):
             yield from operator_calls(case)
     if target.own_products:

@@ -11,13 +11,13 @@ to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponential
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LogprobSpec, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
@@ -40,12 +40,18 @@ EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 NORMALIZER_SLOTS = 2
 OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
 
-# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last slot, ENTROPY. Log-probabilities are
-# clamped to LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
-ROW_GRADIENT_SLOTS = 4
-SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
+# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last two. Log-probabilities are clamped to
+# LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
+ROW_GRADIENT_SLOTS = 5
+SOFTMAX, TARGET, CLASSES, ENTROPY, DIVERGENCE_FACTOR = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
+
+# Slots of `Teacher.rows`: the normalizers of teacher and student, the divergence, and the mean under the student of the
+# weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials, and
+# DIVERGENCE is the sum of probabilities times differences of logits, all relative to the largest logits so far.
+TEACHER, STUDENT = 0, NORMALIZER_SLOTS
+DIVERGENCE, MEAN_WEIGHT, DIVERGENCE_SLOTS = range(2 * NORMALIZER_SLOTS, 2 * NORMALIZER_SLOTS + 3)
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -272,6 +278,33 @@ class TileCall(NamedTuple):
         )
 
 
+class Teacher(NamedTuple):
+    """The teacher of a divergence. Its logits are ``input @ weight.T + bias``, of the classes of this process."""
+
+    input: Tensor  # (N, H_t)
+    weight: Tensor  # (V, H_t)
+    bias: Tensor | None  # (V,)
+    spec: LossSpec  # softcap, scale and temperature
+    kind: str  # one of `problem.DIVERGENCES`
+    beta: float  # weight of the teacher's term: 1 for "forward_kl", 0 for "reverse_kl"
+    rows: Tensor  # (DIVERGENCE_SLOTS, rows) of the selected tokens
+
+    @staticmethod
+    def from_problem(p: LinearCrossEntropyProblem, rows: Tensor, kind: str | None = None) -> Teacher:
+        """`kind` replaces the kind of the problem: the normalizers for "jsd" are statistics of another kind."""
+        assert isinstance(p.spec, LogprobSpec)
+        spec = replace(p.spec, softcap=p.spec.teacher_softcap, logit_scale=p.spec.teacher_logit_scale)
+        model = p.teacher, p.teacher_weight, p.teacher_bias
+        return Teacher(*model, spec, kind or str(p.spec.divergence), p.spec.beta, rows)  # type: ignore[arg-type]
+
+    def select_rows(self, part: slice) -> Teacher:
+        return self._replace(rows=slice_columns(self.rows, part))
+
+    def tile_call(self, call: TileCall) -> TileCall:
+        """Return the call of the teacher's logits for the tile of `call`."""
+        return call._replace(spec=self.spec, inputs=call.inputs._replace(bias=self.bias))
+
+
 @dataclass(frozen=True)
 class TargetTerms:
     """The targets' terms of a weight gradient: ``factor[i] * x[index[i]]`` is added to its row ``target[i]`` for all i,
@@ -325,6 +358,21 @@ class Backend(Protocol):
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
+
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
+    ) -> None:
+        """Process a tile of student and teacher. Logits may be overwritten.
+
+        p and q are the probabilities of the student and the teacher, s and t their logarithms, and m is
+        ``(1 - beta) p + beta q``. w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and
+        ``(1 - beta) (s - log m)`` for "jsd".
+
+        * With `grad`: run `gradient`, and add ``f * p * w`` to the gradient in z. f is the slot DIVERGENCE_FACTOR of
+          ``call.row_gradient``. The slot SOFTMAX subtracts the mean of w under the student.
+        * Otherwise for "jsd": add the terms of the tile's classes to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``.
+        * Otherwise: merge the tile's statistics into ``teacher.rows``.
+        """
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.

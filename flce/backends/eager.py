@@ -16,6 +16,8 @@ from flce.backends import e4m3, formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
+    DIVERGENCE,
+    DIVERGENCE_FACTOR,
     ENTROPY,
     ENTROPY_SUM,
     LEAST_LOGPROB,
@@ -27,9 +29,12 @@ from flce.backends.contract import (
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
+    STUDENT,
     SUM,
     TARGET,
     TARGET_LOGIT,
+    TEACHER,
+    Teacher,
     TileCall,
 )
 from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
@@ -108,6 +113,38 @@ class TorchBackend:
             _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
             del z, exps, jacobian  # before the next slab is allocated
 
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
+    ) -> None:
+        for piece, part in _slabs(logits):
+            slab, model = call.select_rows(part), teacher.select_rows(part)
+            merging = grad is None and teacher.kind != "jsd"
+            s, jacobian = _transform(logits[piece], slab, grad is not None)
+            t = _transform(teacher_logits[piece], model.tile_call(slab), False)[0]
+            rows = torch.zeros_like(model.rows) if merging else model.rows
+            for x, slot in ((s, STUDENT), (t, TEACHER)):
+                offset = x.amax(1) if merging else rows[slot + OFFSET]
+                x.sub_(where(offset > -torch.inf, offset, 0.0)[:, None])
+                if merging:
+                    rows[slot + OFFSET], rows[slot + LOG_SUM] = offset, x.exp().sum(1)
+                else:
+                    x.sub_(rows[slot + LOG_SUM][:, None])
+            if grad is None:
+                student_sum, teacher_sum = formulas.divergence_terms(s, t, model.kind, model.beta)
+                rows[DIVERGENCE:] += torch.stack((student_sum + teacher_sum, student_sum))
+                if merging:
+                    model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
+                continue
+            assert slab.row_gradient is not None
+            factor = slab.row_gradient[DIVERGENCE_FACTOR][:, None]
+            if teacher.kind == "forward_kl":
+                added = t.exp_().mul_(-factor)
+            else:
+                p, ratio = s.exp(), formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0]
+                added = ratio.mul_(p).mul_(factor * (1.0 - teacher.beta)).masked_fill_(p == 0.0, 0.0)
+            term = _softmax_term_with_entropy(s, slab).add_(added)
+            _gradient(term, jacobian, term, slab, Targets.from_call(slab), grad[piece])
+
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
@@ -185,6 +222,12 @@ class TorchBackend:
             part = slice(start, start + SCALE_SLAB)
             # The product is computed in float32: `x * factor` would first round the factor to the dtype of x.
             target[part] = source[part].to(factor.dtype) * factor
+
+
+def divergence_bytes(tile: Tensor, device_type: str) -> int:
+    """Return an upper bound of the temporary memory of an operation on a tile of student and teacher, (rows, cols)."""
+    itemsize, (rows, cols) = accumulation_dtype(tile.dtype).itemsize, tile.shape
+    return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
 
 
 def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,10 +16,15 @@ from torch import Tensor
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
+    DIVERGENCE,
     ENTROPY_SUM,
+    LOG_SUM,
     LOGIT_SUM,
     LOSS_GRADIENT_SLOTS,
     MAX,
+    MEAN_WEIGHT,
+    NORMALIZER_SLOTS,
+    OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SOFTMAX,
@@ -234,6 +239,59 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
         ).logsumexp(0)
     logprob = torch.where(nothing, torch.nan, logprob)
     return RowStatistics(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
+
+
+# Slots of the offsets and of the sums of teacher and student in `Teacher.rows`.
+_OFFSETS, _SUMS = (slice(slot, DIVERGENCE, NORMALIZER_SLOTS) for slot in (OFFSET, LOG_SUM))
+
+
+def merge_divergences(states: Tensor, kind: str) -> Tensor:
+    """Merge the statistics of `Backend.divergence` of several tiles or shards, (parts, DIVERGENCE_SLOTS, rows)."""
+    merged, (weights, other) = states.amax(0), (0, 1) if kind == "forward_kl" else (1, 0)
+    shifts = states[:, _OFFSETS] - torch.where(merged[_OFFSETS] == -torch.inf, 0.0, merged[_OFFSETS])
+    decays, sums = shifts.exp(), states[:, _SUMS]
+    merged[_SUMS] = (decays * sums).sum(0)
+    terms = states[:, DIVERGENCE] + (shifts[:, weights] - shifts[:, other]) * sums[:, weights]
+    merged[DIVERGENCE] = torch.where(decays[:, weights] > 0.0, decays[:, weights] * terms, 0.0).sum(0)
+    return merged
+
+
+def finish_divergence(rows: Tensor, kind: str) -> None:
+    """Turn the statistics of all classes into normalizers, KL and mean weight, in place."""
+    sums, sign = rows[_SUMS], -1.0 if kind == "forward_kl" else 1.0
+    rows[DIVERGENCE] /= sums[0 if kind == "forward_kl" else 1]
+    sums.log_()
+    rows[DIVERGENCE] += (sums[0] - sums[1]) * sign
+    rows[MEAN_WEIGHT] = -1.0 if kind == "forward_kl" else rows[DIVERGENCE]
+
+
+def divergence_terms(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of a divergence over classes, weighted by the probabilities of the student and of the teacher,
+    (...) each. s, t: (..., classes) log-probabilities, or logits relative to other numbers of their row."""
+
+    def weighted_sum(weight: float, logprob: Tensor, ratio: Tensor) -> Tensor:
+        if weight == 0.0:
+            return logprob.new_zeros(logprob.shape[:-1])
+        p = logprob.exp()  # Classes of probability 0 add 0, also if the ratio is infinite.
+        return torch.where(p > 0.0, weight * p * ratio, 0.0).sum(-1)
+
+    student, teacher = log_ratios(s, t, kind, beta)
+    return weighted_sum(1.0 - beta, s, student), weighted_sum(beta, t, teacher)
+
+
+def log_ratios(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
+    """Return s and t relative to each other, or for "jsd" relative to the log-probabilities of the mixture."""
+    return mixture_logprobs(s, t, beta) if kind == "jsd" else (s - t, t - s)
+
+
+def mixture_logprobs(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return s - log m and t - log m from the log-probabilities s and t of student and teacher, with the mixture m =
+    (1 - beta) p + beta q. Small differences of s and t lose no digits."""
+    difference = student - teacher
+    below, above = torch.where(difference < 0.0, difference, 0.0), torch.where(difference < 0.0, 0.0, difference)
+    share = (difference < 0.0).to(difference.dtype) * (1.0 - 2.0 * beta) + beta  # of the less probable of the two
+    shared = -torch.log1p(share * torch.expm1(below - above))
+    return shared + below, shared - above
 
 
 def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:

@@ -40,9 +40,9 @@ class ChunkOptions:
             operators, which multiply it by 0; with True the token contributes nothing.
         grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
             ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU. A CPU emulates it.
-            The gradients of targets and of probable classes are not rounded to it. With adapters, a gradient of the
-            bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and ``str(plan)`` names
-            the reason.
+            The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a
+            gradient of the bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and
+            ``str(plan)`` names the reason.
 
     Raises:
         TypeError: an option has the wrong type.

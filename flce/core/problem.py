@@ -22,6 +22,9 @@ STATS: tuple[str, ...] = get_args(Stat)
 # Results of `flce.linear_logprobs`.
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
+# Divergences of `flce.linear_divergence`, and its results.
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+DIVERGENCE_RESULTS = ("divergence", "logprob", "entropy")
 # Largest number of candidates, and largest `top_k`.
 MAX_ENTRIES = 256
 
@@ -117,7 +120,7 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class LogprobSpec(LossSpec):
-    """Scalar arguments of `flce.linear_logprobs`: the results of each token, instead of a loss.
+    """Scalar arguments of `linear_logprobs` and `linear_divergence`: the results of each token, instead of a loss.
 
     Gradients are computed for an upstream gradient of each token, as for a loss that is not reduced.
     """
@@ -129,6 +132,12 @@ class LogprobSpec(LossSpec):
     """Number of most probable classes to return for each token."""
     row_temperature: bool = False
     """True if each token has a separate temperature."""
+    divergence: str | None = None
+    """Divergence from a teacher, one of DIVERGENCES; None: without a teacher."""
+    beta: float = 0.5
+    """Weight of the teacher: in the mixture of "jsd", between 0 and 1; 1 for "forward_kl", 0 for "reverse_kl"."""
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
 
     allowed_stats: ClassVar[tuple[str, ...]] = OUTPUTS
     stats_argument: ClassVar[str] = "outputs"
@@ -227,6 +236,10 @@ class LinearCrossEntropyProblem:
     token_weight_grad: bool = False
     inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
     shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
+    # The teacher of a divergence, of the same tokens and classes. It gets no gradients.
+    teacher: Tensor | None = None  # (N, H_t)
+    teacher_weight: Tensor | None = None  # (V, H_t)
+    teacher_bias: Tensor | None = None  # (V,)
 
     # Derived fields.
     num_tokens: int = field(init=False)
@@ -307,6 +320,19 @@ class LinearLogprobsOutput:
     """(..., top_k) log-probabilities of the most probable classes, in descending order."""
     top_k_ids: Tensor | None = None
     """(..., top_k) int64 indices of the most probable classes."""
+
+
+@dataclass(frozen=True)
+class LinearDivergenceOutput:
+    """Results of `flce.linear_divergence`, float32 (float64 for float64 students). Fields that were not requested are
+    None. At ignored positions results are 0. Gradients flow through all fields to the student."""
+
+    divergence: Tensor | None = None
+    """(...) divergence of the student from the teacher, in nats. It may be below 0 by a rounding error."""
+    logprob: Tensor | None = None
+    """(...) log-probability of the target under the student."""
+    entropy: Tensor | None = None
+    """(...) entropy of the student's predicted distribution, in nats."""
 
 
 class LinearCrossEntropyOutput(NamedTuple):

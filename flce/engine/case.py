@@ -162,6 +162,8 @@ class Case:
     options: ChunkOptions
     sharding: HeadSharding | None = None
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
+    teacher: tuple[int, torch.dtype] | None = None
+    """Hidden size and dtype of the teacher of a divergence, or None."""
 
     def check(self) -> None:
         """Raise TypeError or ValueError if flce or an option does not support the dtype. Called once for each plan."""
@@ -196,6 +198,8 @@ class Case:
         """The reason why products for dX and dW cannot have E4M3 operands, in words; None if they can."""
         if len(self.hidden_sizes) > 1:
             return "adapters"
+        if self.teacher is not None:
+            return "a divergence"
         if self.needs.bias:
             return "a gradient of the bias"
         if self.spec.label_smoothing:

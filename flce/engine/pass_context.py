@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, Teacher, TileCall, TileClasses
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -49,6 +49,7 @@ class PassContext:
         row_gradient: (slots, rows) factors, see `TileCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
+        teacher: the teacher of a divergence.
     """
 
     local: LocalProblem
@@ -60,6 +61,7 @@ class PassContext:
     row_gradient: Tensor | None = None
     candidate_grads: CandidateGrads | None = None
     top_k: TopK | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.problem: LinearCrossEntropyProblem = self.local.problem
@@ -70,6 +72,7 @@ class PassContext:
         self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
+        self._inputs = [*[term.input for term in self.terms], *([] if self.teacher is None else [self.teacher.input])]
         self.vocab_size: int = self.problem.vocab_size
         self.all_classes = slice(0, self.vocab_size)
         needs = self.problem.needs
@@ -194,15 +197,15 @@ class PassContext:
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
-        """Return some rows of the input of each term, (rows, H). If they are gathered, the rows of the previous call
-        are freed."""
+        """Return some rows of the input of each term, (rows, H), and of the teacher, the last. If they are gathered,
+        the rows of the previous call are freed."""
         if self._gathered is None or self._gathered[0] != tokens:
             self._gathered = None
-            xs = [slice_rows(term.input, tokens) for term in self.terms]
+            xs = [slice_rows(x, tokens) for x in self._inputs]
             if self.selection.index is not None:
                 xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
-                for term, out in zip(self.terms, xs, strict=True):
-                    self.take_rows(term.input, out, tokens)
+                for x, out in zip(self._inputs, xs, strict=True):
+                    self.take_rows(x, out, tokens)
             self._gathered = tokens, xs
         return self._gathered[1]
 
@@ -267,7 +270,7 @@ class PassContext:
 
     def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor) -> None:
         """Write the sum of all terms for a tile to `out`, (rows, cols). `xs`: the tile's rows of the inputs."""
-        for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
+        for k, (term, x) in enumerate(zip(self.terms, xs[: len(self.terms)], strict=True)):
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
@@ -322,13 +325,31 @@ class PassContext:
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
-        if logits.shape[1] < self.vocab_size:
+        if logits.shape[1] < self.vocab_size and self._needs_statistics:
             state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            self.backend.statistics(block_logits, call._replace(tile=self.tile_classes(block)), state)
+            tile = self.tile_classes(block)._replace(keep_logits=self.teacher is not None)
+            if self._needs_statistics:
+                self.backend.statistics(block_logits, call._replace(tile=tile), state)
+            if self.teacher is not None:
+                self._compare_with_teacher(block_logits, xs[-1], tokens, call._replace(tile=tile))
+
+    @property
+    def _needs_statistics(self) -> bool:
+        """False if the teacher's rows have all statistics. The second pass of "jsd" repeats no statistics."""
+        return self.teacher is None or (bool(self.problem.spec.stats) and self.teacher.kind != "jsd")
+
+    def _compare_with_teacher(
+        self, logits: Tensor, teacher_x: Tensor, tokens: slice, call: TileCall, grad: Tensor | None = None
+    ) -> None:
+        """Compute the teacher's logits of a tile, and run `Backend.divergence`."""
+        assert self.teacher is not None
+        teacher_logits = self.new_tile(len(logits), call.tile.cols, self.normalizer.dtype)
+        self.matmul(teacher_x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
+        self.backend.divergence(logits, teacher_logits, call, self.teacher.select_rows(tokens), grad)
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
@@ -338,7 +359,12 @@ class PassContext:
             )
         else:
             for block_tokens, block_classes, logits, grad in self.compute_logit_blocks(xs, tokens, classes, dlogits):
-                self.backend.gradient(logits, grad, self._gradient_call(tokens, block_tokens, block_classes))
+                call = self._gradient_call(tokens, block_tokens, block_classes)
+                if self.teacher is None:
+                    self.backend.gradient(logits, grad, call)
+                else:
+                    teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
+                    self._compare_with_teacher(logits, teacher_x, block_tokens, call, grad)
         if self.candidate_grads is not None:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start

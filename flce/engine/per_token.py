@@ -5,10 +5,11 @@ needed gradients, so that results have the same bits with and without gradients.
 the log-probabilities of a row, p = exp(l), S its entropy and g the upstream gradients of its results, the gradient in
 its logits z is
 
-    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + S)),
+    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + S) + g_divergence * (w - mean of w under p)),
     plus g_logprob at the target and g_candidates at the candidates.
 
-(The derivative of S = -sum(p * l) in z is -p * (l + S).)
+(The derivative of S = -sum(p * l) in z is -p * (l + S).) `Backend.divergence` defines w. "jsd" needs the
+normalizers of student and teacher before it can be summed, so forward computes the logits of both twice.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import (
+    DIVERGENCE,
+    DIVERGENCE_FACTOR,
+    DIVERGENCE_SLOTS,
     ENTROPY,
     LEAST_LOGPROB,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
+    MEAN_WEIGHT,
+    NORMALIZER_SLOTS,
     OFFSET,
     ROW_GRADIENT_SLOTS,
     SOFTMAX,
+    STUDENT,
     TARGET,
     RowOutputs,
+    Teacher,
     log_sum_exp,
 )
-from flce.backends.formulas import is_class
+from flce.backends.formulas import finish_divergence, is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
@@ -51,6 +59,8 @@ class TokenResults(NamedTuple):
     candidate_logprob: Tensor | None  # (N, K)
     top_k_logprob: Tensor | None  # (N, k)
     top_k_ids: Tensor | None  # (N, k)
+    divergence: Tensor | None  # (N,)
+    teacher_rows: Tensor | None  # (DIVERGENCE_SLOTS, N)
 
 
 class UpstreamGradients(NamedTuple):
@@ -60,6 +70,7 @@ class UpstreamGradients(NamedTuple):
     entropy: Tensor | None  # (N,)
     lse: Tensor | None  # (N,)
     candidate_logprob: Tensor | None  # (N, K)
+    divergence: Tensor | None = None  # (N,)
 
 
 class SavedRows(NamedTuple):
@@ -68,6 +79,7 @@ class SavedRows(NamedTuple):
     normalizer: Tensor  # (slots, N)
     entropy: Tensor | None  # (N,) if it has a gradient
     candidate_logprob: Tensor | None  # (N, K) if they have a gradient
+    teacher_rows: Tensor | None = None  # (DIVERGENCE_SLOTS, N) if the divergence has a gradient
 
 
 def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
@@ -89,12 +101,29 @@ def forward(
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
-    context = build_context(plan, runtime, local, top_k=top_k)
+    teacher = None
+    if problem.teacher is not None:
+        rows = runtime.arena.new((DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
+        rows[:DIVERGENCE:NORMALIZER_SLOTS] = -torch.inf  # the offsets
+        teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
+    context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
     context.local.merge_results(slice(0, selection.num_rows))
 
     valid = (selection.target != spec.ignore_index)[:, None]
-    candidate_logprob = top_k_logprob = top_k_ids = None
+    candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
+    if teacher is not None:
+        context.local.merge_divergences(rows, teacher.kind)
+        finish_divergence(rows, teacher.kind)
+        if spec.divergence == "jsd":  # The terms are summed in a second pass over the logits.
+            context.teacher = Teacher.from_problem(problem, rows)
+            rows[DIVERGENCE:] = 0.0
+            plan.schedule.forward(context)
+            context.local.sum_over_processes(rows[DIVERGENCE:])
+        if not context.problem.spec.stats:
+            outputs.normalizer.copy_(rows[STUDENT : STUDENT + NORMALIZER_SLOTS])
+        teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
+        divergence = teacher_rows[DIVERGENCE].clone()
     if candidates is not None:
         ids = selection.take(candidates)
         values = _subtract_normalizer(_candidate_logits(context, ids), outputs.normalizer)
@@ -106,7 +135,8 @@ def forward(
         values = _subtract_normalizer(z, outputs.normalizer)
         top_k_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
         top_k_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
-    return TokenResults(selection.scatter_outputs(outputs), candidate_logprob, top_k_logprob, top_k_ids)
+    outputs = selection.scatter_outputs(outputs)
+    return TokenResults(outputs, candidate_logprob, top_k_logprob, top_k_ids, divergence, teacher_rows)
 
 
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
@@ -139,7 +169,8 @@ def backward(
     """Compute the gradients from recomputed logits."""
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    saved = SavedRows(*(None if t is None else selection.take(t, dim) for t, dim in zip(saved, (1, 0, 0), strict=True)))  # type: ignore[arg-type]
+    dims = (1, 0, 0, 1)
+    saved = SavedRows(*(None if t is None else selection.take(t, dim) for t, dim in zip(saved, dims, strict=True)))  # type: ignore[arg-type]
     upstream = UpstreamGradients(*(None if t is None else selection.take(t) for t in upstream))
     candidate_grads, candidate_upstream = None, upstream.candidate_logprob
     if candidate_upstream is not None:
@@ -147,6 +178,8 @@ def backward(
         ids = selection.take(candidates)
         candidate_upstream = candidate_upstream.where(is_class(ids, problem.vocab_size), 0.0)
         upstream = upstream._replace(candidate_logprob=candidate_upstream)
+    has_teacher = upstream.divergence is not None and saved.teacher_rows is not None
+    teacher = Teacher.from_problem(problem, saved.teacher_rows) if has_teacher else None  # type: ignore[arg-type]
     row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream), None
     if candidate_upstream is not None:
         candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
@@ -161,8 +194,9 @@ def backward(
     if candidate_grads is not None:
         candidate_grads = candidate_grads._replace(ids=local.local_ids(candidate_grads.ids))
     context = build_context(
-        plan, runtime, local, gradient_scale=gradient_scale, row_gradient=row_gradient, candidate_grads=candidate_grads
-    )
+        plan, runtime, local, gradient_scale=gradient_scale, row_gradient=row_gradient,
+        candidate_grads=candidate_grads, teacher=teacher,
+    )  # fmt: skip
     plan.schedule.backward(context)
     return context.finish_gradients()
 
@@ -170,9 +204,10 @@ def backward(
 def _compute_row_gradient(
     runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
-    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slot ENTROPY is included if
-    entropies have a gradient."""
-    slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
+    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slots ENTROPY and
+    DIVERGENCE_FACTOR are included if entropies or divergences have a gradient."""
+    is_loss = upstream.entropy is None and upstream.divergence is None
+    slots = LOSS_GRADIENT_SLOTS if is_loss else ROW_GRADIENT_SLOTS
     factors = runtime.arena.new((slots, selection.max_num_rows), saved.normalizer.dtype, zero=True)
     target, problem = selection.target, selection.problem
     valid = target != problem.spec.ignore_index
@@ -191,6 +226,10 @@ def _compute_row_gradient(
         assert saved.entropy is not None
         factors[ENTROPY] += zero_ignored(upstream.entropy)
         factors[SOFTMAX] -= factors[ENTROPY] * saved.entropy
+    if upstream.divergence is not None:
+        assert saved.teacher_rows is not None
+        factors[DIVERGENCE_FACTOR] += zero_ignored(upstream.divergence)
+        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * saved.teacher_rows[MEAN_WEIGHT]
     factors[SOFTMAX].masked_fill_(valid & ~is_class(target, problem.vocab_size), torch.nan)
     return factors
 

@@ -24,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
+    DIVERGENCE,
     EXPONENTIAL_STATS,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
+    NORMALIZER_SLOTS,
     OFFSET,
     RowOutputs,
     TileCall,
@@ -37,6 +39,7 @@ from flce.backends.formulas import (
     RowStatistics,
     Targets,
     log_sum_exps,
+    merge_divergences,
     merge_shards,
     row_gradient,
     where,
@@ -56,7 +59,10 @@ OFFSET_OF_EMPTY_SHARD = 1e30
 # Statistics of a shard that are gathered, by the names of `RowStatistics`.
 GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 # Fields of a LossSpec that change logits. The spec of a shard has the same values.
-LOGIT_FIELDS = ("softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature")
+LOGIT_FIELDS = (
+    "softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature", "divergence", "beta",
+    "teacher_softcap", "teacher_logit_scale",
+)  # fmt: skip
 # Fields that are used when results are merged, see `formulas.write_results` and `formulas.row_gradient`.
 RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats")
 
@@ -156,6 +162,9 @@ class LocalProblem:
     def sum_over_processes(self, x: Tensor) -> Tensor:
         """Sum `x` over all processes in place and return it. One collective."""
         return x
+
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        """Merge the statistics in `Teacher.rows` of all processes, in place. One collective."""
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         """Return the largest logits of all classes from the largest of each process. Two collectives."""
@@ -259,6 +268,14 @@ class ShardProblem(LocalProblem):
     def sum_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
+
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        offsets = rows[:DIVERGENCE:NORMALIZER_SLOTS]
+        if self.shard.is_empty:
+            offsets.fill_(-torch.inf)
+        rows.copy_(merge_divergences(all_gather(rows, self.group), kind))
+        if self.shard.is_empty:  # The probability of the stand-in class is 0.
+            offsets.fill_(OFFSET_OF_EMPTY_SHARD)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]

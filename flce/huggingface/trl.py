@@ -7,9 +7,11 @@ instead and returns lazy logits, which include all operations of the model betwe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -19,9 +21,13 @@ import torch
 
 from flce.core.callers import find_caller
 from flce.core.options import ChunkOptions
+from flce.distillation import linear_divergence
 from flce.huggingface.lazy import register_results, state_of
+from flce.huggingface.lazy.divergences import divergence
+from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
+from flce.huggingface.wrappers import is_partitioned
 from flce.ops.arguments import check_options
 from flce.torch_ops.frames import register_skipped_frames, skip_frame, skip_frame_and_callees
 
@@ -47,9 +53,9 @@ _originals: dict[tuple[Any, str], Any] = {}
 
 
 def install(*, options: ChunkOptions | None = None) -> None:
-    """Compute the losses of TRL's SFT, DPO, KTO, GRPO and RLOO trainers with flce.
+    """Compute the losses of TRL's SFT, DPO, KTO, GRPO, RLOO, distillation and GKD trainers with flce.
 
-    Call `install` before you create a trainer (`SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer`, `RLOOTrainer`).
+    Call `install` before you create a trainer (`SFTTrainer`, `DPOTrainer`, ..., `DistillationTrainer`, `GKDTrainer`).
     Losses, metrics and gradients equal TRL's, without logits in memory. `SFTTrainer` with ``loss_type="nll"`` computes
     three matrix products instead of four. The trainer's model is patched as by `flce.patch_model`. A second call
     replaces the options for trainers that are created later.
@@ -69,7 +75,14 @@ def install(*, options: ChunkOptions | None = None) -> None:
         module = importlib.import_module(f"trl.trainer.{name}_trainer")
         factories[module, _FUNCTION] = functools.partial(make_add_fused_lm_head, options=options)
     factories[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _make_compute_loss
-    originals = {place: _originals.get(place) or getattr(*place, None) for place in factories}
+    divergence = importlib.import_module("trl.trainer.distillation_trainer"), "ChunkedDivergenceFunction"
+    factories[divergence] = functools.partial(_make_divergence_function, options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TRL's, that the module is experimental
+        gkd = importlib.import_module("trl.experimental.gkd.gkd_trainer").GKDTrainer
+    factories[gkd, _METHOD] = functools.partial(_make_gkd_compute_loss, options=options)
+    factories[gkd, "generalized_jsd_loss"] = _make_generalized_jsd_loss
+    originals = {place: _originals.get(place) or inspect.getattr_static(*place, None) for place in factories}
     replacements = {place: factories[place](stock) for place, stock in originals.items()}
     for place, stock in originals.items():
         _check_signature(place, stock, replacements[place])
@@ -91,10 +104,13 @@ def _check_signature(place: tuple[Any, str], stock: Any, replacement: Any) -> No
     name = f"{place[0].__name__}.{place[1]}"
     if stock is None:
         raise ImportError(f"flce needs TRL 1.16 or newer: TRL {trl.__version__} has no {name}")
-    theirs, ours = (
-        inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()])
-        for function in (stock, replacement)
-    )
+    if isinstance(stock, type):  # an autograd.Function, whose forward has a context before the arguments of apply
+        theirs, ours = f"{[*inspect.signature(stock.forward).parameters][1:]}", f"{_DIVERGENCE_ARGUMENTS}"  # type: ignore[attr-defined]
+    else:
+        theirs, ours = (
+            f"{inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(each).parameters.values()])}"
+            for each in (stock, replacement)
+        )
     if theirs != ours:
         raise ImportError(f"flce replaces {name}{ours}, but TRL {trl.__version__} has {name}{theirs}")
 
@@ -185,9 +201,7 @@ class _FusedHead:
         mask = labels[:, shift:] != -100
         count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
         count = count.clamp(min=1)
-        options = self.options or state.settings.options or ChunkOptions()
-        if options.skip_ignored == "auto":
-            options = replace(options, skip_ignored=True)
+        options = _without_ignored(self.options or state.settings.options)
         state = replace(state, settings=replace(state.settings, options=options))
         state = state.in_float32() if self.in_float32 else state
         arguments: dict[str, Any] = {"shift": shift, "temperature": self.temperature}
@@ -223,3 +237,84 @@ def _make_compute_loss(stock: Any) -> Callable[..., Any]:
         return stock(self, model, inputs, return_outputs, num_items_in_batch)
 
     return compute_loss
+
+
+# ------------------------------------------------------------------------------------------------- distillation
+
+
+def _without_ignored(options: ChunkOptions | None) -> ChunkOptions:
+    """Return the options with which ignored tokens are dropped, unless the user has set ``skip_ignored``."""
+    options = options or ChunkOptions()
+    return replace(options, skip_ignored=True) if options.skip_ignored == "auto" else options
+
+
+_DIVERGENCE_ARGUMENTS = [
+    "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias", "beta",
+    "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
+    "teacher_final_logit_softcapping",
+]  # fmt: skip
+"""Arguments of TRL's `ChunkedDivergenceFunction`."""
+
+
+def _make_divergence_function(stock: Any, options: ChunkOptions | None) -> Any:
+    class FusedDivergence:
+        """Replacement of TRL's ``autograd.Function``. `apply` returns the divergence and the entropy of each token."""
+
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            names = [name.replace("final_logit_softcapping", "softcap") for name in _DIVERGENCE_ARGUMENTS]
+            given = dict(zip([name.removesuffix("_hidden") for name in names], args, strict=False))
+            for model in ("student", "teacher"):
+                if is_partitioned(given[f"{model}_weight"]):
+                    _warn_stock("ZeRO-3 has partitioned a head, and TRL's kernel gathers it")
+                    return stock.apply(*args)
+                # Under autocast both are cast later. Otherwise TRL computes in the dtype of the hidden states.
+                given[f"{model}_weight"] = given[f"{model}_weight"].to(given[model].dtype)
+            out = linear_divergence(**given, kind="jsd", outputs=("divergence", "entropy"), options=options)
+            assert out.entropy is not None
+            return out.divergence, out.entropy.detach()
+
+    return FusedDivergence
+
+
+def _make_gkd_compute_loss(stock: Any, options: ChunkOptions | None) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Call TRL's method with a patched student and a patched teacher, whose logits are lazy."""
+        student, teacher = map(self.accelerator.unwrap_model, (model, self.teacher_model))
+        try:
+            for each in (student, teacher):
+                if not is_patched(each):
+                    patch_model(each, options=options)
+        except TypeError as error:
+            _warn_stock(f"{error}")
+        with lazy_logits(teacher) if is_patched(teacher) else contextlib.nullcontext():
+            return stock(self, model, inputs, return_outputs, num_items_in_batch)
+
+    return compute_loss
+
+
+def _make_generalized_jsd_loss(stock: Any) -> Any:
+    @staticmethod  # type: ignore[misc]
+    def generalized_jsd_loss(
+        student_logits: Any, teacher_logits: Any, labels: Any = None, beta: float = 0.5, temperature: float = 1.0,
+        reduction: str = "batchmean", num_items_in_batch: Any = None,
+    ) -> Any:  # fmt: skip
+        """Compute TRL's loss from lazy logits; call TRL's function for other logits and reductions."""
+        student: Any = state_of(student_logits)
+        teacher: Any = state_of(teacher_logits)
+        try:
+            require_lazy(student is not None and teacher is not None and student.shape == teacher.shape)
+            require_lazy(num_items_in_batch is not None or reduction in ("batchmean", "sum"))
+            options = _without_ignored(student.token_options)
+            values = divergence(student, teacher, labels, options, kind="jsd", beta=beta, temperature=temperature)
+        except NoLazyFormError:
+            return stock(student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch)
+        register_results(student, (values,))
+        count: Any = torch.as_tensor(1 if num_items_in_batch is None else num_items_in_batch, device=values.device)
+        if num_items_in_batch is None and reduction == "batchmean":
+            count = max(len(values), 1) if labels is None else (labels != -100).sum().clamp_min(1)
+        return values.sum() / count
+
+    return generalized_jsd_loss

@@ -32,7 +32,8 @@ ResultT = TypeVar("ResultT")
 
 SCHEMA = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, Tensor? inverse_temperature, Tensor? candidates, str settings"
+    "Tensor? token_weight, Tensor? num_items, Tensor? inverse_temperature, Tensor? teacher, Tensor? teacher_weight, "
+    "Tensor? teacher_bias, Tensor? candidates, str settings"
 )
 
 
@@ -47,6 +48,9 @@ class OperatorArguments(NamedTuple):
     token_weight: Tensor | None = None
     num_items: Tensor | None = None
     inverse_temperature: Tensor | None = None
+    teacher: Tensor | None = None
+    teacher_weight: Tensor | None = None
+    teacher_bias: Tensor | None = None
     candidates: Tensor | None = None
     settings: Any = None
     """JSON of everything that is not a tensor: `LossSpec`, `ChunkOptions` and `_OtherSettings`."""
@@ -80,7 +84,7 @@ class OperatorArguments(NamedTuple):
         loss, options, others = from_json(self.settings, (spec, ChunkOptions, _OtherSettings))
         problem = LinearCrossEntropyProblem(
             terms=tuple(map(LinearTerm, self.inputs, self.weights)),
-            **{name: getattr(self, name) for name in _VECTORS},
+            **{name: getattr(self, name) for name in _FIELDS},
             spec=loss,
             needs=Needs.from_flat(others.needs),
             shift=others.shift,
@@ -90,7 +94,8 @@ class OperatorArguments(NamedTuple):
         return LinearCall(problem, options, others.is_traced, self.candidates)
 
 
-_VECTORS = "target", "linear_bias", "class_weight", "token_weight", "num_items", "inverse_temperature"
+# Tensors of the problem.
+_FIELDS = OperatorArguments._fields[2:-2]
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class LinearCall:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors as `OperatorArguments.tensors` does."""
         p = self.problem
-        optional = p.linear_bias, p.class_weight, p.token_weight, p.num_items, p.inverse_temperature, self.candidates
-        return (*[x for x, _ in p.terms], *[w for _, w in p.terms], p.target, *optional)
+        others = [getattr(p, name) for name in _FIELDS]
+        return (*[x for x, _ in p.terms], *[w for _, w in p.terms], *others, self.candidates)
 
     @functools.cached_property
     def case(self) -> Case:
@@ -154,6 +159,7 @@ class LinearCall:
             p.needs,
             options,
             sharding,
+            None if p.teacher is None else (p.teacher.shape[1], p.teacher.dtype),
         )
 
     @property
@@ -197,7 +203,9 @@ class LinearCall:
         gradient_flops = [
             flops * (dx + dw) for flops, dx, dw in zip(term_flops, needs.inputs, needs.weights, strict=True)
         ]
-        return sum(term_flops), sum(gradient_flops)
+        teacher = self.problem.teacher_weight
+        teacher_flops = 0 if teacher is None else 2 * self.problem.num_tokens * teacher.numel()
+        return sum(term_flops) + teacher_flops, sum(gradient_flops)
 
 
 def plan_for_problem(call: LinearCall) -> ChunkPlan:

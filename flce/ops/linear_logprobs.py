@@ -1,4 +1,4 @@
-"""Custom operators of `flce.linear_logprobs`, and their derivatives.
+"""Custom operators of `flce.linear_logprobs` and `flce.linear_divergence`, and their derivatives.
 
 * ``flce::linear_logprobs``: the results of each token. Its plan is the plan of a call without gradients, so the bits of
   the results do not depend on the gradients that are computed later.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowOutputs, log_sum_exp
+from flce.backends.contract import DIVERGENCE_SLOTS, RowOutputs, log_sum_exp
 from flce.core import log
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs, accumulation_dtype
@@ -30,21 +30,24 @@ from flce.torch_ops.vmap import map_over_batch, register_vmap_loop
 
 
 class LogprobResults(NamedTuple):
-    """Results of the operator, in its order. Shape (0,): not requested. The first four are differentiable."""
+    """Results of the operator, in its order. Shape (0,): not requested. The first five are differentiable."""
 
     logprob: Tensor  # (N,)
     entropy: Tensor  # (N,)
     lse: Tensor  # (N,)
     candidate_logprob: Tensor  # (N, K)
+    divergence: Tensor  # (N,)
     normalizer: Tensor  # (slots, N)
     argmax: Tensor  # (N,) int64
     mean_logit: Tensor  # (N,)
     log_sum_sq_prob: Tensor  # (N,)
     top_k_logprob: Tensor  # (N, k)
     top_k_ids: Tensor  # (N, k) int64
+    teacher_rows: Tensor  # (DIVERGENCE_SLOTS, N)
 
 
-_NUM_DIFFERENTIABLE = 4
+_NUM_DIFFERENTIABLE = 5
+_NUM_SAVED = len(per_token.SavedRows._fields)
 
 
 def linear_logprobs(
@@ -69,19 +72,20 @@ def linear_logprobs(
     return results
 
 
-def _order_results(
-    outputs: Sequence[Any], lse: Any, candidate_logprob: Any, top_k_logprob: Any, top_k_ids: Any
-) -> LogprobResults:
-    """Return the values in the order of `LogprobResults`. `outputs`: values in the order of `RowOutputs`."""
-    named = {**dict(zip(RowOutputs._fields, outputs, strict=True)), "lse": lse, "candidate_logprob": candidate_logprob}
-    named |= {"top_k_logprob": top_k_logprob, "top_k_ids": top_k_ids}
+def _order_results(outputs: Sequence[Any], lse: Any, **others: Any) -> LogprobResults:
+    """Return the values in the order of `LogprobResults`. `outputs`: values in the order of `RowOutputs`; `others`: the
+    other fields of `per_token.TokenResults`."""
+    named = {**dict(zip(RowOutputs._fields, outputs, strict=True)), "lse": lse, **others}
     return LogprobResults(*[named[name] for name in LogprobResults._fields])
 
 
 def _requested_results(spec: LogprobSpec) -> LogprobResults:
     """Return a bool for each result: True if the caller requested it."""
-    top = spec.top_k > 0
-    return _order_results(RowOutputs.requested_fields(spec), "lse" in spec.stats, spec.candidates > 0, top, top)
+    top, divergence = spec.top_k > 0, spec.divergence is not None
+    return _order_results(
+        RowOutputs.requested_fields(spec), "lse" in spec.stats, candidate_logprob=spec.candidates > 0,
+        top_k_logprob=top, top_k_ids=top, divergence=divergence, teacher_rows=divergence,
+    )  # fmt: skip
 
 
 def _without_gradients(call: LinearCall) -> LinearCall:
@@ -119,20 +123,14 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     plan, problem = _forward_and_backward_plans(call)[0], _without_gradients(call).problem
     if log.is_debug_enabled():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
-    outputs, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
-    return _results(problem, outputs, *others)
+    return _results(problem, run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan))
 
 
-def _results(
-    p: LinearCrossEntropyProblem,
-    outputs: RowOutputs,
-    candidate_logprob: Tensor | None,
-    top_k_logprob: Tensor | None,
-    top_k_ids: Tensor | None,
-) -> LogprobResults:
-    lse = log_sum_exp(outputs.normalizer) if "lse" in p.spec.stats else None
-    results = _order_results(outputs, lse, candidate_logprob, top_k_logprob, top_k_ids)
-    return LogprobResults._make(outputs.normalizer.new_empty(0) if t is None else t for t in results)
+def _results(p: LinearCrossEntropyProblem, results: per_token.TokenResults) -> LogprobResults:
+    normalizer, others = results.outputs.normalizer, results._asdict()
+    lse = log_sum_exp(normalizer) if "lse" in p.spec.stats else None
+    ordered = _order_results(others.pop("outputs"), lse, **others)
+    return LogprobResults._make(normalizer.new_empty(0) if t is None else t for t in ordered)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -147,52 +145,53 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
     outputs = RowOutputs.allocate(spec, accum, new)
     top = entries(spec.top_k, accum), entries(spec.top_k, torch.int64)
-    return _results(p, outputs, entries(spec.candidates, accum), *top)
+    teacher = (None, None) if spec.divergence is None else (new((), accum), new((DIVERGENCE_SLOTS,), accum))
+    return _results(p, per_token.TokenResults(outputs, entries(spec.candidates, accum), *top, *teacher))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
     ctx.mark_non_differentiable(*results[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
+    ctx.name = "linear_logprobs" if arguments.teacher is None else "linear_divergence"
     ctx.needs, ctx.settings = arguments.to_call(LogprobSpec).problem.needs.flat, arguments.settings
-    ctx.save_for_backward(results.normalizer, results.entropy, results.candidate_logprob, *arguments.tensors())
+    saved = results.normalizer, results.entropy, results.candidate_logprob, results.teacher_rows
+    ctx.save_for_backward(*saved, *arguments.tensors())
 
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-    refuse_double_backward("linear_logprobs", "torch.nn.functional.linear and log_softmax")
+    refuse_double_backward(ctx.name, "torch.nn.functional.linear and log_softmax")
     given = upstream[:_NUM_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
         return OperatorArguments.place_gradients(ctx.needs)
     flops.update_active_counters()
-    normalizer, entropy, candidate_logprob, *tensors = ctx.saved_tensors
+    tensors = ctx.saved_tensors  # read once, as checkpoints require
+    saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
     arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
 
     def gradients(*upstream: Tensor | None) -> list[Tensor]:
         contiguous = [None if t is None else t.contiguous() for t in upstream]
-        grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(
-            normalizer, entropy, candidate_logprob, *contiguous, *arguments
-        )
+        grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(*saved, *contiguous, *arguments)
         return grads
 
     return OperatorArguments.place_gradients(ctx.needs, map_over_batch(gradients, *given))
 
 
 def _backward_arguments(
-    normalizer: Tensor,
-    entropy: Tensor,
-    candidate_logprob: Tensor | None,
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    grad_lse: Tensor | None,
-    grad_candidates: Tensor | None,
     *args: Any,
 ) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
-    call = _parse_call(*args)
+    num_upstream = len(per_token.UpstreamGradients._fields)
+    call = _parse_call(*args[_NUM_SAVED + num_upstream :])
     requested = _requested_results(per_token.logprob_spec(call.problem))
-    if not requested.candidate_logprob:
-        candidate_logprob = grad_candidates = None
-    saved = per_token.SavedRows(normalizer, entropy if requested.entropy else None, candidate_logprob)
-    return call, saved, per_token.UpstreamGradients(grad_logprob, grad_entropy, grad_lse, grad_candidates)
+
+    def select(names: tuple[str, ...], tensors: Sequence[Any]) -> list[Any]:
+        """Return the tensors, and None for results that were not requested, which have the shape (0,)."""
+        return [t if getattr(requested, name) else None for name, t in zip(names, tensors, strict=True)]
+
+    saved = per_token.SavedRows(*select(per_token.SavedRows._fields, args[:_NUM_SAVED]))
+    given = args[_NUM_SAVED : _NUM_SAVED + num_upstream]
+    upstream = per_token.UpstreamGradients(*select(per_token.UpstreamGradients._fields, given))
+    return call, saved, upstream
 
 
 def _backward(*args: Any) -> list[Tensor]:
@@ -212,8 +211,9 @@ register_operator(
 )
 register_operator(
     "linear_logprobs_backward",
-    "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor? grad_logprob, Tensor? grad_entropy, "
-    f"Tensor? grad_lse, Tensor? grad_candidates, {SCHEMA}) -> Tensor[]",
+    "(Tensor normalizer, Tensor entropy, Tensor candidate_logprob, Tensor teacher_rows, Tensor? grad_logprob, "
+    "Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_candidates, Tensor? grad_divergence, "
+    f"{SCHEMA}) -> Tensor[]",
     _backward,
     lambda *args: _backward_arguments(*args)[0].fake_gradients(),
 )

@@ -138,6 +138,11 @@ class CountingShard(LocalProblem):
         self.tally.add("all-reduce", "logits of candidates", x.nbytes)
         return x
 
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        gathered = self.sharding.num_processes * rows.nbytes
+        self.tally.add("all-gather", "teacher statistics", gathered)
+        cast(CountingArena, self.arena).count_temporary(4 * gathered)
+
     def merge_top_k(self, top_k: TopK) -> TopK:
         for x in (top_k.logits, top_k.ids):
             self.tally.add("all-gather", "largest logits", self.sharding.num_processes * x.nbytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -81,6 +81,10 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
+    if c.teacher is not None:
+        size, dtype = c.teacher
+        teacher, weight = (new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size))
+        problem = replace(problem, teacher=teacher, teacher_weight=weight)
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
@@ -122,8 +126,10 @@ def _dry_run_token_passes(
 
     candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
-    saved = per_token.SavedRows(normalizer, vector(), candidate_values)
-    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values)
+    teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher is not None else None
+    saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
+    divergence = None if teacher_rows is None else vector()
+    upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)
     return per_token.backward(problem, plan, candidates, saved, upstream, runtime)
 
 
@@ -200,6 +206,13 @@ class CountingBackend:
 
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
+
+    def divergence(
+        self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Tensor | None = None
+    ) -> None:
+        self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
+        if self.case.backend == "torch":
+            self.add_scratch(eager.divergence_bytes(logits, self.case.device_type))
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)

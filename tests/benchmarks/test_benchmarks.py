@@ -45,6 +45,7 @@ SHOWN = {
     "rows": ["GB/s, of copy: softmax forward, float32, 8 rows", "| columns | copy | flce | eager | flce, again |"],
     "grpo": ["| TRL's kernel |", "tokens/s", "peak GiB", "tiny-llama, old policy"],
     "logprobs": ["| flce, no gradient |", "| four bare products |", "planned MiB", "spread: "],
+    "divergence": ["| flce, jsd, entropy |", "| eight bare products |", "planned MiB", "spread: "],
 }
 EVERYWHERE = ("ours", "repeat", "stock")
 

@@ -27,10 +27,14 @@ from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
 from tests.benchmarks.made_up import HEAD
 
-PAGES = ("README", "docs/performance", "docs/devices", "docs/memory", "docs/numerics", "benchmarks/notes")
+PAGES = (
+    "README",
+    *(f"docs/{name}" for name in ("performance", "devices", "memory", "numerics", "distillation")),
+    "benchmarks/notes",
+)
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
-OTHER_FILES = {"models": "model", "logprobs": "logprobs", "small-card": "small-card", "plan": "plan"}
+OTHER_FILES = {name: name for name in ("logprobs", "divergence", "small-card", "plan")} | {"models": "model"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,7 +77,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     steps = []
     for setting in SETTINGS:
         for model in ("Llama-3.2-1B", "Qwen3-0.6B"):
-            stock = "oom" if setting == SETTINGS[2] else (1e3, 9 * GIB)
+            stock = "oom" if setting == SETTINGS[1] else (1e3, 9 * GIB)
             figures = [result("ours", "flce", "ours", (500.0, 5 * GIB)), result("stock", "stock", "stock", stock)]
             for each in figures:
                 each.peak_bytes = each.workspace_bytes
@@ -83,7 +87,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(run_of("small-card", Entry(replace(FULL, model="Qwen3-0.6B"), card)), tmp_path / "small-card.json")
     floors = [result("floor", "products", "floor", (10.0, 0)), result("floor-forward", "one", "floor", (4.0, 0))]
     calls = [result("ours", "flce", "ours", (11.0, MIB)), result("ours-forward", "forward", "ours", (5.0, MIB))]
-    save(run_of("logprobs", Entry(curve_case(SHAPES[0]), [*floors, *calls])), tmp_path / "logprobs.json")
+    for kind in ("logprobs", "divergence"):
+        save(run_of(kind, Entry(curve_case(SHAPES[0]), [*floors, *calls])), tmp_path / f"{kind}.json")
     step: dict[str, Any] = {"patched": True, "checkpointing": False, "peak_bytes": 3 * GIB, "longest_sequence": None}
     step["parts"] = {"loss": GIB, "unsharded": 0}
     (tmp_path / "plan.json").write_text(json.dumps({"training": {"sharding": "fsdp"}, "steps": [step]}))
@@ -115,7 +120,7 @@ def test_blocks_are_made_from_their_files(page: Path) -> None:
         assert "\n| all weights, no checkpointing | flce | 1,000 | 900 | 0.90 |\n" in text
         assert "\n| GiB | patched |\n|---|---:|\n| peak | 3.00 |\n| loss | 1.00 |\n" in text
         assert "\n| GiB | fsdp, patched |\n|---|---:|\n| peak | 3.00 |\n| longest sequence, tokens | - |\n" in text
-        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 3
+        assert text.count("Measured 2026-11-26 on made up; torch 2.11.0.\n") == 5
         assert "\nNot measured: CCE (cce): as planned\n" in text
         assert "again" not in text
 

@@ -10,6 +10,8 @@ import functools
 import itertools
 import math
 import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -199,23 +201,6 @@ def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
 # --------------------------------------------------------------------------------------------- bodies of the tests
 
 
-def losses(group_name: str) -> None:
-    """Check all options in float64, with shards that are equal, unequal and empty."""
-    group = groups()[group_name]
-    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3, 1), OPTIONS):
-        if vocab == 1 and (options or kwargs.get("ignore_index") == 3):
-            continue
-        if vocab == 3 and kwargs.get("ignore_index") == 3:
-            kwargs = {**kwargs, "ignore_index": 1}
-        p = problem((3, 4), 16, vocab, **kwargs)
-        for slices in (False, True)[: 1 + (name in ("smoothing", "mean"))]:
-            assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options), slices=slices), group)
-    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1, adapter_ranks=(3,), ignored=0.2)
-    for options in OPTIONS:
-        check(p, group, 1e-9, dict(options), sequence_parallel=True)
-        check(p.with_(reduction="none"), group, 1e-9, dict(options), sequence_parallel=True)
-
-
 def padded(p: Problem, classes: int) -> Problem:
     """Return the problem with a bias of -inf on the last classes, like a padded vocabulary, and other targets."""
     assert p.linear_bias is not None
@@ -316,6 +301,49 @@ def token_results(group_name: str) -> None:
         )
         errors = local.errors(exact)
         assert max(errors.values()) < 1e-9, errors
+
+
+def divergences(group_name: str) -> None:
+    """Compare `flce.linear_divergence` with the call with all classes in one process; also the planned collectives."""
+    group = groups()[group_name]
+    variants: list[dict[str, Any]] = [{"ignored": 0.4}, {"bias": True, "adapter_ranks": (3,)}]
+    for vocab, variant, sequence_parallel, kind in itertools.product(
+        (40, 41, 3), variants, (False, True), ("forward_kl", "reverse_kl", "jsd")
+    ):
+        p, theirs = problem((3, 8), 16, vocab, **variant), problem((3, 8), 12, vocab, bias=True, seed=5)
+        shares = [LocalShare(each, group, sequence_parallel) for each in (p, theirs)]
+        alone = [LocalShare(each, SimpleNamespace(size=lambda: 1, rank=lambda: 0)) for each in (p, theirs)]
+
+        def call(
+            student: LocalShare, teacher: LocalShare, group_arguments: dict[str, Any], kind: str = kind
+        ) -> flce.LinearDivergenceOutput:
+            out = flce.linear_divergence(
+                student.input, student.weight, teacher.input, teacher.weight, target=student.p.target,
+                kind=kind, student_bias=student.bias, teacher_bias=teacher.bias, student_adapters=student.adapters,
+                student_softcap=4.0, temperature=0.8, outputs=("divergence", "logprob", "entropy"), **group_arguments,
+            )  # fmt: skip
+            total = torch.zeros((), dtype=torch.float64, device=device())
+            for values in (out.divergence, out.logprob, out.entropy):
+                assert values is not None
+                slope = torch.linspace(0.3, 1.3, values.numel(), dtype=torch.float64, device=device())
+                total = total + (values * slope.view(values.shape)).sum()
+            total.backward()
+            return out
+
+        got, expected = call(shares[0], shares[1], shares[0].group_arguments), call(alone[0], alone[1], {})
+        for field in fields(got):
+            torch.testing.assert_close(
+                getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
+            )
+        exact = SimpleNamespace(
+            grad_input=alone[0].input.grad,
+            grad_weight=alone[0].weight.grad,
+            grad_bias=None if alone[0].bias is None else alone[0].bias.grad,
+            grad_adapters=[(a.grad, b.grad) for a, b in alone[0].adapters],
+            grad_token_weight=None,
+        )
+        errors = shares[0].errors(exact)
+        assert max(errors.values()) < 1e-9, (errors, kind, vocab)
 
 
 def _grad(t: Tensor) -> Tensor:
@@ -565,19 +593,22 @@ def captured() -> None:
     assert torch.equal(_grad(again.weight), _grad(local.weight))
 
 
-def one_raises() -> str:
-    """Raise an error in one process before the collective. Return the error: in other processes a timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def last_fails(killed: bool) -> tuple[str, float]:
+    """End or fail in the last process before the collective. Return the error of this process, and its seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
     p = problem((3, 4), 16, 41)
-    local = LocalShare(p, group)
+    local, target = LocalShare(p, group), p.target
+    local.loss()
+    start = time.monotonic()
     try:
         if dist.get_rank() == dist.get_world_size() - 1:
-            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.group_arguments)
-        else:
-            local.loss()
+            target = target.float()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "none", 0.0
 
 
 def gathered_weights() -> None:

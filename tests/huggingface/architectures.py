@@ -706,15 +706,16 @@ def report(results: list[Result], command: str) -> str:
             reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
             text = f"{result.status}: {reason}" if reason else result.status
             lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {text} |")
-    lines += ["", "## Fused", "", "| architecture | classes | architecture | classes |", "|---|---|---|---|"]
+    lines += ["", "## Fused", "", "| architecture | classes " * 3 + "|", "|---" * 6 + "|"]
     classes: dict[str, list[str]] = {}
     for result in results:
         if result.status == FUSED:
             names = classes.setdefault(result.architecture.model_type, [])
             names += [result.architecture.class_name] * (result.architecture.class_name not in names)
     cells = [f"| {model_type} | {', '.join(names)} " for model_type, names in sorted(classes.items())]
-    half = (len(cells) + 1) // 2
-    lines += [f"{left}{right}|" for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue="| | ")]
+    height = -(-len(cells) // 3)
+    columns = [cells[start : start + height] for start in range(0, len(cells), height)]
+    lines += [f"{''.join(row)}|" for row in itertools.zip_longest(*columns, fillvalue="| | ")]
     return "\n".join(lines) + "\n"
 
 

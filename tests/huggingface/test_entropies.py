@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +21,6 @@ from tests.huggingface.scripts import IDS, Build, V
 
 pytestmark = pytest.mark.usefixtures("fail_on_materialize")
 
-TEXT = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
-BLOCKS = [block for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S) if "import torch\n\ndef" in block]
-DOCUMENTED: dict[str, Any] = {}
-for _block in BLOCKS:
-    exec(_block, DOCUMENTED)
 TEMPERATURES = torch.linspace(0.4, 1.9, IDS.numel()).view(IDS.shape)
 SINGLE_ROWS = flce.ChunkOptions(chunk_rows=1, strategy="tokens")  # so that no tile has the logits of several tokens
 
@@ -50,22 +43,43 @@ class Logits(TorchDispatchMode):
 
 
 def openrlhf(logits: Any, temperature: float) -> tuple[Tensor, Tensor]:
-    logprob = DOCUMENTED["log_probs_from_logits"](logits, IDS, temperature, size=5)
-    return logprob, DOCUMENTED["compute_entropy"](logits)
+    """Compute log-probabilities and entropies with the operations of OpenRLHF's actor."""
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if logits.dtype != torch.float32:
+        rows = [z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1) for z, y in zip(logits, IDS, strict=True)]
+        logprob = torch.stack(rows)
+    else:
+        size, lse = 5, torch.zeros(IDS.numel(), dtype=logits.dtype, device=logits.device)
+        for start, z in enumerate(logits.reshape(-1, logits.size(-1)).split(size)):
+            lse[start * size : (start + 1) * size] = z.logsumexp(-1)
+        logprob = logits.gather(-1, IDS.unsqueeze(-1)).squeeze(-1) - lse.view(IDS.shape)
+    return logprob, torch.logsumexp(logits, dim=-1) - torch.sum(torch.softmax(logits, dim=-1) * logits, dim=-1)
+
+
+def prime_rl(logits: Any, size: int = 4) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies with the operations of prime-rl: pieces of a sequence."""
+    logprob, entropy = [], []
+    logits = logits / TEMPERATURES.unsqueeze(-1)
+    for z, y in zip(logits.split(size, dim=1), IDS.split(size, dim=1), strict=True):
+        logprob.append(z.log_softmax(dim=-1).gather(dim=-1, index=y.unsqueeze(-1)).squeeze(-1))
+        with torch.no_grad():
+            entropy.append(torch.logsumexp(z, dim=-1) - torch.sum(torch.softmax(z, dim=-1) * z, dim=-1))
+    return torch.cat(logprob, 1), torch.cat(entropy, 1)
 
 
 CALLS: dict[str, Callable[[Any], tuple[Tensor, ...]]] = {
     "OpenRLHF": lambda logits: openrlhf(logits.to(torch.float32), 1.0),
     "OpenRLHF, a temperature": lambda logits: openrlhf(logits, 0.7),
     "OpenRLHF, bfloat16": lambda logits: openrlhf(logits.bfloat16(), 0.7),
-    "prime-rl": lambda logits: DOCUMENTED["logprob_and_entropy"](logits, IDS, TEMPERATURES, size=4),
+    "prime-rl": prime_rl,
 }
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("name", CALLS)
-def test_functions_of_the_page_make_no_logits(name: str, architecture: str, training: bool, build: Build) -> None:
+def test_functions_of_trainers_make_no_logits(name: str, architecture: str, training: bool, build: Build) -> None:
     tolerance = 5e-2 if "bfloat16" in name else 1e-5  # the roundings of both models, of which stock's is larger
 
     def run(model: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:

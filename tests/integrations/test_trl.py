@@ -114,6 +114,33 @@ def test_trains_alike(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
+@pytest.mark.parametrize(
+    "create, arguments",
+    [(trainers.distillation, {"beta": 0.5}), (trainers.distillation, {"beta": 1.0}), (trainers.gkd, {"beta": 0.3})],
+    ids=["distillation", "reverse", "GKD"],
+)
+def test_distillation(create: Any, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers compute TRL's losses, entropies and gradients with `flce.linear_divergence`."""
+    calls = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["kind"])
+        return flce.linear_divergence(*args, **kwargs)
+
+    for module in ("flce.huggingface.trl", "flce.huggingface.lazy.divergences"):
+        monkeypatch.setattr(f"{module}.linear_divergence", recorded)
+    _, theirs = train(create, str(tmp_path), 2, fused=False, **arguments)
+    assert not calls
+    _, ours = train(create, str(tmp_path), 2, fused=True, replay=theirs, **arguments)
+    assert len(calls) >= 2
+    for log, expected in zip(ours.logs, theirs.logs, strict=True):
+        assert log == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    for gradients, wanted in zip(ours.gradients, theirs.gradients, strict=True):
+        for name, gradient in wanted.items():
+            assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "fail_on_materialize")
 def test_evaluation(tmp_path: Path) -> None:
     """Compare losses, entropies and accuracies with TRL, also if the callback patches the model first."""
     metrics = []

@@ -123,6 +123,32 @@ def rloo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return _create_online_trainer(trl.RLOOTrainer, trl.RLOOConfig, folder, steps, common, **more)
 
 
+def distillation(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
+    defaults = {"max_completion_length": 8, "learning_rate": 2e-3, **more}
+    return with_replay(trl.DistillationTrainer)(
+        args=trl.DistillationConfig(**trainer_arguments(folder, steps, **defaults)),
+        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in _texts()[: 4 * steps]]}),
+        teacher_model=create_model(seed=1),
+        **common,
+    )
+
+
+def gkd(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    messages = [
+        [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:60]}]
+        for text in _texts()[: 4 * steps]
+    ]
+    common["processing_class"].chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return GKDTrainer(
+        args=GKDConfig(**trainer_arguments(folder, steps, **{"lmbda": 0.0, "max_length": 32, **more})),
+        train_dataset=Dataset.from_dict({"messages": messages}),
+        teacher_model=create_model(seed=1),
+        **common,
+    )
+
+
 def train(
     create: Callable[..., Any],
     folder: str,

@@ -210,6 +210,21 @@ def test_arguments_of_plan_reach_its_case() -> None:
     assert (case.hidden_sizes, case.needs) == ((32, 4), Needs((True, True), (False, True), True))
 
 
+def test_plan_of_a_divergence() -> None:
+    """Six products, two of the size of the teacher. A budget holds for both models."""
+    sizes = 4096, 1024, 32000, torch.bfloat16
+    plan = flce.plan(*sizes, device_kind="H200", teacher_hidden_size=2048, softcap=5.0, stats=("entropy",))
+    assert plan.flops == 2 * 4096 * 32000 * (4 * 1024 + 2 * 2048)
+    assert plan.case.teacher == (2048, torch.bfloat16)
+    assert (plan.case.spec.softcap, plan.case.spec.stats) == (5.0, ("entropy",))
+    options = flce.ChunkOptions(max_workspace_bytes="64MiB")
+    assert flce.plan(*sizes, device_kind="H200", teacher_hidden_size=2048, options=options).workspace_bytes <= 64 << 20
+    with pytest.raises(ValueError, match="teacher_hidden_size must be positive, got 0"):
+        flce.plan(*sizes, teacher_hidden_size=0)
+    with pytest.raises(ValueError, match="teacher_hidden_size plans linear_divergence"):
+        flce.plan(*sizes, teacher_hidden_size=8, z_loss=0.1)
+
+
 def test_empty_plan() -> None:
     for plan in (flce.plan(0, 64, 1000, torch.float32, device="cpu"), plan_on_h200((0, 4096, 128256))):
         assert (plan.flops, plan.seconds) == (0, 0.0)

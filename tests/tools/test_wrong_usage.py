@@ -61,8 +61,10 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ),
         ((*LARGE, "--tp", "2"), "--tp': needs --model"),
         ((*MODEL, ".", "--tp", "2", "--shards", "2"), "give --tp without --sharding and --shards"),
-        ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
-        ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
+        ((*LARGE, "--seq-len", "-5"), "'--seq-len': expected an integer of at least 1, got '-5'"),
+        ((*LARGE, "--batch-size", "0"), "'--batch-size': expected an integer of at least 1, got '0'"),
+        ((*MODEL, ".", "--lora", "half"), "'--lora': expected an integer of at least 1, got 'half'"),
+        (("check", "--processes", "1"), "'--processes': expected an integer of at least 2, got '1'"),
         (
             (*MODEL, "{folder}/small.json", "--seq-len", "999999999999"),
             "expected at most 67,108,864 tokens in a step, got",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -211,6 +212,31 @@ def logprobs() -> Row:
     return Row("linear_logprobs", make)
 
 
+def divergence() -> Row:
+    def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+        p = make_problem((2, tokens), 8, vocab, dtype=dtype, device=device, bias=True, ignored=0.2)
+        q = make_problem((2, tokens), 6, vocab, dtype=dtype, device=device, seed=3)
+
+        def call(data: Any, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            y, teacher, teacher_weight = data
+            out: Any = flce.linear_divergence(x, w, teacher, teacher_weight, kind="jsd", target=y, student_bias=b)
+            return (out.divergence,)
+
+        def stock(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            wide = f64 if dtype == f64 else f32
+            s = F.linear(x, w, b).to(wide).log_softmax(-1)
+            t = F.linear(q.input, q.linear_weight).to(wide).log_softmax(-1)
+            m = torch.logaddexp(s, t) - math.log(2.0)
+            values = (F.kl_div(m, t, reduction="none", log_target=True) + (s.exp() * (s - m))).sum(-1) / 2
+            return values * (p.target != -100)
+
+        assert p.linear_bias is not None
+        leaves = (p.input, p.linear_weight, p.linear_bias)
+        return Sample(tuple(t.requires_grad_() for t in leaves), (p.target, q.input, q.linear_weight), call, stock)
+
+    return Row("linear_divergence", make)
+
+
 def softmax(name: str, dim: int = -1, out: torch.dtype | None = None, view: str = "whole") -> Row:
     mine, stock = getattr(flce, name), getattr(F, name)
 
@@ -253,6 +279,7 @@ ROWS: dict[str, Row] = {
     "logits weighted mean in place": logits(weigh=True, inplace=True),
     "logits weighted none in place": logits("none", weigh=True, inplace=True, view="transposed slice"),
     "logprobs": logprobs(),
+    "divergence": divergence(),
     "softmax": softmax("softmax"),
     "log_softmax": softmax("log_softmax", 1, view="transposed slice"),
 }
@@ -380,6 +407,7 @@ def test_forward_mode(way: Any, row: Row, backend: str) -> None:
     sample = row.sample()
     values = [leaf.detach() for leaf in sample.leaves]
     of_head = {"fused_linear_cross_entropy": "cross_entropy", "linear_logprobs": "log_softmax"}
+    of_head["linear_divergence"] = "log_softmax"
     stock = f"linear and torch.nn.functional.{of_head[row.name]}" if row.name in of_head else row.name
     for k, value in enumerate(values):
         message = rf"flce\.{row.name} does not support forward-mode.*use torch\.nn\.functional\.{stock}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
 from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.triton import (
+    divergence,
     e4m3,
     entries,
     exponentials_launch,
@@ -182,6 +183,7 @@ class TritonBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
+    divergence = staticmethod(_replayed(divergence.divergence))
     row_gradient = staticmethod(_replayed(_row_gradient))
     gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
     fused_statistics = staticmethod(product.fused_statistics)

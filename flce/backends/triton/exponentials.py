@@ -124,8 +124,8 @@ def reference_kernel(
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if WANT_ROW_FACTOR:
-        # Four times the sum that the sample predicts: few exponentials are most of the sum of most rows, and if they are
-        # not in the sample, the prediction is too small.
+        # Four times the sum that the sample predicts: a few exponentials are most of the sum of many rows, and if they
+        # are not in the sample, the prediction is too small.
         is_other = (number < samples) & (number * sample_step != tl.where(in_range, target, -1))
         exps = tl.where(is_other, tl.exp2(z * LOG2_E - reference), 0.0)
         if HAS_SOFTCAP:

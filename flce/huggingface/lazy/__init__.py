@@ -21,7 +21,7 @@ Each module imports only modules above it:
 |---|---|
 | `normal_form` | recorded operations and their normal form |
 | `state` | the record of lazy logits, a sum of terms; real logits, the fused loss and values computed from it |
-| `elementwise`, `values`, `indexing` | one function for each operation on a state |
+| `divergences`, `elementwise`, `values`, `indexing` | one function for each operation on a state |
 | `tables` | the functions of PyTorch, each with its operation |
 | `base` | the base of both classes: views, copies, and the real logits |
 | `dispatch` | the call of a function of PyTorch with lazy logits |

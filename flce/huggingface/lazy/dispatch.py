@@ -65,6 +65,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         lazy._update_before_operation(real)
     if lazy._state.calls and private.saved_tensors_hooks(True):  # these may be a checkpoint's
         real = lazy._real_for_operation()
+    if lazy._state.teacher is not None and func not in tables.OF_DIFFERENCES:
+        operation = None
     if operation is None or lazy._state.is_single_class:
         return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.divided_head import HeadDivision
+from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
 from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.wrappers import resolve_stand_in
@@ -33,6 +34,8 @@ def multiply(state: LazyState, other: Any) -> Any:
     """Multiply by a factor, or multiply probabilities by the logits or log-probabilities of the same logits."""
     if not isinstance(other, LazyState):
         return scaled(state, "mul", other)
+    if state.teacher is not None or other.teacher is not None:
+        return divergences.weigh(state, other)
     if (
         state.requires_grad != other.requires_grad and not torch.is_grad_enabled()
     ):  # one of them was created with gradients
@@ -120,7 +123,10 @@ def _divided_as(state: LazyState, division: HeadDivision | None) -> LazyState:
 
 
 def subtract(state: LazyState, other: Any) -> Any:
-    """Subtract the logsumexp of the same logits, as ``torch.distributions.Categorical`` does."""
+    """Subtract the logsumexp of the same logits, as ``torch.distributions.Categorical`` does; or the log-probabilities
+    of another model."""
+    if isinstance(other, LazyState):
+        return divergences.subtract_logprobs(state, other)
     require_lazy(isinstance(other, Tensor) and state.is_own_logsumexp(other))
     return _apply_token_vector(state, "sub_row", other)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 #   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
 #   ("div_row" | "sub_row", None), by a vector of the state's `token_vectors`, which has one number for each token
 #   ("times", operations): the product with the result of these operations on the same sum
+#   ("sub_teacher" | "times_teacher", None), by the log-probabilities or the probabilities of the state's teacher
 Op = tuple[str, Any]
 
 
@@ -30,8 +31,12 @@ def require_lazy(condition: bool) -> None:
         raise NoLazyFormError
 
 
-Form = Literal["logits", "log-probabilities", "probabilities", "weighted logits", "weighted log-probabilities"]
-"""Weighted values are multiplied by their probabilities, for a sum over the vocabulary."""
+Form = Literal[
+    "logits", "log-probabilities", "probabilities", "weighted logits", "weighted log-probabilities",
+    "log ratio", "weighted log ratio", "log ratio weighted by the teacher",
+]  # fmt: skip
+"""Weighted values are multiplied by their probabilities, for a sum over the vocabulary. A log ratio is the difference
+of the log-probabilities of a student and a teacher."""
 
 
 class NormalForm(NamedTuple):
@@ -153,7 +158,14 @@ def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
     return values._replace(form=_WEIGHTED[values.form])
 
 
-_WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
+_WEIGHTED: dict[Form, Form] = {
+    "logits": "weighted logits", "log-probabilities": "weighted log-probabilities", "log ratio": "weighted log ratio",
+}  # fmt: skip
+
+
+def _times_teacher(normal_form: NormalForm, _: Any) -> NormalForm | None:
+    is_ratio = normal_form.form == "log ratio"
+    return normal_form._replace(form="log ratio weighted by the teacher") if is_ratio else None
 
 
 class Update(NamedTuple):
@@ -174,6 +186,8 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
     "div_row": Update(_divided_by_row, torch.div),
     "sub_row": Update(_normalised_by_row, torch.sub),
     "times": Update(_times, torch.mul),
+    "sub_teacher": Update(lambda form, _: form._replace(form="log ratio"), torch.sub),
+    "times_teacher": Update(_times_teacher, lambda z, teacher: z * teacher.exp()),
     "clone": Update(None, lambda z, _: z.clone()),
     "to": Update(None, Tensor.to),
 }

@@ -146,6 +146,7 @@ class LazyState:
         is_single_class: whether one class is selected, so that the logits have no dimension of classes.
         division: the division of the head over processes. Weights and biases of `terms` then have the classes of this
             process. None: they have all classes.
+        teacher: log-probabilities of another model, for differences from them.
     """
 
     terms: tuple[Term, ...]
@@ -159,6 +160,7 @@ class LazyState:
     token_vectors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     is_single_class: bool = False
     division: HeadDivision | None = None
+    teacher: LazyState | None = field(default=None, compare=False, repr=False)
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Results from the same terms. States before and after elementwise operations share this dict."""
 
@@ -346,7 +348,10 @@ class LazyState:
     def apply_ops(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Apply operations to logits or results of all tokens, with classes last."""
         place = (lambda row: row) if self.division is None or type(z) is Tensor else self.division.place_result
-        return replay(z, ops, self.map_token_vectors(lambda row: place(row.to(z.device))))
+        others = self.map_token_vectors(lambda row: place(row.to(z.device)))
+        if self.teacher is not None:
+            others |= dict.fromkeys(("sub_teacher", "times_teacher"), self.teacher.logits())
+        return replay(z, ops, others)
 
     def normalizer(self) -> Tensor | float:
         """Return the logsumexp that was subtracted from each token's logits, of the tokens' shape, or 0.0."""
@@ -387,18 +392,23 @@ class LazyState:
 
         Results have the same bits with and without gradients, so that the ratio of two equal policies is 1.
         """
-        options = self.settings.options
-        if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
-            options = replace(options, logits_dtype=None)  # linear_logprobs does not round logits
         if self.normal_form.has_divisor:
             spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.product_device)
         self.note_values()
         with self.gathered_weights():
             results: LinearLogprobsOutput = self._call_operator(
-                linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
+                linear_logprobs, target, self.token_options, outputs=outputs, candidates=candidates, **spec
             )
         return results
+
+    @property
+    def token_options(self) -> ChunkOptions | None:
+        """The options for results of tokens, whose logits are not rounded."""
+        options = self.settings.options
+        if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
+            options = replace(options, logits_dtype=None)
+        return options
 
     def lse_and_entropy(self) -> tuple[Tensor, Tensor]:
         """Compute the logsumexp and the entropy of each token's z in one call, and cache them.

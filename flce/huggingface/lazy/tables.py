@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import cross_entropy
-from flce.huggingface.lazy import elementwise, indexing, values
+from flce.huggingface.lazy import divergences, elementwise, indexing, values
 from flce.huggingface.lazy.state import LazyState
 
 
@@ -79,6 +79,7 @@ _TABLE: dict[str, Operation] = {
     "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
     "sum": Operation(values.sum_over_vocabulary, "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
+    "kl_div": Operation(divergences.kl_div, "TRL and others: distillation"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
     "detach_": Operation(LazyState.detach, "training loops: outputs of a step", "in place"),
     "mul_ multiply_ __imul__": Operation(elementwise.multiply, "PEFT", "in place"),
@@ -91,6 +92,9 @@ _TABLE: dict[str, Operation] = {
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in torch_functions(names)}
 
 OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_entropy")
+
+# Operations on a state with a teacher. Operations on the dimensions of tokens or classes would have to change both.
+OF_DIFFERENCES = frozenset(torch_functions("mul multiply __mul__ __rmul__ neg negative __neg__ sum float to"))
 
 # Functions that expand their arguments to one shape.
 BROADCAST = frozenset(torch_functions("broadcast_tensors"))

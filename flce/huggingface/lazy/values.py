@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flce.core import private
 from flce.core.problem import MAX_ENTRIES
+from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
 from flce.huggingface.lazy.state import LazyState, is_class_dim
@@ -105,6 +106,8 @@ def sum_over_vocabulary(
     form = state.normal_form.form
     require_lazy(is_class_dim(state, dim) and form not in ("logits", "probabilities"))
     state = state if dtype is None else to_dtype(state, dtype)
+    if state.teacher is not None:
+        return _with_kept_dim(state, divergences.sum_of_terms(state), keepdim)
     if form == "log-probabilities":
         value = _sum_of_logprobs(state)
     else:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from flce.core.sizes import size_text
-from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout
+from flce.tools.cli.output import Json, integer_option, parse_option, print_json, print_table, stderr, stdout
 
 if TYPE_CHECKING:
     from flce.tools.check.checks import CheckResult, Figure
@@ -30,7 +30,7 @@ def check(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=2, help="Also check a head that is divided over this many processes: GPUs, or gloo on a CPU."),
+        integer_option(2, help="Also check a head that is divided over this many processes: GPUs, or gloo on a CPU."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -49,6 +50,18 @@ def parse_option(option: str, parse: Callable[..., T], *arguments: Any) -> T:
 def usage_error(option: str, message: str) -> typer.BadParameter:
     """Return the exception for wrong usage of an option."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
+def integer_option(least: int, help: str, metavar: str = "INTEGER", **settings: Any) -> Any:
+    """Return an option for integers of at least ``least``. The error names the value, which Typer's error does not."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise typer.BadParameter(f"expected an integer of at least {least}, got {text!r}")
+
+    return typer.Option(parser=parse, help=help, metavar=f"{metavar}>={least}", **settings)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -17,12 +17,21 @@ from rich.table import Column, Table
 
 from flce.core.project import locate_page
 from flce.core.sizes import parse_bytes, parse_sizes, size_text
-from flce.tools.cli.output import Json, parse_option, print_json, print_table, stderr, stdout, usage_error
+from flce.tools.cli.output import (
+    Json,
+    integer_option,
+    parse_option,
+    print_json,
+    print_table,
+    stderr,
+    stdout,
+    usage_error,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from flce.huggingface.estimate.training_memory import Training
+    from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
     from flce.planning.device_kinds import DescribedDevice
     from flce.planning.plan import ChunkPlan
 
@@ -50,6 +59,7 @@ STEP_OPTIONS = (
 # Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
 USUAL_TRIES = 5
 LONG_SECONDS = 10
+TIMED_LENGTHS = 16, 128
 
 
 def plan(
@@ -66,9 +76,9 @@ def plan(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a sequence.", show_default="4096, or the model's positions if fewer"),
+        integer_option(1, help="Tokens of a sequence.", show_default="4096, or the model's positions if fewer"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step on one GPU.")] = 1,
+    batch_size: Annotated[int, integer_option(1, help="Sequences of a step on one GPU.")] = 1,
     dtype: Annotated[WeightDtype, typer.Option(help="Dtype of the weights.")] = WeightDtype.bfloat16,
     autocast: Annotated[
         WeightDtype | None, typer.Option(help="Dtype of matrix products under autocast, with --dtype float32.")
@@ -88,17 +98,17 @@ def plan(
     sharding: Annotated[
         ShardingKind | None, typer.Option(help="Division of the model over --gpus: FSDP or DeepSpeed ZeRO-3.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=2, help="Number of GPUs. Memory is printed for one GPU.")] = None,
+    gpus: Annotated[int | None, integer_option(2, help="Number of GPUs. Memory is printed for one GPU.")] = None,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
     shards: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes that divide the classes of the head and of the embedding."),
+        integer_option(1, help="Number of processes that divide the classes of the head and of the embedding."),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each layer (tensor parallelism).")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Number of GPUs that divide each sequence (context parallelism).")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Number of pipeline stages. Memory is printed for the last one.")] = 1,
+    tp: Annotated[int, integer_option(1, help="Number of GPUs that divide each layer (tensor parallelism).")] = 1,
+    cp: Annotated[int, integer_option(1, help="Number of GPUs that divide each sequence (context parallelism).")] = 1,
+    pp: Annotated[int, integer_option(1, help="Number of pipeline stages. Memory is printed for the last one.")] = 1,
     lora: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
+        int | None, integer_option(1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
     ] = None,
     lora_targets: Annotated[
         str | None,
@@ -258,16 +268,14 @@ def _plan_steps(
     loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    begin = time.monotonic()
     with Progress(*columns, console=stderr(), transient=True) as bar:
         task = bar.add_task("", total=len(variants) * USUAL_TRIES)
         for number, variant in enumerate(variants):
             bar.update(task, completed=number * USUAL_TRIES, description=f"a step of the model: {variant}")
             try:
+                if number == 0 and (sentence := _predict_duration(measured, variant, seq_len, len(variants))):
+                    bar.console.print(sentence, soft_wrap=True)
                 step = measured.step(seq_len, variant)
-                expected = (time.monotonic() - begin) * USUAL_TRIES * len(variants)
-                if number == 0 and expected > LONG_SECONDS:
-                    bar.console.print(f"This takes about {expected:.0f} s.")
                 longest = measured.find_longest(variant, memory, start=seq_len, on_try=lambda: bar.advance(task))
             except StepError as error:
                 too_long = measured.positions is not None and seq_len > measured.positions
@@ -307,6 +315,34 @@ def _plan_steps(
             page=locate_page("memory.md"),
         ),
     }
+
+
+def _predict_duration(measured: TrainingMemory, variant: Variant, seq_len: int, num_variants: int) -> str | None:
+    """Return a sentence about the duration of the plan if it is long. Steps of two short lengths are timed."""
+    from flce.huggingface.estimate.rehearsal import BudgetError
+    from flce.huggingface.estimate.training_memory import StepError
+
+    lengths = sorted({min(length, seq_len) for length in TIMED_LENGTHS})
+    durations = []
+    for length in lengths:
+        begin = time.monotonic()
+        try:
+            measured.step(length, variant)
+        except (StepError, BudgetError):  # the step of `seq_len` tokens has the better message
+            return None
+        durations.append(time.monotonic() - begin)
+    least, most = durations[0], durations[-1]
+    if most > 2 * least:
+        # The lengths of the search are not known yet, so neither is its duration.
+        step_seconds = least + (most - least) / (lengths[-1] - lengths[0]) * (seq_len - lengths[0])
+        if step_seconds > LONG_SECONDS / num_variants:
+            return (
+                "The code of this model loops over the tokens, so steps of longer sequences take longer. A step of "
+                f"{seq_len:,} tokens takes about {step_seconds:.0f} s, and the search for the longest sequence runs "
+                f"several longer steps for each of {num_variants} variants."
+            )
+    expected = most * USUAL_TRIES * num_variants
+    return f"This takes about {expected:.0f} s." if expected > LONG_SECONDS else None
 
 
 # ------------------------------------------------------------------------------------------------------- printing

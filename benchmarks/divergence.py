@@ -1,0 +1,148 @@
+"""Time and workspace of `flce.linear_divergence`, the bare products, and kernels for distillation.
+
+The teacher has the sizes of the student. A KL needs six products, "jsd" eight: two of them repeat the logits of both
+models. Liger's loss is one number, and its gradients are computed in forward, with four products.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import flce
+from benchmarks import contenders, logprobs, operator, targets
+from benchmarks.benchmark import Plan, plan_cases
+from benchmarks.cases import Step, needs_package, select_contenders
+from benchmarks.contenders import OperatorContender, budget_name, floor, floor_step
+from benchmarks.logprobs import without_gradients
+from benchmarks.problem import LOGITS, Mode, OperatorCase, OperatorProblem, Shape
+from benchmarks.runs import Run
+from benchmarks.tables import Table
+from benchmarks.targets import MAIN, NARROW, TOLERANCE, Target
+from flce.core.sizes import MIB
+
+MODE: Mode = "reduction-none"  # an upstream gradient of each token
+BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # as TRL and Liger name the divergences
+BUDGET_MIB = 256
+
+Number = Callable[..., Tensor]
+
+
+def teacher_of(problem: OperatorProblem) -> tuple[Tensor, Tensor]:
+    """Return the hidden states and the head of the teacher, the same for all contenders: the student's, backwards."""
+    made = vars(problem).setdefault("teacher", [])
+    if not made:
+        made += [t.detach().flip(0) for t in (problem.input, problem.weight)]
+    return made[0], made[1]
+
+
+def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, beta: float, **arguments: Any) -> Tensor:
+    out: Any = flce.linear_divergence(x, w, *teacher, target=y, kind="jsd", beta=beta, **arguments)
+    divergence: Tensor = out.divergence
+    return divergence
+
+
+def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, beta: float) -> Tensor:
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    head, theirs, options = (x, w, None), (*teacher, None), (1.0, 1.0, None, 1.0, None)
+    divergence, _entropy = function.apply(*head, *theirs, beta, *options)
+    return divergence
+
+
+LIGER = "liger_kernel.ops.fused_linear_jsd"
+
+
+def liger_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, teacher: Any, beta: float) -> Tensor:
+    return importlib.import_module(LIGER).LigerFusedLinearJSDFunction.apply(x, w, *teacher, y, beta)
+
+
+def contender(name: str, title: str, beta: str, number: Number, family: str, **more: Any) -> OperatorContender:
+    changed, reduction = more.pop("changed", lambda problem: {}), more.pop("mode", MODE)
+    unavailable = {"unavailable": more.pop("unavailable")} if "unavailable" in more else {}
+
+    def prepare(problem: OperatorProblem) -> Step:
+        call = partial(number, teacher=teacher_of(problem), beta=BETAS[beta], **more)
+        case = {"case": replace(problem.case, mode=reduction)} | changed(problem)
+        return contenders.step_on_changed_problem(problem, call, **case)
+
+    return OperatorContender(name, title, family, prepare, **unavailable)
+
+
+def products(name: str, title: str, again: int, forward: bool = False) -> OperatorContender:
+    def step(problem: OperatorProblem) -> Step:
+        problem = problem.changed(**without_gradients(problem)) if forward else problem
+        return floor_step(problem, (LOGITS,) * again)
+
+    return floor(name, title, step, "products")
+
+
+ours = partial(contender, number=our_number, family="ours")
+trl = partial(contender, number=trl_number, family="peer", unavailable=contenders.needs_trl)
+CONTENDERS = [
+    products("floor", "six bare products", 2),
+    products("floor-jsd", "eight bare products", 4),
+    products("floor-forward", "two bare products", 1, forward=True),
+    ours("ours", "flce, forward KL", "forward"),
+    ours("ours-reverse", "flce, reverse KL", "reverse"),
+    ours("ours-jsd", "flce, jsd", "jsd"),
+    ours("ours-entropy", "flce, jsd, entropy", "jsd", outputs=("divergence", "entropy")),
+    ours("ours-forward", "flce, forward KL, no gradient", "forward", changed=without_gradients),
+    ours(
+        budget_name(BUDGET_MIB), f"flce, forward KL, {BUDGET_MIB} MiB budget", "forward",
+        options=flce.ChunkOptions(max_workspace_bytes=BUDGET_MIB * MIB),
+    ),
+    trl("trl", "TRL's kernel, forward KL", "forward"),
+    trl("trl-jsd", "TRL's kernel, jsd", "jsd"),
+    contender(
+        "liger-jsd", "Liger's fused linear JSD, jsd", "jsd", liger_number, "peer", mode="forward+backward",
+        unavailable=needs_package(LIGER, "liger-kernel"),
+    ),
+]  # fmt: skip
+
+
+def targets_of(shape: Shape, limit: float, forward: float) -> list[Target]:
+    """Return the targets over the bare products. Workspace has a tolerance, too."""
+    kl = Target("forward KL", OperatorCase(*shape, mode=MODE), limit)
+    jsd = replace(kl, call="jsd", contender="ours-jsd", reference="floor-jsd")
+    budget = budget_name(BUDGET_MIB)
+    return [
+        kl,
+        replace(kl, call="reverse KL", contender="ours-reverse"),
+        jsd,
+        replace(kl, call="no gradient", contender="ours-forward", reference="floor-forward", limit=forward),
+        replace(
+            kl, call="256 MiB", limit=None, contender=budget, workspace_mib=BUDGET_MIB, workspace_tolerance=TOLERANCE
+        ),
+        replace(kl, call="forward KL, over TRL", reference="trl", limit=1.0),
+        *[replace(jsd, call=f"jsd, over {peer}", reference=peer, limit=1.0) for peer in ("trl-jsd", "liger-jsd")],
+    ]  # fmt: skip
+
+
+TARGETS = [*targets_of(MAIN, 1.15, 1.10), *targets_of(NARROW, 1.35, 1.35)]
+
+
+def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
+    findings = targets.check_targets(runs, TARGETS)
+    verdicts = targets.verdict_table("Targets of divergences met", findings, runs, targets.select_entries(runs))
+    return [verdicts, *targets.plan_tables(runs)]
+
+
+TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
+PRESETS: dict[str, Callable[[], Plan]] = {
+    "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
+    "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=9, seconds=1.5),
+}
+DIVERGENCE = replace(
+    logprobs.LOGPROBS,
+    kind="divergence",
+    about="Time and workspace of divergences of a student from a teacher, with gradients.",
+    presets=PRESETS,
+    contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
+    tables=operator.shape_tables,
+    targets=target_tables,
+)

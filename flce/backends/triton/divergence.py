@@ -1,0 +1,187 @@
+"""The kernel of `Backend.divergence` and its launch. `TritonBackend` launches it.
+
+A program has one row of a tile. It reads the logits of both models once, and each thread reads whole vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flce.backends import contract
+from flce.backends.contract import Teacher, TileCall
+from flce.backends.triton.launch import VECTOR_BYTES, WARP, Launch, build_launch, overlap_options, thread_options
+from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, log1p, logit_gradient, transform
+from flce.core.problem import DIVERGENCES, accumulation_dtype
+
+# Warps of a program, and vectors of a thread in a block.
+WARPS, PARTS = 8, 2
+
+# A kernel can read only global variables that are constexpr.
+_STUDENT = tl.constexpr(contract.STUDENT)
+_LOG_SUM = tl.constexpr(contract.LOG_SUM)
+_DIVERGENCE = tl.constexpr(contract.DIVERGENCE)
+_MEAN_WEIGHT = tl.constexpr(contract.MEAN_WEIGHT)
+_DIVERGENCE_FACTOR = tl.constexpr(contract.DIVERGENCE_FACTOR)
+_LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
+_FORWARD, _REVERSE, _JSD = map(tl.constexpr, range(len(DIVERGENCES)))
+
+
+@triton.jit
+def _log_ratios(s, t, beta, KIND: tl.constexpr):
+    """Return s and t relative to each other, or for "jsd" relative to the mixture, see `formulas.log_ratios`."""
+    difference = s - t
+    if KIND == _JSD:
+        share = tl.where(difference >= 0.0, beta, 1.0 - beta)
+        shared = -log1p(share * (tl.exp2(-tl.abs(difference) * LOG2_E) - 1.0))
+        return shared + tl.minimum(difference, 0.0), shared - tl.maximum(difference, 0.0)
+    else:
+        return difference, -difference
+
+
+@triton.jit
+def _rescale(offset, z):
+    """Return the larger of the offset and all z, the new reference of exponentials, and the old offset relative to it.
+    The reference is 0 while all z are -inf, because -inf - -inf is NaN."""
+    largest = tl.maximum(offset, tl.max(z, axis=0))
+    reference = tl.where(largest == float("-inf"), 0.0, largest)
+    return largest, reference, offset - reference
+
+
+@triton.jit
+def _carry(total, weight_sum, shift, other_shift):
+    """Return a sum of exponentials times differences of logits relative to new references, see
+    `formulas.merge_divergences`."""
+    decay = tl.exp2(shift * LOG2_E)
+    return tl.where(decay > 0.0, decay * (total + (shift - other_shift) * weight_sum), 0.0)
+
+
+@triton.jit(do_not_specialize=["ignore_index", "column_start", "teacher_rows_stride", "row_gradient_stride"])
+def divergence_kernel(
+    logits_ptr, teacher_logits_ptr,  # (rows, cols)
+    grad_ptr,  # (rows, cols); may be logits_ptr, also with NARROWING
+    target_ptr,  # (rows,) int64
+    bias_ptr, teacher_bias_ptr,  # (cols,) of this tile
+    teacher_rows_ptr,  # (slots, rows), see `Teacher.rows`
+    row_gradient_ptr,  # (slots, rows)
+    logits_stride, teacher_logits_stride, grad_stride, teacher_rows_stride, row_gradient_stride,
+    cols,  # classes in this tile
+    accessible_cols,  # columns of a row that may be read and written, cols or more
+    column_start,  # the class of column 0
+    ignore_index,
+    scale: tl.float64, cap: tl.float64, teacher_scale: tl.float64, teacher_cap: tl.float64, beta: tl.float64,
+    ACCUM: tl.constexpr,
+    KIND: tl.constexpr,  # index into `problem.DIVERGENCES`
+    HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
+    HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
+    HAS_GRAD: tl.constexpr,
+    NARROWING: tl.constexpr,  # the gradient has fewer bytes than the logits in the same memory
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    STATISTICS: tl.constexpr = KIND != _JSD and not HAS_GRAD
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    teacher_logits_ptr += row * teacher_logits_stride
+    grad_ptr += row * grad_stride
+    teacher_rows_ptr += row
+    student_rows_ptr = teacher_rows_ptr + _STUDENT * teacher_rows_stride
+    divergence_ptr = teacher_rows_ptr + _DIVERGENCE * teacher_rows_stride
+    mean_ptr = teacher_rows_ptr + _MEAN_WEIGHT * teacher_rows_stride
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    scale, cap, beta = tl.full((), scale, ACCUM), tl.full((), cap, ACCUM), tl.full((), beta, ACCUM)
+    teacher_scale, teacher_cap = tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM)
+    # With STATISTICS log_sum and teacher_log_sum are sums of exponentials.
+    offset, log_sum = load_normalizer(student_rows_ptr, teacher_rows_stride, 0, None)
+    teacher_offset, teacher_log_sum = load_normalizer(teacher_rows_ptr, teacher_rows_stride, 0, None)
+    if HAS_GRAD:
+        target = tl.load(target_ptr + row)
+        softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
+            row_gradient_ptr, row_gradient_stride, row, None, True
+        )
+        divergence_factor = tl.load(row_gradient_ptr + _DIVERGENCE_FACTOR * row_gradient_stride + row)
+    else:
+        divergence, mean_weight = tl.load(divergence_ptr), tl.load(mean_ptr)
+    for start in range(0, cols, BLOCK):  # in ascending order: see NARROWING
+        columns = start + tl.arange(0, BLOCK)
+        present, readable = columns < cols, columns < accessible_cols
+        a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
+        b = tl.load(teacher_logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
+        s, jacobian = transform(a, bias_ptr, columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+        t, _teacher_jacobian = transform(
+            b, teacher_bias_ptr, columns, present, teacher_scale, teacher_cap, ACCUM, HAS_TEACHER_SCALE,
+            HAS_TEACHER_BIAS, HAS_TEACHER_SOFTCAP,
+        )  # fmt: skip
+        s, t = tl.where(present, s, float("-inf")), tl.where(present, t, float("-inf"))
+        if STATISTICS:
+            offset, reference, shift = _rescale(offset, s)
+            teacher_offset, teacher_reference, teacher_shift = _rescale(teacher_offset, t)
+            if KIND == _FORWARD:
+                divergence = _carry(divergence, teacher_log_sum, teacher_shift, shift)
+            else:
+                divergence = _carry(divergence, log_sum, shift, teacher_shift)
+            s -= reference
+            t -= teacher_reference
+        else:
+            s = (s - offset) - log_sum
+            t = (t - teacher_offset) - teacher_log_sum
+        p = tl.exp2(s * LOG2_E)
+        q = tl.exp2(t * LOG2_E)
+        ratio, teacher_ratio = _log_ratios(s, t, beta, KIND)
+        if STATISTICS:
+            log_sum = log_sum * tl.exp2(shift * LOG2_E) + tl.sum(p, axis=0)
+            teacher_log_sum = teacher_log_sum * tl.exp2(teacher_shift * LOG2_E) + tl.sum(q, axis=0)
+        if HAS_GRAD:
+            factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
+            if KIND == _FORWARD:
+                term = factor * p - divergence_factor * q
+            else:
+                term = tl.where(p > 0.0, (factor + divergence_factor * (1.0 - beta) * ratio) * p, 0.0)
+            is_target = columns == target - column_start
+            grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
+            grad = tl.where((target != ignore_index) & present, grad, 0.0)
+            if NARROWING:
+                tl.debug_barrier()
+            tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
+        else:  # Classes of probability 0 add 0, also if their ratio is infinite.
+            if KIND != _FORWARD:
+                student_sum = tl.sum(tl.where(p > 0.0, (1.0 - beta) * p * ratio, 0.0), axis=0)
+                divergence += student_sum
+                mean_weight += student_sum
+            if KIND != _REVERSE:
+                divergence += tl.sum(tl.where(q > 0.0, beta * q * teacher_ratio, 0.0), axis=0)
+    if STATISTICS:
+        tl.store(student_rows_ptr, offset)
+        tl.store(student_rows_ptr + _LOG_SUM * teacher_rows_stride, log_sum)
+        tl.store(teacher_rows_ptr, teacher_offset)
+        tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, teacher_log_sum)
+    if not HAS_GRAD:
+        tl.store(divergence_ptr, divergence)
+        tl.store(mean_ptr, mean_weight)
+
+
+def divergence(
+    logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
+) -> Iterator[Launch]:
+    options = {
+        "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
+        "KIND": DIVERGENCES.index(teacher.kind),
+        "HAS_TEACHER_SCALE": teacher.spec.scale != 1.0,
+        "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
+        "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
+        "BLOCK": WARP * WARPS * PARTS * (VECTOR_BYTES // logits.element_size()),
+        **thread_options(logits.device, WARPS),
+        **overlap_options(logits.device),
+    }
+    yield build_launch(
+        divergence_kernel, (len(logits),), call, options, logits=logits, teacher_logits=teacher_logits, grad=grad,
+        teacher_rows=teacher.rows, teacher_bias=teacher.tile_call(call).inputs.tile_bias(call.tile),
+        teacher_scale=teacher.spec.scale, teacher_cap=teacher.spec.cap, beta=teacher.beta,
+    )  # fmt: skip

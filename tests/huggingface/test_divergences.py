@@ -1,0 +1,108 @@
+"""Divergences of the lazy logits of two models, without logits in memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.huggingface import lazy_logits
+from flce.huggingface.usage import NotFusedWarning
+from tests.huggingface.scripts import IDS, Build
+from tests.huggingface.test_entropies import SINGLE_ROWS, Logits
+
+FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "batchmean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"),
+    "sum, a temperature": lambda s, t: F.kl_div(
+        (s / 2).log_softmax(-1), (t / 2).log_softmax(-1), log_target=True, reduction="sum"
+    ),
+    "none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1),
+    "mean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="mean"),
+    "module": lambda s, t: torch.nn.KLDivLoss(reduction="batchmean", log_target=True)(
+        F.log_softmax(s, -1), F.log_softmax(t, -1)
+    ),
+    "reverse": lambda s, t: F.kl_div(t.log_softmax(-1), s.log_softmax(-1), log_target=True, reduction="batchmean"),
+    "shifted": lambda s, t: F.kl_div(
+        s[:, :-1].float().log_softmax(-1), t[:, :-1].float().log_softmax(-1), log_target=True, reduction="sum"
+    ),
+    "by hand": lambda s, t: (lambda p, q: (q.exp() * (q - p)).sum(-1))(s.log_softmax(-1), t.log_softmax(-1)),
+    "by hand, reverse": lambda s, t: (lambda p, q: ((p - q) * p.exp()).sum(-1))(s.log_softmax(-1), t.log_softmax(-1)),
+    "by hand, softmax": lambda s, t: -(t.softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1).mean(),
+}
+
+
+def run(formula: Callable[[Any, Any], Tensor], student: Any, teacher: Any) -> tuple[Tensor, list[Tensor], list[str]]:
+    with torch.no_grad(), lazy_logits(teacher) if flce.is_patched(teacher) else torch.no_grad():
+        teacher_logits = teacher(input_ids=IDS, use_cache=False).logits
+    logits = student(input_ids=IDS, use_cache=False).logits
+    with Logits() as mode:
+        values = formula(logits, teacher_logits)
+        weights = torch.linspace(0.5, 1.5, values.numel()).view(values.shape)
+        gradients = torch.autograd.grad((values * weights).sum(), [*student.parameters()])
+    return values.detach(), [*gradients], mode.found
+
+
+def models(build: Build, **how: Any) -> list[Any]:
+    """Return a student with a softcap and a teacher without one."""
+    made = [build(name, num_hidden_layers=1) for name in ("Gemma2", "Llama")]
+    if how:
+        for model in made:
+            flce.patch_model(model, **how)
+    return [made[0].train(), made[1].eval()]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula(name: str, build: Build) -> None:
+    want, right, there = run(FORMULAS[name], *models(build))
+    got, gradients, found = run(FORMULAS[name], *models(build, options=SINGLE_ROWS, on_materialize="raise"))
+    assert there
+    assert not found
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
+
+
+OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "a part of a difference": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1))[:, 1:, 3:9].exp(),
+    "terms": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none")[:, 2],
+    "other weights": lambda s, t: (t.log_softmax(-1) - s.log_softmax(-1)).mul(s.softmax(-1) * 2).sum(-1),
+    "two temperatures": lambda s, t: ((s / 2).softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1),
+    "one model": lambda s, t: (s.softmax(-1) * (s.log_softmax(-1) - (s / 2).log_softmax(-1))).sum(-1),
+    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
+    "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
+    "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
+    "temperatures of tokens": lambda s, t: F.kl_div(
+        (s / torch.full((*IDS.shape, 1), 0.5)).log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formulas_compute_the_logits(name: str, build: Build) -> None:
+    """Values and gradients are stock's."""
+    want, right, _ = run(OTHERS[name], *models(build))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotFusedWarning)
+        got, gradients, _ = run(OTHERS[name], *models(build, on_materialize="ignore"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
+
+
+def test_a_teacher_that_requires_a_gradient(build: Build) -> None:
+    """Both gradients are stock's."""
+
+    def both(models: list[Any]) -> list[Tensor]:
+        s, t = (model.train()(input_ids=IDS, use_cache=False).logits.log_softmax(-1) for model in models)
+        loss = F.kl_div(s, t, log_target=True, reduction="batchmean")
+        return [*torch.autograd.grad(loss, [parameter for model in models for parameter in model.parameters()])]
+
+    for got, want in zip(both(models(build, on_materialize="ignore")), both(models(build)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
