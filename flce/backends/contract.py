@@ -479,11 +479,8 @@ class Backend(Protocol):
     def quantize_transposed(
         self, x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
     ) -> None:
-        """Write ``out = (factor[:, None] * x[index] / scales).T`` in E4M3, and the scales of the columns.
-
-        x: (n, H); index, factor: (rows,) or None for all rows and for 1; out: (H, rows padded), 0 in the padding;
-        scales: (H,) float32.
-        """
+        """Write ``out = (factor[:, None] * x[index] / scales).T`` in E4M3, (H, rows padded), 0 in the padding, and the
+        scales of the columns, float32. index, factor: (rows,), or None for all rows and for 1."""
 
     def sort_entries(self, entries: Entries, index: Tensor | None, out: Entries) -> None:
         """Sort entries by classes. index: (rows,) rows of x, or None for the same rows."""
@@ -493,11 +490,8 @@ class Backend(Protocol):
         out: Tensor, index: Tensor | None, accumulate: bool = False,
     ) -> None:  # fmt: skip
         """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
-        over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic.
-
-        product: (rows, H) float32, may be overwritten, not read in rows whose scale is 0; index: (rows,) rows of `out`,
-        or None for the same rows.
-        """
+        over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic. product: (rows, H)
+        float32, may be overwritten, not read in rows whose scale is 0; index: rows of `out`; None: the same rows."""
 
     def finish_sharded_rows(
         self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None

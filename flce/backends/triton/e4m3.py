@@ -19,14 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import (
-    E4M3_MAX,
-    ENTRY_SLOTS,
-    LARGE_SHARE,
-    Entries,
-    QuantizedTile,
-    TileCall,
-)
+from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile, TileCall
 from flce.backends.e4m3 import LEAST_SUM, gather_entries, row_factors
 from flce.backends.triton.entries import row_products
 from flce.backends.triton.exponentials import FLAG_STRIDE
@@ -35,7 +28,7 @@ from flce.backends.triton.math import LOG2_E, e4m3_factor
 from flce.backends.triton.replay import run
 
 # Rows and columns of a block of `quantize_kernel`.
-BLOCK = 64
+ROWS, COLS = 128, 64
 # Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
 # column with a larger magnitude is rounded again.
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 1024, 8.0, 1e-30
@@ -139,10 +132,11 @@ def quantize_kernel(
     HAS_MATRIX: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
     IS_RETRY: tl.constexpr,  # compute only columns that exceed their limit
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     limit = tl.load(limit_ptr + column, mask=column < cols, other=1.0)
     is_computed = 1
     if IS_RETRY:
@@ -236,7 +230,7 @@ def add_entries_kernel(
 def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
     limit = torch.full_like(tile[0], E4M3_MAX, dtype=torch.float32)
-    partial = sums.new_empty(triton.cdiv(tile.shape[1], BLOCK), len(tile))
+    partial = sums.new_empty(triton.cdiv(tile.shape[1], COLS), len(tile))
     run(_quantize_tile, tile, out, row_factors(sums), limit, torch.zeros_like(limit, dtype=torch.int32), partial)
     gather_entries(tile, out.entries)
 
@@ -245,7 +239,7 @@ def _quantize_tile(
     tile: Tensor, out: QuantizedTile, factor: Tensor, limit: Tensor, peak: Tensor, partial: Tensor
 ) -> Iterator[Launch]:
     yield _quantize(tile, out.transposed, limit, peak, factor=factor, matrix=out.matrix, partial=partial)
-    yield find_large(out, tile.shape[1], factor, partial, BLOCK)
+    yield find_large(out, tile.shape[1], factor, partial, COLS)
 
 
 def _quantize(
@@ -255,8 +249,8 @@ def _quantize(
     rows, cols = len(x) if index is None else len(index), x.shape[1]
     padded_rows = rows if transposed is None else transposed.shape[1]
     return build_launch(
-        quantize_kernel, (triton.cdiv(padded_rows, BLOCK), triton.cdiv(cols, BLOCK)), None,
-        {"IS_RETRY": is_retry, "BLOCK": BLOCK, **thread_options(x.device, 4)},
+        quantize_kernel, (triton.cdiv(padded_rows, ROWS), triton.cdiv(cols, COLS)), None,
+        {"IS_RETRY": is_retry, "ROWS": ROWS, "COLS": COLS, **thread_options(x.device, 4)},
         x=x, gather=index, factor=factor, limit=limit, peak=peak, partial=partial, matrix=matrix, transposed=transposed,
         rows=rows, cols=cols, padded_rows=padded_rows,
     )  # fmt: skip

@@ -66,20 +66,18 @@ def fused_exponentials(
         return
     assert call.out is not None
     new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
-    planes, row_factor = 1, None
+    samples, planes, row_factor = (SAMPLES, 1, None) if quantized is None else (E4M3_SAMPLES, 2, new(num_rows))
+    sampled = _sample_classes(weight, samples)
     if quantized is None:
-        sampled = _sample_classes(weight, SAMPLES)
         # The memory of the exponentials is free until the product writes them.
         sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
     else:
-        exps, row_factor = [quantized.matrix[:, :vocab_size]], new(num_rows)
-        planes += call.spec.softcap is not None
-        sample = torch.mm(x, _sample_classes(weight, E4M3_SAMPLES).t())
+        exps, sample = [quantized.matrix[:, :vocab_size]], torch.mm(x, sampled.t())
     # Separate vectors, so that each address is aligned for the kernels.
     rows = _RowVectors(*[new(num_rows) for _ in range(3)])
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
     x, partial = product.align_for_descriptor(x), new(planes, blocks, num_rows)
-    memory = _Memory(x, weight, exps, partial, work, rows, row_factor, quantized)
+    memory = _Memory(x, weight, exps, partial, work, rows, samples, row_factor, quantized)
     run(_first_products, memory, call, sample, count)
     call = call._replace(inputs=call.inputs._replace(scales=scales()))
     run(_finish_and_retry, memory, call, factors)
@@ -104,12 +102,9 @@ class _Memory(NamedTuple):
     partial: Tensor  # (planes, blocks of classes, rows)
     work: Tensor  # (3, FLAG_STRIDE) int32, see `exponentials`
     rows: _RowVectors
+    samples: int
     row_factor: Tensor | None  # (rows,) with `quantized`
     quantized: QuantizedTile | None
-
-    @property
-    def samples(self) -> int:
-        return SAMPLES if self.quantized is None else E4M3_SAMPLES
 
 
 def _sample_classes(weight: Tensor, samples: int) -> Tensor:
@@ -182,7 +177,7 @@ def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool)
         **memory.rows._asdict(),
     )
     if memory.quantized is not None:
-        work, partial = memory.work[int(is_retry)], memory.partial[-1]
+        work, partial = memory.work[int(is_retry)], memory.partial[int(call.spec.softcap is not None)]
         assert memory.row_factor is not None
         vocab_size = len(memory.weight)
         yield e4m3.find_large(memory.quantized, vocab_size, memory.row_factor, partial, product.COLS, work)

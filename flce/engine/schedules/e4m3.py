@@ -32,6 +32,7 @@ def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
     return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
 
 
+@dataclass(frozen=True)
 class E4M3Schedule(Schedule):
     """Base of these schedules. A size is the number of tokens of a chunk."""
 
@@ -57,28 +58,27 @@ class E4M3Exponentials(E4M3Schedule):
     """Loop over groups: exponentials, rounded in registers, and dX; dW after the groups of a chunk. Three products, two
     of them with E4M3 operands."""
 
-    chunks: ChunkSizes
-
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3Exponentials:
         chunks = chunk_sizes(c, size)
         return cls(replace(chunks, tile_rows=chunks.group_rows))
 
     def forward(self, ctx: PassContext) -> None:
-        compute_gradients(ctx, self.chunks, Exponentials(ctx).compute_quantized)
+        exponentials = Exponentials(ctx)
+        compute_gradients(
+            ctx, self.chunks, lambda tokens, out: exponentials.compute(ctx.term_inputs(tokens), [], tokens, out)
+        )
 
 
 @dataclass(frozen=True)
-class E4M3DeferredChunks(E4M3Schedule, Deferred):
+class E4M3DeferredChunks(Deferred, E4M3Schedule):
     """Loop over tiles whose logits are computed twice: for an upstream gradient of each token, and if exponentials
     cannot be multiplied, as on a CPU. Four products, two of them with E4M3 operands."""
-
-    chunks: ChunkSizes
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> E4M3DeferredChunks:
         chunks = chunk_sizes(c, size)
-        return cls(statistics_schedule(c, chunks.tile_rows, c.vocab_size), chunks)
+        return cls(chunks, statistics_schedule(c, chunks.tile_rows, c.vocab_size))
 
     def backward(self, ctx: PassContext) -> None:
         memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
