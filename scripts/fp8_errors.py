@@ -99,8 +99,8 @@ def errors(x: Tensor, w: Tensor, y: Tensor) -> tuple[float, dict[str, list[float
         assert b.grad is not None
         rows = ((b.grad - dw).norm(dim=1) / norms)[norms > 1e-4 * norms.max()].median()
         both = [float((grad - g).norm() / g.norm()) for grad, g in ((a.grad, dx), (b.grad, dw))]
-        found[name] = [*both, float(rows), abs(float(loss) - float(exact)) / float(exact)]
-    return float(exact), found
+        found[name] = [*both, float(rows), abs(loss.item() - exact.item()) / exact.item()]
+    return exact.item(), found
 
 
 def main() -> None:
