@@ -235,12 +235,12 @@ class CountingBackend:
         self.add_pass(launches=1)
 
     def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
-        quantized = args[-1]
-        for tile in exps if quantized is None else [weight.t()]:
+        planes, launches, row_bytes = (1, 10, 0) if args[-1] is None else (2, 20, contract.E4M3_ROW_BYTES)
+        for tile in exps or [weight.t()]:
             self.add_product(len(x), tile.shape[1], x.shape[1])
-        self.add_pass(launches=10 if quantized is None else 20)
-        scratch = contract.fused_product_scratch_bytes(len(x), len(weight), 1 if quantized is None else 2)
-        self.add_scratch(scratch + (0 if quantized is None else len(x) * contract.E4M3_ROW_BYTES))
+        self.add_pass(launches=launches)
+        scratch = contract.fused_product_scratch_bytes(len(x), len(weight), planes)
+        self.add_scratch(scratch + len(x) * row_bytes)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         # Each id reads a row of the weight.

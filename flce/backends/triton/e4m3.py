@@ -57,12 +57,11 @@ def find_large_kernel(
     rows,
     vocab_size,
     HAS_TRANSPOSED: tl.constexpr,
-    HAS_WORK: tl.constexpr,
     PARTIALS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    work = tl.load(work_ptr) if HAS_WORK else 1
+    work = tl.load(work_ptr)
     if work > 0:
         factor = tl.load(row_factor_ptr + row)
         blocks = tl.cdiv(vocab_size, COLS)
@@ -99,14 +98,13 @@ def find_large_kernel(
         unused = tl.zeros((_SLOTS,), tl.int32) + vocab_size
         tl.store(numbers_ptr + row * _SLOTS + slot, unused, mask=(slot == 0) | (slot >= number))
         tl.store(scales_ptr + row, tl.where(factor == 0.0, 0.0, 1.0 / tl.where(factor == 0.0, 1.0, factor)))
-        if HAS_WORK:
-            is_beyond = tl.min(least, axis=0) < 0.0
-            # If all logits of the sample are -inf, the factor is 0.
-            is_wrong = is_beyond | (number > _SLOTS) | ((factor == 0.0) & (sums >= _LEAST_SUM))
-            # After the second product the largest exponential of a row whose exponentials were out of range is 1.
-            correct_factor = e4m3_factor(tl.where(is_beyond, 1.0 * vocab_size, sums), tl.program_id(0))
-            tl.store(row_factor_ptr + row, correct_factor, mask=is_wrong)
-            tl.store(work_ptr + _FLAG_STRIDE, work, mask=is_wrong)
+        is_beyond = tl.min(least, axis=0) < 0.0
+        # If all logits of the sample are -inf, the factor is 0.
+        is_wrong = is_beyond | (number > _SLOTS) | ((factor == 0.0) & (sums >= _LEAST_SUM))
+        # After the second product the largest exponential of a row whose exponentials were out of range is 1.
+        correct_factor = e4m3_factor(tl.where(is_beyond, 1.0 * vocab_size, sums), tl.program_id(0))
+        tl.store(row_factor_ptr + row, correct_factor, mask=is_wrong)
+        tl.store(work_ptr + _FLAG_STRIDE, work, mask=is_wrong)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -230,16 +228,17 @@ def add_entries_kernel(
 def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     sums = torch.linalg.vector_norm(tile, 1, dim=1, dtype=torch.float32)
     limit = torch.full_like(tile[0], E4M3_MAX, dtype=torch.float32)
+    peak, work = torch.zeros_like(limit, dtype=torch.int32), torch.ones(8, dtype=torch.int32, device=tile.device)
     partial = sums.new_empty(triton.cdiv(tile.shape[1], COLS), len(tile))
-    run(_quantize_tile, tile, out, row_factors(sums), limit, torch.zeros_like(limit, dtype=torch.int32), partial)
+    run(_quantize_tile, tile, out, row_factors(sums), limit, peak, partial, work)
     gather_entries(tile, out.entries)
 
 
 def _quantize_tile(
-    tile: Tensor, out: QuantizedTile, factor: Tensor, limit: Tensor, peak: Tensor, partial: Tensor
+    tile: Tensor, out: QuantizedTile, factor: Tensor, limit: Tensor, peak: Tensor, partial: Tensor, work: Tensor
 ) -> Iterator[Launch]:
     yield _quantize(tile, out.transposed, limit, peak, factor=factor, matrix=out.matrix, partial=partial)
-    yield find_large(out, tile.shape[1], factor, partial, COLS)
+    yield find_large(out, tile.shape[1], factor, partial, COLS, work)
 
 
 def _quantize(
@@ -257,7 +256,7 @@ def _quantize(
 
 
 def find_large(
-    out: QuantizedTile, vocab_size: int, row_factor: Tensor, partial: Tensor, cols: int, work: Tensor | None = None
+    out: QuantizedTile, vocab_size: int, row_factor: Tensor, partial: Tensor, cols: int, work: Tensor
 ) -> Launch:
     """Return a launch of `find_large_kernel`. cols: columns of a partial sum."""
     return build_launch(

@@ -64,10 +64,8 @@ class E4M3Exponentials(E4M3Schedule):
         return cls(replace(chunks, tile_rows=chunks.group_rows))
 
     def forward(self, ctx: PassContext) -> None:
-        exponentials = Exponentials(ctx)
-        compute_gradients(
-            ctx, self.chunks, lambda tokens, out: exponentials.compute(ctx.term_inputs(tokens), [], tokens, out)
-        )
+        compute = Exponentials(ctx).compute
+        compute_gradients(ctx, self.chunks, lambda tokens, out: compute(ctx.term_inputs(tokens), [], tokens, out))
 
 
 @dataclass(frozen=True)
