@@ -10,7 +10,7 @@ There are three epilogues:
 * the gradient of the logits, if the logits are computed a second time and the statistics are complete. Both passes sum
   in the same order, so the logits are the same to the bit;
 * exponentials relative to a reference of each row, and their sums, if losses and gradients are computed in one pass:
-  see `backends/triton/exponentials.py`.
+  see `backends/triton/exponentials.py`. In E4M3 also their transpose, see `backends/triton/e4m3.py`.
 
 There is one program for each multiprocessor. A program computes one block after the other, all blocks of GROUP blocks
 of rows before the next group, so that cached operands are read again. Operands are loaded by tensor descriptors (the
