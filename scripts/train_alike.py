@@ -36,6 +36,7 @@ RUNS: dict[str, flce.ChunkOptions | None] = {
     "flce, 64 MiB": flce.ChunkOptions(max_workspace_bytes="64MiB"),
     "flce, vocab": flce.ChunkOptions(strategy="vocab"),
 }
+BFLOAT16_RUNS: dict[str, flce.ChunkOptions | None] = {"flce, E4M3": flce.ChunkOptions(grad_dtype=torch.float8_e4m3fn)}
 
 
 def token_ids(vocab: int) -> Tensor:
@@ -112,7 +113,8 @@ def worst_share(curve: Sequence[float], stock: Curves, exact: Curves) -> float:
 def train_all(steps: int, dtype: str, device: str, seeds: int) -> dict[str, Any]:
     """Return the losses of all runs of a dtype, and how they were made."""
     curves = {f"stock {order}": train(steps, dtype, device, order=order) for order in range(seeds)}
-    curves |= {name: train(steps, dtype, device, options=options) for name, options in RUNS.items()}
+    runs = RUNS | (BFLOAT16_RUNS if dtype == "bfloat16" else {})
+    curves |= {name: train(steps, dtype, device, options=options) for name, options in runs.items()}
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return {"dtype": dtype, "device": name, "torch": torch.__version__, "steps": steps, "curves": curves}
 
@@ -125,7 +127,11 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
     exact = next(stock(each) for each in results if each["dtype"] == "float32")
     return {
-        each["dtype"]: {name: worst_share(each["curves"][name], stock(each), exact) for name in RUNS}
+        each["dtype"]: {
+            name: worst_share(curve, stock(each), exact)
+            for name, curve in each["curves"].items()
+            if not name.startswith("stock")
+        }
         for each in results
     }
 
@@ -173,8 +179,9 @@ def main() -> int:
         plot(results, arguments.plot)
     for each in results:
         for name, losses in each["curves"].items():
-            note = f", {shares[each['dtype']][name]:.2f} of the allowed distance" if name in RUNS else ""
-            print(f"{each['dtype']:9} {name:13} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}")
+            share = shares[each["dtype"]].get(name)
+            note = "" if share is None else f", {share:.2f} of the allowed distance"
+            print(f"{each['dtype']:9} {name:15} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}")
         # Every tenth mean is enough for a plot.
         each["curves"] = {name: [round(x, 5) for x in smooth(c)[9::10].tolist()] for name, c in each["curves"].items()}
     arguments.out.write_text(
