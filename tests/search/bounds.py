@@ -202,6 +202,9 @@ class Gradients:
             factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
             error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
         self.independent = error
+        # In a row of equal logits the rounding errors are equal, too.
+        is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
+        self.coherence = torch.where(is_equal, p.shape[1] ** 0.5, 1.0)
         # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
         common = size if row.entropy is not None else smooth
         # If logits are equal, the roundings of their exponentials are equal, too.
@@ -226,7 +229,8 @@ class Gradients:
         squares = added(self.independent, w, self.how).square()
         for part, of_row in self.common:
             squares = squares + ((part @ w) * of_row[:, None]).square()
-        return self.equal @ w.abs() + self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        of_sums = self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        return self.equal @ w.abs() + of_sums * self.coherence
 
     def transposed_times(self, x: Tensor) -> Tensor:
         """Return the error of dW = gradient.T @ x, (V, H). Errors of rows are independent."""
