@@ -23,6 +23,7 @@ REGRESSIONS = Path(__file__).resolve().parents[1] / "regressions.txt"
 # Intervals of error / bound, from 0 to 1, in which `Errors` counts.
 STEPS = 1000
 SHRINKING_SECONDS = 60.0
+MOST_FAILURES = 30  # a run with more has one cause
 
 
 class Mismatch(AssertionError):
@@ -202,7 +203,7 @@ class Search:
     def run(self, seed: int, seconds: float = float("inf"), count: int | None = None) -> None:
         """Draw calls for some seconds, or a number of calls. Print failures, and keep them."""
         end, number = time.monotonic() + seconds, 0
-        while time.monotonic() < end and number != count:
+        while time.monotonic() < end and number != count and len(self.failures) < MOST_FAILURES:
             rng = random.Random(f"{seed}.{number}")
             number += 1
             (kind,) = rng.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
