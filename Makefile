@@ -9,7 +9,7 @@
 #   WORKERS=2           processes of the tests
 #   ARCHITECTURES=others  for test-models: the architectures that `make test` leaves out, instead of all
 #   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner",
-#               make fuzz ARGS="--start 50000 --count 100000"
+#               make fuzz ARGS="--minutes 5 --seed 1 --only operator"
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -80,11 +80,9 @@ test-newest:
 test-oldest:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh oldest
 
-# Random programs on lazy logits and on real logits (`make test` runs the first 3,000), and random calls of the functions
-# (`make test` runs 20 in each test).
+# Random calls and programs, compared with float64 or with stock PyTorch, for an hour. Another seed draws others.
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
-	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/ops/test_search.py
+	OMP_NUM_THREADS=1 $(RUN) -m tests.search --minutes 60 $(ARGS)
 
 # Mutants of a few modules, each with a few tests (scripts/mutants.toml); up to three hours. cosmic-ray has a separate
 # environment.
@@ -103,12 +101,16 @@ lint: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# The source distribution and its wheel, in dist/; built in a separate environment.
+# The source distribution and its wheel, in dist/, and the list of its dependencies (CycloneDX), in sbom/; built in a
+# separate environment.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
-	.cache/build/bin/python -m pip install --quiet build
-	rm -rf dist
+	.cache/build/bin/python -m pip install --quiet build 'cyclonedx-bom>=7'
+	rm -rf dist sbom
 	.cache/build/bin/python -m build
+	mkdir sbom
+	sed -n '/^dependencies/,/^]/ s/^ *"\([a-z]*>=[0-9.]*\).*/\1/p' pyproject.toml | .cache/build/bin/cyclonedx-py requirements \
+	    --pyproject pyproject.toml --mc-type library --output-reproducible -o sbom/flce.cdx.json -
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo.png demo-memory.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist sbom site *.egg-info demo.png demo-memory.png

@@ -14,6 +14,9 @@ import flce
 
 SEQUENCE_LENGTH = 1024
 
+if {"-h", "--help"} & {*sys.argv}:
+    print(__doc__)
+    sys.exit()
 if len(sys.argv) not in (3, 4):
     sys.exit(__doc__)
 source, text, *folder = sys.argv[1:]

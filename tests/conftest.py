@@ -29,8 +29,7 @@ try:
 
     _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
     settings.register_profile("default", derandomize=True, max_examples=20, **_common)  # type: ignore[arg-type]
-    settings.register_profile("search", max_examples=1000, **_common)  # type: ignore[arg-type]
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+    settings.load_profile("default")
 except ImportError:  # the tests that need hypothesis skip themselves
     pass
 

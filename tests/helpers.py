@@ -181,6 +181,8 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
     """Return the case of this problem's call."""
     spec = {field.name: problem.kwargs[field.name] for field in fields(LossSpec) if field.name in problem.kwargs}
     adapters, device = problem.adapters, problem.input.device
+    operands = [problem.input, problem.linear_weight, *(t for pair in adapters for t in pair)]
+    row_major = all(t.reshape(-1, t.shape[-1]).stride(-1) == 1 for t in operands)
     return Case(
         num_tokens=problem.target.numel(),
         hidden_sizes=(problem.linear_weight.shape[1], *(up.shape[1] for _, up in adapters)),
@@ -188,7 +190,7 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
         dtype=problem.input.dtype,
         device_type=device.type,
         backend=choose_backend(device).name,
-        has_fused_products=has_fused_products(device),
+        has_fused_products=row_major and has_fused_products(device),
         device=device_record(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),
         needs=Needs(
@@ -219,18 +221,6 @@ def least_budget_for(
     except ValueError as error:
         return least_budget(str(error), attempt)
     raise AssertionError("a budget of one byte was accepted")
-
-
-def options_for_several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
-    """Return options with which the vocabulary has two to ``most`` blocks."""
-    budget = least_budget_for(problem, "vocab", **kwargs)
-    while True:
-        options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
-        blocks = num_blocks(plan_for(problem, options, **kwargs))
-        if blocks <= most:
-            assert blocks > 1, "one block: this problem is too small for the test"
-            return options
-        budget += max(1, budget // 20)
 
 
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
@@ -292,54 +282,12 @@ def _covered(missing: set[tuple[str, int, str, int]], row: Mapping[str, int], na
     )
 
 
-TRANSFORMS: dict[str, dict[str, float]] = {
-    "plain": {},
-    "cap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.4},
-    "temp": {"temperature": 1.7},
-    "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
-}
 # A value for each number of `LossSpec` that differs from the default and changes every loss and gradient.
 OTHER_VALUES = {"label_smoothing": 0.3, "softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3, "z_loss": 0.1}
-# Factors of the grids of both losses. Each grid adds more factors.
-LOSS_FACTORS: dict[str, Sequence[Any]] = {
-    "transform": list(TRANSFORMS),
-    "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
-    "smoothing": [0.0, 0.1, 1.0],
-    "z_loss": [0.0, 0.01],
-    "weights": ["", "c", "t", "ct", "T", "cT"],  # T: of tokens, with a gradient
-    "ignored": ["no", "some", "class", "most"],
-    "shift": [0, 1, 3],
-    "stats": ["", "all", "lse", "argmax"],
-    "dtype": [torch.float64, torch.float64, torch.float32],
-    "target": [torch.int64, torch.int32],
-}
 
 
 def row_id(row: Mapping[str, Any]) -> str:
     return "-".join(str(value).replace("torch.", "") or "0" for value in row.values())
-
-
-def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the arguments of `make_problem` for a row of `LOSS_FACTORS`, and the statistics."""
-    arguments = {
-        **TRANSFORMS[row["transform"]],
-        "reduction": row["reduction"].split("/")[0],
-        "label_smoothing": row["smoothing"],
-        "z_loss": row["z_loss"],
-        "class_weight": "c" in row["weights"],
-        "token_weight": "t" in row["weights"].lower(),
-        "ignored": {"no": 0.0, "some": 0.3, "class": 0.2, "most": 0.9}[row["ignored"]],
-        "shift": row["shift"],
-        "dtype": row["dtype"],
-        "target_dtype": row["target"],
-        "device": device,
-    }
-    if "/" in row["reduction"]:
-        arguments["num_items"] = 11 if row["reduction"] == "sum/n" else torch.tensor(11, device=device)
-    if row["ignored"] == "class":
-        arguments["ignore_index"] = 3
-    return arguments, {"": (), "all": STATS}.get(row["stats"], (row["stats"],))
 
 
 def upstream_of(problem: Problem) -> Tensor:

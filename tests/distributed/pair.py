@@ -40,13 +40,14 @@ class World:
         self._processes: list[Any] = []
         self._ends: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a module-level function in every process, and return the results."""
+    def run(self, function: Callable[..., Any], *args: Any, survivors: int | None = None, **kwargs: Any) -> list[Any]:
+        """Call a module-level function in every process, and return the results, of the first `survivors` processes."""
         if not self._processes:
             self._start()
         for end in self._ends:
             end.send((function.__module__, function.__qualname__, args, kwargs))
-        results = [end.recv() if end.poll(CALL_TIMEOUT) else ("no answer", None) for end in self._ends]
+        ends = self._ends[:survivors]
+        results = [end.recv() if end.poll(CALL_TIMEOUT) else ("no answer", None) for end in ends]
         failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(results) if text is not None]
         if failures:
             self.close()  # other processes may wait for the failed process

@@ -10,6 +10,8 @@ import functools
 import itertools
 import math
 import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -197,23 +199,6 @@ def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------- bodies of the tests
-
-
-def losses(group_name: str) -> None:
-    """Check all options in float64, with shards that are equal, unequal and empty."""
-    group = groups()[group_name]
-    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3, 1), OPTIONS):
-        if vocab == 1 and (options or kwargs.get("ignore_index") == 3):
-            continue
-        if vocab == 3 and kwargs.get("ignore_index") == 3:
-            kwargs = {**kwargs, "ignore_index": 1}
-        p = problem((3, 4), 16, vocab, **kwargs)
-        for slices in (False, True)[: 1 + (name in ("smoothing", "mean"))]:
-            assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options), slices=slices), group)
-    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1, adapter_ranks=(3,), ignored=0.2)
-    for options in OPTIONS:
-        check(p, group, 1e-9, dict(options), sequence_parallel=True)
-        check(p.with_(reduction="none"), group, 1e-9, dict(options), sequence_parallel=True)
 
 
 def padded(p: Problem, classes: int) -> Problem:
@@ -594,19 +579,22 @@ def captured() -> None:
     assert torch.equal(_grad(again.weight), _grad(local.weight))
 
 
-def one_raises() -> str:
-    """Raise an error in one process before the collective. Return the error: in other processes a timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+def last_fails(killed: bool) -> tuple[str, float]:
+    """End or fail in the last process before the collective. Return the error of this process, and its seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
     p = problem((3, 4), 16, 41)
-    local = LocalShare(p, group)
+    local, target = LocalShare(p, group), p.target
+    local.loss()
+    start = time.monotonic()
     try:
         if dist.get_rank() == dist.get_world_size() - 1:
-            flce.fused_linear_cross_entropy(local.input, local.weight, p.target.float(), **local.group_arguments)
-        else:
-            local.loss()
+            target = target.float()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "none", 0.0
 
 
 def gathered_weights() -> None:

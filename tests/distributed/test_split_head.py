@@ -5,6 +5,7 @@ Without a GPU: four processes, and pairs of them. With one GPU: two processes sh
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -29,11 +30,6 @@ def processes() -> Iterator[World]:
     world = new_world()
     yield world
     world.close()
-
-
-@pytest.mark.parametrize("group", ["all", "pair"])
-def test_losses(processes: World, group: str) -> None:
-    processes.run(split_head.losses, group)
 
 
 def test_padded_and_empty_slices(processes: World) -> None:
@@ -94,12 +90,24 @@ def test_captured() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="NCCL's watchdog ends processes instead of a wait")
-def test_one_process_raises() -> None:
-    """Check that the other processes wait no longer than the group's timeout."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_one_process_fails(killed: bool) -> None:
+    """Check that the other processes wait no longer than the group's timeout of 2 seconds."""
     world = new_world()
     try:
-        errors = world.run(split_head.one_raises)
+        results = world.run(split_head.last_fails, killed, survivors=world.size - killed)
     finally:
         world.close()
-    assert "process_group needs class-index targets" in errors[-1]
-    assert all(text != "none" for text in errors)
+    assert all(error != "none" and seconds < 10 for error, seconds in results)
+    assert killed or "process_group needs class-index targets" in results[-1][0]
+
+
+@no_gpu
+def test_random_programs(processes: World) -> None:
+    """`python -m tests.search --only divided` runs more of them."""
+    from tests.search import divided
+
+    for seed in range(40):
+        call = {**divided.DEFAULTS, **divided.draw(random.Random(seed), "cpu")}
+        found = set(processes.run(divided.program, call)) - {None, "refused"}
+        assert not found, f"{found}: {divided.KIND.line(call)}"

@@ -19,7 +19,7 @@ from flce.core.problem import OUTPUTS
 TEXT = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 LOSSES = {re.findall(r"def (\w+)", block)[0]: block for block in BLOCKS if block.startswith("def ")}
-B, T, H, V, K = 4, 9, 16, 50, 5
+B, T, H, V = 4, 9, 16, 50
 TEMPERATURE = 0.7
 
 
@@ -169,23 +169,6 @@ def expected_sampled(d: Dense, data: Data) -> Tensor:
     return mean(tokens)
 
 
-def expected_top_k(direction: str) -> Callable[[Dense, Data], Tensor]:
-    def loss(d: Dense, data: Data) -> Tensor:
-        tokens = []
-        for new, teacher in zip(d["new"], d["teacher"], strict=True):
-            for student_row, teacher_row in zip(new.logprobs, teacher.logprobs, strict=True):
-                best = teacher_row.argsort(descending=True)
-                p, q = (
-                    torch.cat((row[best[:K]].exp(), row[best[K:]].exp().sum()[None]))
-                    for row in (student_row, teacher_row)
-                )
-                p, q = (q, p) if direction == "forward" else (p, q)
-                tokens.append((p * (p / q).log()).sum())
-        return mean(tokens)
-
-    return loss
-
-
 def outputs(data: Data, head: str) -> Any:
     return flce.linear_logprobs(data.hidden, data.heads[head], data.labels, shift=1, temperature=TEMPERATURE)
 
@@ -193,7 +176,6 @@ def outputs(data: Data, head: str) -> Any:
 def arguments(function: Callable[..., Tensor], data: Data, names: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a function of the page: values by the parameter's name, or by another name in `names`."""
     out: Any = outputs(data, "new")
-    teacher: Any = flce.linear_logprobs(data.hidden.detach(), data.heads["teacher"], outputs=(), top_k=K)
     values = {
         **vars(data),
         "W": data.heads["new"],
@@ -201,8 +183,6 @@ def arguments(function: Callable[..., Tensor], data: Data, names: dict[str, Any]
         "logprob": out.logprob,
         "entropy": out.entropy,
         **{name: outputs(data, name).logprob.detach() for name in ("old", "ref", "teacher")},
-        "top_k_logprob": teacher.top_k_logprob,
-        "top_k_ids": teacher.top_k_ids,
     }
     sources = {name: names.get(name, name) for name in inspect.signature(function).parameters}
     return {name: values.get(source, source) for name, source in sources.items() if source in values or name in names}
@@ -224,14 +204,6 @@ CASES: dict[str, tuple[str, Callable[[Dense, Data], Tensor], dict[str, Any]]] = 
         for p, q in (("teacher", "old"), ("old", "teacher"))  # with both signs of the divergence
     },
     "sampled": ("distill_sampled", expected_sampled, {}),
-    **{
-        f"top-k {way}": (
-            "distill_top_k",
-            expected_top_k(way),
-            {"ids": "top_k_ids", "teacher": "top_k_logprob", "direction": way},
-        )
-        for way in ("forward", "reverse")
-    },
 }
 
 
@@ -245,9 +217,8 @@ def test_a_loss_equals_its_paper(case: str, dtype: torch.dtype, tolerance: float
     ours = function(**arguments(function, data, other_names))
 
     x, w = (t.detach().double().requires_grad_() for t in (data.hidden, data.heads["new"]))
-    temperature = 1.0 if name == "distill_top_k" else TEMPERATURE
-    dense = {k: answers(x.detach(), head.detach().double(), data.labels, temperature) for k, head in data.heads.items()}
-    dense["new"] = answers(x, w, data.labels, temperature)
+    dense = {k: answers(x.detach(), head.detach().double(), data.labels, TEMPERATURE) for k, head in data.heads.items()}
+    dense["new"] = answers(x, w, data.labels, TEMPERATURE)
     expected = expected_loss(dense, data)
 
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)

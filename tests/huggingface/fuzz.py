@@ -1,30 +1,19 @@
-"""A fuzzer of lazy logits, which runs random programs on a patched model and on the stock model.
-
-    python -m tests.huggingface.fuzz --count 50000 --start 0
+"""Random programs, which run on a patched model and on the stock model: the search's kind `lazy`.
 
 A program is a few lines of Python with operations of users on logits: views, copies, writes, reads, losses. Its lines
 are drawn from the table in `operations`. Both models run the same lines. Shapes, values, gradients, and whether a line
-raises have to agree. If a seed differs, its program is printed without the lines that the difference does not need.
-
-The fuzzer calls only public functions of flce.
+raises have to agree. Only public functions of flce are called.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import copy
 import functools
 import math
-import multiprocessing
 import pickle
 import random
 import re
-import sys
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from types import CodeType
@@ -915,7 +904,12 @@ def _programs_without(program: Program, position: int) -> Iterator[Program]:
         yield replace(program, steps=program.steps[:position] + after, roots=roots)
 
 
-def _simpler(program: Program) -> Iterator[Program]:
+def simpler(program: Program) -> Iterator[Program]:
+    """Yield smaller programs."""
+    yield from (other for other in _changed(program) if _size(other) < _size(program))
+
+
+def _changed(program: Program) -> Iterator[Program]:
     for position in reversed(range(len(program.steps))):
         yield from _programs_without(program, position)
     for root in program.roots:
@@ -938,76 +932,3 @@ def _size(program: Program) -> tuple[int, ...]:
     num_options = sum(getattr(program.setup, k) != v for k, v in plain.__dict__.items())
     names = {n for step in program.steps for n in _tensor_names(step)}
     return len(program.steps), len(program.roots), len(names), num_options, sum(map(len, program.steps))
-
-
-def shrink(program: Program, difference: Difference, how: Comparison = DEFAULT_COMPARISON) -> Program:
-    """Return a smaller program with a difference of the same kind."""
-    while True:
-        for other in _simpler(program):
-            if _size(other) >= _size(program):
-                continue
-            found = compare(other, how)
-            if found is not None and found.kind == difference.kind:
-                program = other
-                break
-        else:
-            return program
-
-
-@dataclass(frozen=True)
-class Finding:
-    seed: int
-    program: Program
-    difference: Difference
-
-    def __str__(self) -> str:
-        return f"seed {self.seed}: {self.difference}\n{self.program}\n"
-
-
-def check(seed: int, how: Comparison = DEFAULT_COMPARISON) -> Finding | None:
-    """Run the program of a seed on both models. If there is a difference, shrink the program."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = draw(seed)
-        difference = compare(program, how)
-        if difference is None:
-            return None
-        program = shrink(program, difference, how)
-        again = compare(program, how)
-        return Finding(seed, program, again or difference)
-
-
-def _checked(seed: int, how: Comparison) -> Finding | None:
-    try:
-        return check(seed, how)
-    except Exception as error:
-        raise RuntimeError(f"the fuzzer itself failed at seed {seed}:\n{traceback.format_exc()}") from error
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Random programs on lazy logits and on real ones.")
-    parser.add_argument("--count", type=int, default=50_000, help="how many seeds")
-    parser.add_argument("--start", type=int, default=0, help="the first of them")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--layout", action="store_true", help="compare strides, and what autograd refuses of views")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    seeds = range(arguments.start, arguments.start + arguments.count)
-    checked = functools.partial(_checked, how=Comparison(layout=arguments.layout))
-    started, found = time.perf_counter(), 0
-    with contextlib.ExitStack() as stack:
-        findings: Iterable[Finding | None] = map(checked, seeds)
-        if arguments.workers > 1:
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(arguments.workers, torch.set_num_threads, (1,)))
-            findings = pool.imap(checked, seeds, chunksize=50)
-        for finding in findings:
-            if finding is not None:
-                found += 1
-                print(finding, flush=True)
-    print(f"{found} of {len(seeds)} seeds differ; {time.perf_counter() - started:.0f} s")
-    sys.exit(found > 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Programs of the fuzzer, from fixed seeds. ``make fuzz`` runs more of them."""
+"""Random programs on lazy logits, from fixed seeds. ``make fuzz`` runs more of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from tests.huggingface import fuzz
 from tests.huggingface.operations import OPERATIONS
+from tests.search import lazy
+from tests.search.driver import Errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -17,8 +19,9 @@ CHUNK, CHUNKS = 100, 20
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_programs_do_on_lazy_logits_what_they_do_on_real_ones(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        finding = fuzz.check(seed)
-        assert finding is None, f"\n{finding}"
+        call = lazy.call_of(fuzz.draw(seed))
+        failure = lazy.KIND.run(call, "cpu", Errors())
+        assert failure is None, f"seed {seed}: {failure}\n{lazy.KIND.line(call)}"
 
 
 # Replacements of one line in the patched model's run, with the kind of difference that each must cause.
@@ -34,7 +37,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_finds_what_is_wrong(name: str) -> None:
-    """The fuzzer finds a wrong operation of the patched model, and shrinks the program to a few lines."""
+    """The search finds a wrong operation of the patched model, and shrinks the program to a few lines."""
     right, wrong, kind = WRONG[name]
 
     class Other(fuzz.Run):
@@ -45,10 +48,12 @@ def test_finds_what_is_wrong(name: str) -> None:
         program = fuzz.draw(seed)
         if not any(right in step for step in program.steps) or fuzz.compare(program) is not None:
             continue
-        finding = fuzz.check(seed, fuzz.Comparison(run=Other))
-        if finding is not None and finding.difference.kind == kind:
-            assert len(finding.program.steps) <= 2, finding
-            assert right in str(finding.program), finding
+        changed, call = lazy.kind(Other), lazy.call_of(program)
+        failure = changed.run(call, "cpu", Errors())
+        if failure is not None and failure.what == kind:
+            call, failure = changed.shrink(call, failure, "cpu")
+            assert len(call["steps"]) <= 2, call
+            assert right in changed.line(call)
             return
     pytest.fail("it was not found")
 

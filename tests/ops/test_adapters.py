@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +13,10 @@ import flce
 from flce.core.gemm import matmul
 from flce.testing.problem import make_problem, run_fused
 from flce.testing.tolerances import TOLERANCE
-from tests.helpers import BACKENDS, assert_near, check, parametrize_pairs
+from tests.helpers import assert_near
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-
-NEEDS = ["".join(names) for names in itertools.product(*(("", name) for name in "xwbaB"))]
-
-
-@parametrize_pairs(grads=NEEDS, reduction=["mean", "none"], strategy=["tokens", "vocab"], backend=BACKENDS)
-def test_every_choice_of_gradients(
-    grads: str, reduction: str, strategy: str, backend: str, device: torch.device
-) -> None:
-    p = make_problem((7,), 8, 30, bias=True, adapter_ranks=(2,), reduction=reduction, device=device)
-    rows = 3 if strategy == "tokens" else None
-    check(p, grads=grads, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))  # type: ignore[arg-type]
 
 
 @STRATEGIES
@@ -85,25 +73,6 @@ def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None
             loss.backward()
             results.append([loss.detach(), x.grad, w.grad, o.grad])
         torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
-
-
-@parametrize_pairs(
-    strategy=["tokens", "vocab"], dtype=[torch.float64, torch.bfloat16], rank=[3, 8, 12], backend=BACKENDS
-)
-def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: str, device: torch.device) -> None:
-    """Columns of a larger tensor and transposed tensors have the results of contiguous copies."""
-    p = make_problem((11,), 8, 90, adapter_ranks=(rank,), dtype=dtype, device=device)
-    ((a, b),) = p.adapters
-    wide = torch.zeros(11, 64, dtype=dtype, device=device)
-    wide[:, :rank] = a
-    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
-    expected = run_fused(p, options=options)
-    tall = b.t().contiguous().t()
-    for left, right in ((wide[:, :rank], b), (a.t().contiguous().t(), b), (wide[:, :rank], tall)):
-        got = run_fused(replace(p, adapters=((left, right),)), options=options)
-        rtol, atol = (1e-12, 1e-12) if dtype == torch.float64 else (2e-2, 1e-3)
-        torch.testing.assert_close(got.loss, expected.loss, rtol=rtol, atol=atol)
-        torch.testing.assert_close(got.grad_adapters, expected.grad_adapters, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)

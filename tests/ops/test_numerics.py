@@ -123,19 +123,6 @@ def test_logits_of_bf16_inputs_are_not_rounded(strategy: str, backend: str, devi
         assert default["grad_input"] < 0.8 * rounded["grad_input"]
 
 
-@low_precision
-@pytest.mark.parametrize("reduction", ["mean", "none"])  # gradients computed in forward, and in backward
-def test_many_chunks_are_as_exact_as_one(
-    reduction: str, dtype: torch.dtype, torch_backend: str, device: torch.device
-) -> None:
-    """The weight gradient is summed over 128 chunks in float32, not in the dtype of the weight."""
-    p = make_problem((1024,), 32, 300, dtype=dtype, device=device, std=2.0, bias=True, reduction=reduction)
-    one = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=1024)))
-    many = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=8)))
-    for name, error in many.items():
-        assert error <= 1.1 * one[name] + 1e-4, (name, error, one[name])
-
-
 def gradients_apart(rows: int) -> SeparatePasses:
     statistics = Statistics(rows, 16)
     return SeparatePasses(statistics, ChunksOfBlocks(statistics, rows, 16), BlockLayout(rows, 16))
@@ -160,43 +147,6 @@ def test_many_blocks_are_as_exact_as_one(
     for name, error in errors(p, run_fused(p, options=options)).items():
         assert error <= 1.1 * one[name] + 1e-4, (name, error, one[name])
     assert [num_blocks(plan) for plan in plans] == [32, 32]
-
-
-def test_accumulation_in_bf16_is_allowed(backend: str, device: torch.device) -> None:
-    """The result is less exact, by choice, but not wrong."""
-    p = case(backend, torch.bfloat16, device)
-    for strategy in ("tokens", "vocab"):
-        loose = errors(p, run_fused(p, options=options_for(strategy, accum_dtype=torch.bfloat16)))
-        assert loose["loss"] < 1e-3
-        assert max(loose.values()) < 3e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_accum_dtype_of_the_default_never_narrows(dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """The default ``accum_dtype=torch.float32`` with float64 inputs still sums in float64."""
-    p = make_problem((40,), 16, 90, dtype=dtype, device=device)
-    for strategy in ("tokens", "vocab"):
-        options = options_for(strategy, chunk_rows=7 if strategy == "tokens" else None, accum_dtype=torch.float32)
-        assert max(errors(p, run_fused(p, options=options)).values()) < RESULTS[dtype].loss.slack
-
-
-@low_precision
-def test_loss_is_not_rounded(dtype: torch.dtype, torch_backend: str, device: torch.device) -> None:
-    """The sum over thousands of tokens needs more than 8 bits, which a bf16 loss does not have."""
-    p = make_problem((4096,), 32, 500, dtype=dtype, device=device, std=1.0, reduction="sum")
-    loss = flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, reduction="sum")
-    assert isinstance(loss, torch.Tensor)
-    assert loss.dtype == torch.float32
-    assert relative_error(loss, run_oracle(p).loss) < 2e-5
-
-
-def test_entropy_of_confident_rows_is_exact(backend: str, device: torch.device) -> None:
-    """``lse - sum p z`` cancels for large logits; the error of float32 statistics stays within rounding."""
-    p = make_problem((12,), 16, 90, dtype=torch.float32, std=8.0, device=device)
-    out = run_fused(p, stats=("entropy", "lse", "logprob"), grads="")
-    expected = run_oracle(p)
-    assert float((out.output.entropy.double() - expected.entropy).abs().max()) < 2e-5
-    assert float((out.output.lse.double() - expected.lse).abs().max()) < 2e-5
 
 
 @pytest.mark.gpu

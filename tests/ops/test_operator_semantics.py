@@ -35,7 +35,6 @@ from tests.helpers import (
     parametrize_combinations,
     parametrize_pairs,
 )
-from tests.ops.test_softmax import LAYOUTS
 
 both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -67,16 +66,6 @@ def losses_and_grads(function: Any, *tensors: Tensor | None, upstream: Any = Non
 
 # ---------------------------------------------------------------------------------------------------------
 # Ignored rows, and batches without counted rows
-
-
-@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, skip=SKIP)
-def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, device: torch.device) -> None:
-    settings: dict[str, Any] = {"bias": True, "class_weight": True, "z_loss": 0.1}
-    p = make_problem((11,), 8, 70, ignored=1.0, reduction=reduction, device=device, **settings)
-    assert bool((p.target == -100).all())
-    out = check(p, options=options_for(strategy, skip_ignored=skip), stats=STATS)
-    assert bool(out.loss.isnan().any()) == (reduction == "mean")
-    assert not any(grad.any() for grad in (out.grad_input, out.grad_weight, out.grad_bias))
 
 
 @parametrize_pairs(
@@ -126,24 +115,6 @@ def test_ignored_rows_that_hold_no_numbers(
         torch.testing.assert_close(got, want)
 
 
-@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
-def test_empty_batch(
-    reduction: str, strategy: str, leading: tuple[int, ...], backend: str, device: torch.device
-) -> None:
-    p = make_problem(leading, 8, 30, bias=True, reduction=reduction, device=device)
-    out = check(p, options=options_for(strategy), stats=STATS)
-    assert bool(out.loss.isnan().any()) == (reduction == "mean")
-
-
-@both_strategies
-def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str, device: torch.device) -> None:
-    # The low 32 bits of 2**32 + 3 are class 3.
-    for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1, -(2**40), 2**32 + 3):
-        p = make_problem((13,), 8, 30, ignored=0.4, ignore_index=ignore_index, device=device)
-        check(p, options=options_for(strategy), stats=STATS)
-        assert bool((p.target == ignore_index).any())
-
-
 def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
     p = make_problem((13,), 8, 30, class_weight=True, label_smoothing=0.1, device=device)
     p.kwargs["weight"][::2] = 0.0
@@ -164,14 +135,6 @@ def test_a_tensor_of_no_items(backend: str, device: torch.device) -> None:
 
 # ---------------------------------------------------------------------------------------------------------
 # The upstream gradient
-
-
-@parametrize_combinations(reduction=REDUCTIONS, strategy=STRATEGIES, scale=[0.0, -1.0, 0.125, 3.7, 2.0**16])
-def test_upstream_gradient(reduction: str, strategy: str, scale: float, backend: str, device: torch.device) -> None:
-    p = make_problem((13,), 8, 70, bias=True, ignored=0.2, reduction=reduction, device=device)
-    out = check(p, options=options_for(strategy), grad_output=scale)
-    if scale == 0.0:
-        assert not any(grad.any() for grad in (out.grad_input, out.grad_weight, out.grad_bias))
 
 
 def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: torch.device) -> None:
@@ -304,55 +267,6 @@ def test_the_gradient_of_weights_takes_no_pass_over_logits(
     assert sorted(weighed) == sorted(without) != []
     if grads:
         assert kept == kept_without + 9 * 8
-
-
-@parametrize_pairs(shift=[0, 1, 2, 6, 7], reduction=REDUCTIONS, backend=BACKENDS)
-def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -> None:
-    p = make_problem((2, 7), 8, 40, ignored=0.2, reduction=reduction, shift=shift, device=device)
-    out = check(p, stats=STATS)
-    if 0 < shift < 7 and reduction == "sum":
-        sliced = fused(p.input[:, :-shift], p.linear_weight, p.target[:, shift:], reduction="sum")
-        torch.testing.assert_close(out.loss, sliced, rtol=1e-12, atol=0)
-    if shift == 7:
-        assert not out.loss.nan_to_num().any()
-
-
-ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
-
-
-@parametrize_pairs(
-    which=ARGUMENTS,
-    layout=[name for name in LAYOUTS if name != "contiguous"],
-    leading=[(11,), (5, 6)],  # one dimension can be flattened without a copy
-    reduction=["mean", "none"],
-    strategy=STRATEGIES,
-    backend=BACKENDS,
-)
-def test_any_strides(
-    which: str,
-    layout: str,
-    leading: tuple[int, ...],
-    reduction: str,
-    strategy: str,
-    backend: str,
-    device: torch.device,
-) -> None:
-    """The loss, and the gradients of the bases of strided tensors, equal the results of contiguous tensors."""
-    p = make_problem(leading, 8, 40, bias=True, class_weight=True, token_weight=True, ignored=0.2, device=device)
-    others = {"target": p.target, **p.kwargs, "reduction": reduction}
-
-    def loss_of(contiguous: bool, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        tensors = {"input": x, "linear_weight": w, "linear_bias": b, **others}
-        changed = LAYOUTS[layout](tensors[which])
-        tensors[which] = changed.contiguous() if contiguous else changed
-        loss = fused(options=options_for(strategy), **tensors)
-        assert isinstance(loss, Tensor)
-        return loss
-
-    leaves = (p.input, p.linear_weight, p.linear_bias)
-    mine, expected = (losses_and_grads(functools.partial(loss_of, plain), *leaves) for plain in (False, True))
-    # An expanded target may be the ignored target.
-    torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -519,18 +433,6 @@ def test_backward_outside_autocast_and_forward_only_inside(backend: str, device:
     second.backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-
-
-@parametrize_pairs(dtype=[torch.float64, torch.float32, torch.bfloat16], strategy=STRATEGIES, backend=BACKENDS)
-def test_the_same_bits_every_time(dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
-    p = make_problem((3, 4), 16, 300, dtype=dtype, bias=True, ignored=0.2, class_weight=True, device=device)
-    for reduction in ("mean", "none"):
-        q = p.with_(reduction=reduction)
-        first, second = (run_fused(q, options=options_for(strategy), stats=STATS) for _ in range(2))
-        for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
-            assert torch.equal(getattr(first, name), getattr(second, name)), name
-        for name in STATS:
-            assert torch.equal(getattr(first.output, name), getattr(second.output, name)), name
 
 
 def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:

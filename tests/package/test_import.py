@@ -119,6 +119,9 @@ def test_variables_of_the_environment_are_documented() -> None:
         return {name for file in files for name in re.findall(r"\bFLCE_[A-Z]+\b", file.read_text())}
 
     assert named(*(ROOT / "flce").rglob("*.py")) == VARIABLES
+    code = "\n".join(file.read_text() for file in (ROOT / "flce").rglob("*.py"))
+    assert set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', code)) <= VARIABLES | {"TRITON_INTERPRET", "CC"}
+    assert "getenv" not in code
     assert named(ROOT / "docs" / "troubleshooting.md") >= VARIABLES
 
 

@@ -191,14 +191,17 @@ def test_versions_agree() -> None:
 
 @pytest.mark.parametrize("file", ["ci.yml", "release.yml"])
 def test_workflows(file: str) -> None:
-    """Check the YAML of workflows: minimal permissions, a version of each action, existing make targets."""
+    """Check the YAML of workflows: minimal permissions, the commit and the version of each action, existing make
+    targets."""
     yaml = pytest.importorskip("yaml")
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
+    text = (ROOT / ".github" / "workflows" / file).read_text()
+    workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read"}
     assert "group" in workflow["concurrency"]
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    used = [step["uses"] for step in steps if "uses" in step]
-    assert all(re.search(r"@(v\d+|release/v\d+)$", action) for action in used), used
+    used = re.findall(r"uses: (.*)", text)
+    assert len(used) == len([step for step in steps if "uses" in step])
+    assert all(re.search(r"@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", action) for action in used), used
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     called = re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps))
     assert called

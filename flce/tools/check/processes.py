@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
-import pickle
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,6 +25,7 @@ from flce.tools.check.checks import (
     DEFAULT_OPTIONS,
     Check,
     CheckResult,
+    Figure,
     Inputs,
     Results,
     Shape,
@@ -159,16 +160,22 @@ def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck]
     dist.init_process_group(GROUPS[device.type], timeout=timedelta(seconds=timeout), **settings)
     for index, check in enumerate(checks):
         result = replace(check, inputs=replace(check.inputs, device=device)).run()
-        Path(folder, f"{index}-{rank}").write_bytes(pickle.dumps(result))
+        Path(folder, f"{index}-{rank}").write_text(json.dumps(asdict(result)))
         if result.status == "failed":
             break
+
+
+def _read_result(file: Path) -> CheckResult:
+    fields: dict[str, Any] = json.loads(file.read_text())
+    figures = tuple(Figure(**figure) for figure in fields.pop("figures"))
+    return CheckResult(**{**fields, "figures": figures, "wrong": tuple(fields["wrong"])})
 
 
 def _merge_results(check: SplitCheck, files: list[Path]) -> CheckResult:
     """Return one result for all processes: of each figure the worst, and the faults of all processes."""
     message = f"ended or gave no result within {COLLECTIVE_TIMEOUT:.0f} s."
     no_result = CheckResult("", "", "", "", "failed", wrong=(message,))
-    answers: list[CheckResult] = [pickle.loads(file.read_bytes()) if file.exists() else no_result for file in files]
+    answers = [_read_result(file) if file.exists() else no_result for file in files]
     figures = sorted((figure for each in answers for figure in each.figures), key=lambda figure: figure.share)
     worst = {figure.what: figure for figure in figures}
     wrong = tuple(f"rank {rank}: {sentence}" for rank, each in enumerate(answers) for sentence in each.wrong)

@@ -1,0 +1,314 @@
+"""Endurance on a GPU: many calls, threads, streams, interrupts, full memory, forks, allocators and Triton's cache.
+
+    python scripts/endurance.py --calls 10000
+
+Prints one line for each check, and exits with 1 if one of them fails. Checks that need another environment (allocators,
+caches) run in new processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flce
+from flce.testing.problem import make_problem, run_fused, run_oracle
+
+MIB = 1 << 20
+CALLS = 10_000
+WARM_UP = 0.3  # share of the calls before which memory may grow
+HOST_MIB, FRAGMENTATION_MIB = 5, 256
+
+
+def random_call(rng: random.Random) -> Callable[[], Any]:
+    """Return a call with a random shape and random options. Few combinations of options, because each compiles."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"softcap": 20.0, "bias": True},
+        {"reduction": "none", "ignored": 0.3},
+        {"z_loss": 1e-4, "token_weight": True},
+        {"adapter_ranks": (8,), "label_smoothing": 0.1},
+    ]
+    tokens, vocab = rng.randint(1, 3000), rng.choice([1000, 32000, 50257])
+    dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
+    budget: Any = rng.choice([None, "64MiB"])
+    problem = make_problem((tokens,), 256, vocab, dtype=dtype, device="cuda", **rng.choice(kinds))
+    options = flce.ChunkOptions(max_workspace_bytes=budget)
+    return lambda: run_fused(problem, options=options, stats=rng.choice([(), ("lse", "entropy")]))
+
+
+def host_bytes() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def many_calls(count: int) -> str:
+    """Check that allocated memory is flat to the byte, and that host memory, caches and fragmentation are bounded."""
+    rng, after_warm_up = random.Random(0), None
+    for number in range(count):
+        call = random_call(rng)
+        call()
+        del call
+        if number % 100 == 99:
+            gc.collect()
+            torch.cuda.synchronize()
+            now = torch.cuda.memory_allocated(), host_bytes(), compiled_kernels()
+            if after_warm_up is None and number >= WARM_UP * count:
+                after_warm_up = now
+    assert after_warm_up is not None
+    allocated, host, kernels = (b - a for a, b in zip(after_warm_up, now, strict=True))
+    stats = torch.cuda.memory_stats()
+    unused = stats["inactive_split_bytes.all.current"]
+    assert allocated == 0, f"{allocated} bytes more are allocated"
+    assert host <= HOST_MIB * MIB, f"the host has {host / MIB:.1f} MiB more"
+    assert kernels <= 20, f"{kernels} kernels were compiled after the warm-up"
+    assert unused <= FRAGMENTATION_MIB * MIB, f"{unused / MIB:.0f} MiB are fragmented"
+    return f"{count} calls, host {host / MIB:+.1f} MiB, {kernels:+d} kernels, {unused / MIB:.0f} MiB fragmented"
+
+
+def compiled_kernels() -> int:
+    """Return the number of compiled variants of all kernels of flce."""
+    total = 0
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flce.backends.triton"):
+            for value in vars(module).values():
+                caches = getattr(value, "device_caches", None)
+                if isinstance(caches, dict):
+                    total += sum(len(cache[0]) for cache in caches.values())
+    return total
+
+
+def expected_bits(seed: int = 0) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+    p = make_problem((700,), 256, 5000, dtype=torch.bfloat16, device="cuda", seed=seed)
+
+    def results() -> list[Tensor]:
+        r = run_fused(p)
+        assert r.grad_input is not None
+        assert r.grad_weight is not None
+        return [r.loss, r.grad_input, r.grad_weight]
+
+    exact = run_oracle(p)
+    first = results()
+    assert float((first[0] - exact.loss).abs()) < 1e-4
+    return results, first
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(map(torch.equal, got, expected)), "other bits"
+
+
+def threads() -> str:
+    """Check 8 threads: each call has the bits of a call alone."""
+    made, wrong = [expected_bits(seed) for seed in range(8)], list[str]()
+
+    def work(results: Callable[[], list[Tensor]], expected: list[Tensor]) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    assert_same(results(), expected)
+        except BaseException:
+            wrong.append(traceback.format_exc())
+
+    running = [threading.Thread(target=work, args=each) for each in made]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong, wrong[0]
+    return "8 threads, 400 calls"
+
+
+def streams() -> str:
+    """Check calls on several streams, beside other work, and on a stream that is destroyed before its work ends."""
+    results, expected = expected_bits()
+    work = torch.randn(4096, 4096, device="cuda")
+    found = []
+    for number in range(20):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        work @ work  # beside the call
+        with torch.cuda.stream(stream):
+            found.append(results())
+        torch.cuda.current_stream().wait_stream(stream)
+        if number % 2:
+            del stream
+            gc.collect()
+    torch.cuda.synchronize()
+    for each in found:
+        assert_same(each, expected)
+    return "20 streams, 10 destroyed"
+
+
+def another_device() -> str:
+    """Check tensors of a device that is not the current device."""
+    if torch.cuda.device_count() < 2:
+        return "skipped: one GPU"
+    p = make_problem((100,), 64, 500, dtype=torch.bfloat16, device="cuda:1")
+    with torch.cuda.device(0):
+        loss = run_fused(p).loss
+    assert loss.device == torch.device("cuda:1")
+    assert float((loss - run_oracle(p).loss).abs()) < 1e-4
+    return "cuda:1 while cuda:0 is current"
+
+
+def interrupts() -> str:
+    """Check an interrupt in the middle of forward and backward: nothing leaks, and the next call is right."""
+    results, expected = expected_bits()
+    results()
+    torch.cuda.synchronize()
+    before, caught = torch.cuda.memory_allocated(), 0
+    for delay in range(1, 60):
+        timer = threading.Timer(delay * 5e-5, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            for _ in range(20):
+                results()
+            timer.join()
+        except KeyboardInterrupt:
+            caught += 1
+        timer.cancel()
+        gc.collect()
+    assert_same(results(), expected)
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes leaked"
+    return f"{caught} interrupts"
+
+
+def full_memory() -> str:
+    """Check a call on a filled GPU: the error names a budget that fits, nothing leaks, and a retry with it works."""
+    x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(64000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.randint(64000, (8192,), device="cuda")
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    filler = torch.empty(max(0, free - x.nbytes - w.nbytes - 100 * MIB), dtype=torch.uint8, device="cuda")
+    before, text = torch.cuda.memory_allocated(), ""
+
+    def step(options: flce.ChunkOptions | None) -> None:
+        flce.fused_linear_cross_entropy(x, w, y, options=options).backward()
+        x.grad = w.grad = None
+
+    try:
+        step(flce.ChunkOptions(strategy="tokens", chunk_rows=8192))
+    except torch.OutOfMemoryError as error:
+        text = str(error)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before, "memory leaked"
+    step(flce.ChunkOptions(max_workspace_bytes="48MiB"))
+    del filler
+    return f"a retry with 48 MiB works; the error: {text.splitlines()[0][:120] if text else 'none, a smaller plan ran'}"
+
+
+def _child(queue: Any) -> None:
+    p = make_problem((64,), 32, 100, dtype=torch.float32, device="cpu")
+    os.environ["FLCE_BACKEND"] = "torch"
+    queue.put(float(run_fused(p).loss - run_oracle(p).loss))
+
+
+def fork_and_spawn() -> str:
+    """Check calls of child processes: of a fork after import (on a CPU, since CUDA forbids more), and of a spawn."""
+    for method in ("fork", "spawn"):
+        context: Any = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=_child, args=(queue,))
+        process.start()
+        assert abs(queue.get(timeout=120)) < 1e-4
+        process.join()
+    return "fork and spawn"
+
+
+ONE_CALL = """
+import torch
+from flce.testing.problem import make_problem, run_fused, run_oracle
+p = make_problem((700,), 256, 5000, dtype=torch.bfloat16, device="cuda")
+for _ in range(5):
+    r = run_fused(p)
+assert float((r.loss - run_oracle(p).loss).abs()) < 1e-4
+print("right")
+"""
+
+
+def in_process(**environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_CALL], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip().endswith("right"), done.stdout[-1000:] + done.stderr[-2000:]
+
+
+def allocators() -> str:
+    for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
+        in_process(PYTORCH_CUDA_ALLOC_CONF=setting, PYTORCH_ALLOC_CONF=setting)
+    return "expandable_segments, cudaMallocAsync"
+
+
+def caches() -> str:
+    """Check a cache folder of Triton that is corrupt, and one that cannot be written to."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_process(TRITON_CACHE_DIR=folder)
+        for file in Path(folder).rglob("*"):
+            if file.is_file() and file.suffix in (".cubin", ".ptx", ".ttir", ".ttgir", ".llir"):
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        try:
+            in_process(TRITON_CACHE_DIR=folder)
+            corrupt = "a corrupt cache is compiled again"
+        except AssertionError as error:  # which is allowed; a wrong result is not
+            corrupt = f"a corrupt cache is an error: {str(error).strip().splitlines()[-1][:100]}"
+    with tempfile.TemporaryDirectory() as folder:
+        in_process(TRITON_CACHE_DIR=folder)
+        for path in [Path(folder), *Path(folder).rglob("*")]:
+            path.chmod(path.stat().st_mode & ~0o222)
+        in_process(TRITON_CACHE_DIR=folder)
+        for path in [Path(folder), *Path(folder).rglob("*")]:
+            path.chmod(0o700)
+    return f"{corrupt}; a read-only cache works"
+
+
+CHECKS: dict[str, Callable[..., str]] = {
+    "fork and spawn": fork_and_spawn,
+    "calls": many_calls,
+    "threads": threads,
+    "streams": streams,
+    "another device": another_device,
+    "interrupts": interrupts,
+    "full memory": full_memory,
+    "allocators": allocators,
+    "caches": caches,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--only", choices=list(CHECKS), default=None)
+    arguments = parser.parse_args()
+    failed = 0
+    for name, check in CHECKS.items():
+        if arguments.only in (None, name):
+            try:
+                print(f"{name}: {check(arguments.calls) if name == 'calls' else check()}", flush=True)
+            except Exception:
+                failed += 1
+                print(f"{name}: FAILED\n{traceback.format_exc()}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

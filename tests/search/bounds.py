@@ -1,0 +1,285 @@
+"""Bounds of rounding errors, for each element of a result. docs/numerics.md, "Error bounds", has the terms.
+
+A bound is computed in float64 from the tensors of a call. u is the unit roundoff of a dtype. Independent errors add as
+squares, and KAPPA is the number of deviations of such a sum. Errors of one row that are common to all classes, and
+single roundings, add as absolute values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KAPPA = 3.0
+# Roundings of a chain of elementwise operations, such as scale, tanh and temperature.
+CHAIN = 2.0
+
+
+def unit(dtype: torch.dtype) -> float:
+    """Return the largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Dtypes in which a call rounds."""
+
+    result: torch.dtype  # of the returned gradients
+    rows: torch.dtype  # of logits, statistics and losses
+    logits: torch.dtype  # of logits in memory
+    gradients: torch.dtype  # of the gradients of logits in memory
+    sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
+    parts: int = 1
+    roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
+    upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
+    coherent: bool = False  # terms of sums are equal, and so are their errors
+
+    @property
+    def u(self) -> float:
+        # The oracle has the errors of float64, too.
+        return unit(self.rows) * (2.0 if self.rows == torch.float64 else 1.0)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return the error of rounding a result: relative, or absolute below the normal numbers."""
+        info = torch.finfo(self.result)
+        least = info.tiny * (info.eps if self.result == torch.float16 else self.upstream)
+        # The squares of smaller errors are 0 in float64.
+        least = 1e-150 if self.result == torch.float64 else least
+        return self.roundings * (max(unit(self.result), self.u) * x.abs() + least)
+
+
+def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of the sums of ``x @ w.T`` in any order of summation: each partial sum is rounded."""
+    return sum_error(x.shape[-1], x.square() @ w.square().T, x @ w.T, how)
+
+
+def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of sums of `count` terms. `squares`: of the terms, added."""
+    error = KAPPA * how.u * (count * (squares / 2 + total.square() / 3)).sqrt()
+    return error * count**0.5 if how.coherent else error
+
+
+def added(errors: Tensor, right: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of ``left @ right`` for errors of `left`, which are independent or equal."""
+    return errors @ right.abs() if how.coherent else (errors.square() @ right.square()).sqrt()
+
+
+def _sum_steps(count: int) -> float:
+    """Return the additions that an entry of a vector takes part in: programs add in trees."""
+    return math.log2(max(count, 1)) + 1.0
+
+
+class Logits:
+    """Logits of some rows, (N, V), and their errors. Terms: pairs (x, w) of float64 tensors."""
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[Tensor, Tensor]],
+        bias: Tensor | None,
+        how: Arithmetic,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float | Tensor = 1.0,
+        given: Tensor | None = None,
+    ) -> None:
+        self.u = u = how.u
+        products = [x @ w.T for x, w in terms] if given is None else [given]
+        a = torch.stack(products).sum(0) + (0.0 if bias is None else bias)
+        sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
+        error = (len(products) + 1) * u * sizes if given is None else torch.zeros_like(a)
+        if given is None:
+            error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
+            error = error + (len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
+        cap = 1.0 if softcap is None else softcap
+        scaled = logit_scale * a / cap
+        tanh = scaled if softcap is None else scaled.tanh()
+        self.z = cap * tanh / temperature
+        slope = torch.ones_like(a) if softcap is None else 1.0 - tanh.square()
+        self.jacobian = logit_scale * slope / temperature
+        # The formula of tanh subtracts from 1, so that its error is absolute.
+        of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
+        self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
+        self.djacobian = CHAIN * u * self.jacobian.abs()
+        by_tanh = torch.zeros_like(a) if softcap is None else abs(logit_scale) / temperature * 2.0 * tanh.abs()
+        if softcap is not None:
+            of_tanh = slope * (abs(logit_scale) / cap * error + u * scaled.abs())
+            self.djacobian = self.djacobian + by_tanh * of_tanh
+        # The error of tanh near 1 is equal for many logits, so it does not cancel in sums over classes or rows.
+        self.of_saturated = by_tanh * 2.0 * CHAIN * u
+
+        self.lse = self.z.logsumexp(-1)
+        self.logp = self.z - self.lse[:, None]
+        self.p = self.logp.exp()
+        below = self.z.amax(-1, keepdim=True) - self.z  # what exponentials are computed from
+        self.log_sum = self.lse - self.z.amax(-1)
+        self.below = below
+        # Roundings of exponentials, of their sum, and of its logarithm.
+        exponentials = KAPPA * u * (self.p * (1.0 + below)).square().sum(-1).sqrt()
+        self.dsum = exponentials + u * (_sum_steps(a.shape[-1]) + self.log_sum)
+        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
+        self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
+        # The logits of candidates are computed as log-probability + log-sum-exp.
+        sizes = self.logp.abs() + self.below + self.lse[:, None].abs() + self.z.abs()
+        self.of_candidates = by_tanh * u * (2.0 * CHAIN + sizes * temperature / cap)
+        # Of the logarithm of each probability, without the part that a row has in common.
+        self.dlogp = self.dz + u * (3.0 + below + self.log_sum[:, None])
+        self.entropy = -(self.p * self.logp).sum(-1)
+        share = self.p * (self.logp + self.entropy[:, None])
+        sizes = self.log_sum + (self.p * below).sum(-1)
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + 2.0 * self.dsum * (1.0 + sizes)
+        # The oracle subtracts logits from the log-sum-exp.
+        self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1]) * (self.lse.abs() + self.z.abs().amax(-1))
+        self.dentropy = self.dentropy + self.of_oracle
+
+    def dlogprob(self, column: Tensor) -> Tensor:
+        """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
+        size = self.logp.gather(1, column).abs() + self.below.gather(1, column)
+        return self.dz.gather(1, column) + (self.dlog_sum + self.of_oracle)[:, None] + self.u * size
+
+    def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
+        squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
+        found = {
+            "logprob": self.dlogprob(target[:, None])[:, 0],
+            "entropy": self.dentropy,
+            "lse": self.dlse + self.of_oracle,
+            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1),
+            "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
+            + 4.0 * self.dsum
+            + self.u * (squares * self.logp.abs()).sum(-1) * 4.0
+            + 2.0 * self.of_oracle,
+        }
+        return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
+
+
+@dataclass
+class RowGradient:
+    """Gradient of the logits z: ``p * (softmax + entropy * (log p + H)) + direct``."""
+
+    softmax: Tensor  # (N, 1)
+    direct: Tensor  # (N, V), of targets, candidates and all classes
+    entropy: Tensor | None = None  # (N, 1)
+    of_lse: Tensor | None = None  # (N, 1) the part of `softmax` that contains the log-sum-exp as a factor
+    dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
+    ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
+    is_candidate: Tensor | None = None  # (N, V)
+
+
+class Gradients:
+    """The gradient of the logits before scale and cap, (N, V), its errors, and the errors of its products."""
+
+    def __init__(self, logits: Logits, row: RowGradient, how: Arithmetic) -> None:
+        self.how, u = how, how.u
+        p, jacobian = logits.p, logits.jacobian
+        smooth, size = p * row.softmax, p * row.softmax.abs()
+        if row.entropy is not None:
+            distance = logits.logp + logits.entropy[:, None]
+            smooth = smooth + p * row.entropy * distance
+            size = size + p * row.entropy.abs() * (logits.logp.abs() + logits.entropy[:, None] + 1.0)
+        self.smooth, self.direct = smooth * jacobian, row.direct * jacobian
+        self.value = self.smooth + self.direct
+        terms = size + row.direct.abs()
+        # Errors of the classes, which are independent.
+        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
+        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
+        if row.ddirect is not None:
+            error = error + jacobian.abs() * row.ddirect
+        self.equal = terms * logits.of_saturated
+        if row.is_candidate is not None:
+            self.equal = self.equal + terms * logits.of_candidates * row.is_candidate
+        if how.gradients != how.rows:
+            others = self.smooth.abs().masked_fill(row.direct != 0, 0.0)  # exponentials, without the targets' classes
+            error = error + KAPPA * unit(how.gradients) * torch.maximum(self.value.abs(), others)
+            if how.gradients == torch.float16 and len(terms):  # small exponentials and gradients are subnormal
+                error = error + 2.0**-25 * (terms * jacobian.abs()).amax()
+        self.independent = error
+        # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
+        common = size if row.entropy is not None else smooth
+        # If logits are equal, the roundings of their exponentials are equal, too.
+        of_rows = logits.dlog_sum + u * (3.0 + logits.log_sum)
+        self.common = [(common * jacobian, torch.expm1(of_rows.clamp(max=50.0)))]
+        if row.entropy is not None:
+            self.common.append((p * row.entropy * jacobian, logits.dentropy))
+        if row.dsoftmax is not None:
+            self.common.append((p * jacobian, row.dsoftmax[:, 0]))
+        if row.of_lse is not None:
+            self.common.append((p * row.of_lse * jacobian, logits.dlse))
+
+    def element(self) -> Tensor:
+        """Return the error of the gradient of each logit."""
+        return self.independent + self.equal + self._of_rows() + self.how.rounded(self.value)
+
+    def _of_rows(self) -> Tensor:
+        return sum((part.abs() * error[:, None] for part, error in self.common), torch.zeros_like(self.value))
+
+    def times_weight(self, w: Tensor) -> Tensor:
+        """Return the error of dX = gradient @ w, (N, H)."""
+        squares = added(self.independent, w, self.how).square()
+        for part, of_row in self.common:
+            squares = squares + ((part @ w) * of_row[:, None]).square()
+        return self.equal @ w.abs() + self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+
+    def transposed_times(self, x: Tensor) -> Tensor:
+        """Return the error of dW = gradient.T @ x, (V, H). Errors of rows are independent."""
+        squares = added((self.independent + self._of_rows()).T, x, self.how).square()
+        of_sums = self._of_sums(squares, self.value.T, x.T, self.smooth.T @ x, self.direct.T @ x)
+        return self.equal.T @ x.abs() + of_sums
+
+    def _of_sums(self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor) -> Tensor:
+        """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""
+        how = self.how
+        squares = squares + product_error(left, right, how).square()
+        if how.sums != how.rows:
+            size = left.square() @ right.square().T + (smooth + direct).square()
+            squares = squares + (KAPPA * unit(how.sums)) ** 2 * how.parts * size
+        return squares.sqrt() + CHAIN * how.u * (smooth.abs() + direct.abs()) + how.rounded(smooth + direct)
+
+
+@dataclass
+class Loss:
+    """Losses of rows, and their errors: of the cross entropy and of the z-loss, without token weights."""
+
+    gradient: RowGradient  # for an upstream gradient of 1, without token weights and divisors of the z-loss
+    cross_entropy: Tensor
+    dcross_entropy: Tensor
+    z_loss: Tensor
+    dz_loss: Tensor
+
+
+def loss_of_rows(
+    logits: Logits, y: Tensor, how: Arithmetic, class_weight: Tensor | None, label_smoothing: float, z_loss: float
+) -> Loss:
+    """Return the losses of the rows with targets `y`, (N,)."""
+    u, (count, classes) = how.u, logits.p.shape
+    weights = logits.p.new_ones(classes) if class_weight is None else class_weight
+    target, each = (1.0 - label_smoothing) * weights[y], label_smoothing / max(classes, 1)
+    softmax = target + each * weights.sum()
+    direct = -(each * weights).expand(count, classes).clone()
+    direct = direct.scatter_add(1, y[:, None], -target[:, None])
+    nll = -logits.logp.gather(1, y[:, None])[:, 0]
+    every = (weights * -logits.logp).sum(-1)
+    derivative = logits.p * softmax[:, None] + direct
+    error = (derivative * logits.dz).square().sum(-1).sqrt() + (target + each * weights.sum()) * logits.of_oracle
+    below = logits.below.gather(1, y[:, None])[:, 0]
+    error = error + target * (logits.dsum + u * (nll + below))
+    if label_smoothing:
+        spread = logits.log_sum + 2.0 * logits.below.amax(-1)
+        error = error + each * weights.sum() * (logits.dsum + u * _sum_steps(classes) * spread)
+    lse = logits.lse
+    return Loss(
+        RowGradient(softmax[:, None], direct),
+        target * nll + each * every,
+        error,
+        z_loss * lse.square(),
+        2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
+    )
+
+
+def sum_of_rows(losses: Tensor, errors: Tensor, u: float) -> Tensor:
+    """Return the error of a sum over rows."""
+    return errors.square().sum().sqrt() + u * _sum_steps(len(losses)) * losses.abs().sum()

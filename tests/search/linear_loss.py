@@ -1,0 +1,189 @@
+"""Random calls of `flce.fused_linear_cross_entropy`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flce
+from flce.testing.problem import Problem
+from tests.helpers import least_budget_for, plan_for
+from tests.search import arguments
+from tests.search.arguments import DTYPES, HEAD, LOSS, Expected, defaults
+from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
+
+# How the call runs. retained: two backward passes; autocast: of float32 tensors; graph: captured in a CUDA graph.
+MODES = ("eager", "retained", "autocast bfloat16", "autocast float16", "compiled", "graph")
+MIB = 1 << 20
+
+
+def draw(rng: random.Random, device: str) -> Call:
+    call = arguments.draw_head(rng, device)
+    mode = rng.choices(MODES, [80, 10, 4, 3, 1, 2 if device == "cuda" else 0])[0]
+    if mode.startswith("autocast"):
+        call |= {"dtype": "float32", "logits_dtype": None, "accum_dtype": None}
+    if mode in ("compiled", "graph") and (call["beyond"] is not None or call["skip_ignored"] is True):
+        mode = "eager"
+    return {**call, "mode": mode}
+
+
+def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
+    given = {name: call[name] for name in ("chunk_rows", "strategy", "skip_ignored")}
+    for name in ("logits_dtype", "accum_dtype"):
+        if call[name] is not None:
+            given[name] = DTYPES[call[name]]
+    if call["beyond"] is not None and p.target.numel():
+        rest = {name: value for name, value in given.items() if name != "strategy"}
+        try:
+            least = least_budget_for(p, call["strategy"], grads, call["stats"], **rest)
+        except AssertionError:
+            raise Refused from None  # a budget of one byte is enough
+        given["max_workspace_bytes"] = least + call["beyond"]
+    return flce.ChunkOptions(**given)
+
+
+def in_half(p: Problem, dtype: torch.dtype) -> Problem:
+    """Return the problem as autocast rounds it. The bias and the weights of tokens and classes are not rounded."""
+    return p.map(lambda t, letter: t.to(dtype) if letter in "xwaB" else t)
+
+
+@dataclass
+class Step:
+    """A call and its backward pass. Gradients are by letter: x, w, b, t, and a0, B0, ... of adapters."""
+
+    p: Problem  # with leaves
+    options: flce.ChunkOptions
+    stats: tuple[str, ...]
+    upstream: Tensor
+    half: torch.dtype | None = None  # of autocast
+
+    def forward(self) -> tuple[Tensor, Any]:
+        p, device = self.p, self.p.input.device.type
+        with torch.autocast(device, self.half, enabled=self.half is not None):
+            output: Any = flce.fused_linear_cross_entropy(
+                p.input,
+                p.linear_weight,
+                p.target,
+                linear_bias=p.linear_bias,
+                adapters=p.adapters,
+                options=self.options,
+                stats=self.stats,
+                **p.kwargs,
+            )
+        return (output.loss if self.stats else output), output
+
+    def gradients(self, loss: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
+        leaves = arguments.leaves_of(self.p)
+        if not leaves:
+            return {}
+        upstream = self.upstream.to(loss.dtype).expand_as(loss)
+        found = torch.autograd.grad(loss, list(leaves.values()), upstream, retain_graph=retain_graph)
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True):
+            if grad.dtype != leaf.dtype:
+                raise Mismatch(f"gradient {name}", f"{grad.dtype}, expected {leaf.dtype}")
+        return dict(zip(leaves, found, strict=True))
+
+
+Results = tuple[Tensor, Any, dict[str, Tensor]]
+
+
+def run(step: Step, mode: str) -> Results:
+    """Run a step. Return the loss, the value that the call returned, and the gradients."""
+    if mode == "graph":
+        return run_graph(step)
+    forward = step.forward
+    if mode == "compiled":
+        torch.compiler.reset()
+        forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    loss, output = forward()
+    leaves = arguments.leaves_of(step.p)
+    if loss.requires_grad != bool(leaves):
+        raise Mismatch("requires_grad", f"{loss.requires_grad}, gradients of {list(leaves)}")
+    if mode != "retained":
+        return loss.detach(), output, step.gradients(loss)
+    first = {name: grad.clone() for name, grad in step.gradients(loss, retain_graph=True).items()}
+    assert_equal(first, step.gradients(loss), "second backward")
+    return loss.detach(), output, first
+
+
+def run_graph(step: Step) -> Results:
+    """Return the results of a captured CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.gradients(step.forward()[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss, output = step.forward()
+        grads = step.gradients(loss)
+    graph.replay()
+    torch.cuda.synchronize()
+    return loss.detach(), output, grads
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    for name, grad in expected.items():
+        if not torch.equal(torch.nan_to_num(got[name]), torch.nan_to_num(grad)):
+            raise Mismatch(f"bits of {name}", f"{what}: other bits")
+
+
+def check_again(step: Step, plan: flce.ChunkPlan, first: Results) -> None:
+    """Run the step a second time: equal bits and, on a GPU, the planned memory.
+
+    The workspace must be at most the plan's, and the plan at most 2% + 2 MiB above it.
+    """
+    if first[0].device.type == "cpu":
+        loss, _, grads = run(step, "eager")
+        return assert_equal({"loss": loss, **grads}, {"loss": first[0], **first[2]}, "second call")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    loss, _, grads = run(step, "eager")
+    torch.cuda.synchronize()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert_equal({"loss": loss, **grads}, {"loss": first[0], **first[2]}, "second call")
+    workspace = peak - sum(grad.nbytes for grad in grads.values())
+    planned = plan.workspace_bytes
+    if not workspace <= planned <= 1.02 * max(workspace, 0) + 2 * MIB:
+        raise Mismatch("workspace", f"{workspace} bytes, planned {planned}: {plan}")
+
+
+def memory_of(t: Tensor) -> Tensor:
+    """Return the bytes of a tensor's memory, also around the tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def check(call: Call, device: str, errors: Errors) -> None:
+    p = arguments.head_of(call, device)
+    grads, upstream, mode = call["grads"], arguments.upstream_of(call, p), call["mode"]
+    half = DTYPES.get(mode.partition(" ")[2])
+    rounded = p if half is None else in_half(p, half)
+    parts = 1
+    with arguments.backend(call["backend"]):
+        options = options_of(call, rounded, grads)
+        plan = plan_for(rounded, options, grads, call["stats"]) if p.target.numel() else None
+        if plan is not None and call["accum_dtype"] is not None:
+            rows, widths = plan.schedule.tile_sizes(plan.case)
+            parts = max(-(-p.target.numel() // rows), len(widths))
+        leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in grads))
+        step = Step(leaves, options, call["stats"], upstream, half)
+        memory = [memory_of(t) for t in (leaves.target, *arguments.named(leaves).values())]
+        before = [each.clone() for each in memory]
+        results = run(step, mode)
+        if not all(map(torch.equal, memory, before)):
+            raise Mismatch("arguments", "were written to")
+        if mode == "eager" and plan is not None and (device == "cuda" or call["seed"] % 8 == 0):
+            check_again(step, plan, results)
+    loss, output, got = results
+    expected = Expected(rounded, upstream, arguments.arithmetic(call, rounded, parts))
+    prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
+    expected.compare_losses(errors, prefix, loss, output, call["stats"])
+    expected.compare_gradients(errors, prefix, got)
+
+
+KIND = Kind("operator", {**defaults(**LOSS, **HEAD), "mode": "eager"}, draw, check, share=4.0)
