@@ -46,8 +46,7 @@ def _log_ratios(s, t, beta, KIND: tl.constexpr):
 
 @triton.jit
 def _rescale(offset, z):
-    """Return the larger of the offset and all z, the new reference of exponentials, and the old offset relative to it.
-    The reference is 0 while all z are -inf, because -inf - -inf is NaN."""
+    """Return the largest z so far, the finite reference of exponentials, and the old offset relative to it."""
     largest = tl.maximum(offset, tl.max(z, axis=0))
     reference = tl.where(largest == float("-inf"), 0.0, largest)
     return largest, reference, offset - reference
@@ -55,8 +54,7 @@ def _rescale(offset, z):
 
 @triton.jit
 def _carry(total, weight_sum, shift, other_shift):
-    """Return a sum of exponentials times differences of logits relative to new references, see
-    `formulas.merge_divergences`."""
+    """Return a sum of terms of a KL relative to new references, see `formulas.merge_divergences`."""
     decay = tl.exp2(shift * LOG2_E)
     return tl.where(decay > 0.0, decay * (total + (shift - other_shift) * weight_sum), 0.0)
 
@@ -109,8 +107,7 @@ def divergence_kernel(
         )
         divergence_factor = tl.load(row_gradient_ptr + _DIVERGENCE_FACTOR * row_gradient_stride + row)
     else:
-        divergence = tl.where(first, tl.load(divergence_ptr), 0.0)
-        mean_weight = tl.where(first, tl.load(mean_ptr), 0.0)
+        divergence, mean_weight = tl.where(first, tl.load(divergence_ptr), 0.0), tl.where(first, tl.load(mean_ptr), 0.0)
     for start in range(0, cols, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         present, readable = columns < cols, columns < accessible_cols
