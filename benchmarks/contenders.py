@@ -317,6 +317,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
     C("floor-training", "bare products of training", "floor", weight_grad_twice),
+    ours("ours-e4m3", "flce, gradient products in E4M3", "bfloat16", grad_dtype=torch.float8_e4m3fn),
 ]
 
 

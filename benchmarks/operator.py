@@ -40,6 +40,19 @@ BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
 BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 IN_GIB = ("ours", *map(budget_name, (256, 512, 1024, 2048)))
+# Gradient products with operands in E4M3. With a standard deviation of 4 a token has 20 large probabilities.
+FP8_NAMES = ("floor", "ours", "ours-e4m3")
+FP8 = [
+    *(
+        OperatorCase(*shape, logits_std=1.0, contenders=FP8_NAMES, label="fp8")
+        for shape in (*HEADS, (4096, 8192, 128256), NARROW, (16384, 640, 262144))
+    ),
+    *(
+        OperatorCase(*shape, mode="frozen-head", logits_std=1.0, contenders=FP8_NAMES, label="fp8")
+        for shape in (HEADS[0], HEADS[2])
+    ),
+    OperatorCase(*MAIN, contenders=FP8_NAMES, label="fp8"),
+]
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
 
@@ -84,6 +97,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-rivals": lambda: plan_cases([peer_case(s, IN_GIB, targets.RIVALS) for s in targets.RIVAL_SHAPES], 9, 0.45),
     # Logits that are never rounded, rounded logits, and no fused products. Three minutes.
     "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
+    # Half a minute.
+    "h200-fp8": lambda: plan_cases(FP8, rounds=9, seconds=0.8),
 }
 
 

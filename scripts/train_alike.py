@@ -35,6 +35,7 @@ RUNS: dict[str, flce.ChunkOptions | None] = {
     "flce, 64 MiB": flce.ChunkOptions(max_workspace_bytes="64MiB"),
     "flce, vocab": flce.ChunkOptions(strategy="vocab"),
 }
+BFLOAT16_RUNS: dict[str, flce.ChunkOptions | None] = {"flce, E4M3": flce.ChunkOptions(grad_dtype=torch.float8_e4m3fn)}
 
 
 def token_ids(vocab: int) -> Tensor:
@@ -124,8 +125,9 @@ def main() -> int:
     stock = exact = list(curves.values())
     if arguments.dtype != "float32":
         exact = [train(arguments.steps, "float32", arguments.device, order=order) for order in range(arguments.seeds)]
-    curves |= {name: train(*how, options=options) for name, options in RUNS.items()}
-    shares = {name: worst_share(curves[name], stock, exact) for name in RUNS}
+    runs = RUNS | (BFLOAT16_RUNS if arguments.dtype == "bfloat16" else {})
+    curves |= {name: train(*how, options=options) for name, options in runs.items()}
+    shares = {name: worst_share(curves[name], stock, exact) for name in runs}
     for name, losses in curves.items():
         note = f", {shares[name]:.2f} of the allowed distance" if name in shares else ""
         print(f"{name:15} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}", flush=True)

@@ -33,6 +33,7 @@ from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
     DIVERGENCE_SLOTS,
+    E4M3,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
     LOSS_GRADIENT_SLOTS,
@@ -76,6 +77,9 @@ PRODUCT_KERNELS = {
     "target_slots_kernel",
     "weight_gradient_kernel",
     "finish_sharded_rows_kernel",
+    "find_large_kernel",
+    "quantize_kernel",
+    "add_entries_kernel",
 }
 
 
@@ -292,9 +296,11 @@ def slice_calls() -> Calls:
 def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
     results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
     specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
-    for spec, grads, skip in itertools.product(specs, ("xw", "xwb", "x", ""), (False, True)):
+    grad_dtypes = (None, E4M3) if dtype == torch.bfloat16 and device.own_products else (None,)
+    calls = itertools.product(specs, ("xw", "xwb", "x", ""), (False, True), grad_dtypes)
+    for spec, grads, skip, grad_dtype in calls:
         needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
-        options = ChunkOptions(skip_ignored=skip)
+        options = ChunkOptions(skip_ignored=skip, grad_dtype=grad_dtype)
         own, known = device.own_products, device._replace(memory=None)
         yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
 

@@ -60,6 +60,18 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
+# The 8-bit float of the operands of gradient products, and its largest number.
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# Entries of a tile whose share of the sum of the magnitudes of their row exceeds 1 / LARGE_SHARE are not rounded to
+# E4M3. If entries are compared after they were rounded, a row has at most 17/16 * LARGE_SHARE of them. They and the
+# target's entry have ENTRY_SLOTS slots.
+LARGE_SHARE = 238
+ENTRY_SLOTS = 256
+# Bytes for each row that `fused_exponentials` allocates for E4M3: its sample, its entries' classes, z and dz/da.
+E4M3_ROW_BYTES = 2 * 1024 + 24 * ENTRY_SLOTS
+# Bytes for each entry that `sort_entries` allocates.
+SORT_ENTRY_BYTES = 36
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -305,6 +317,26 @@ class TargetTerms:
     ignore_index: int
 
 
+class Entries(NamedTuple):
+    """Entries of the gradient of the logits that are not rounded to E4M3, by tokens or by classes."""
+
+    bounds: Tensor | None  # (classes + 1,) int32: class k has the entries [bounds[k], bounds[k + 1]); None: by tokens
+    # By tokens: (rows, ENTRY_SLOTS) int32, the target's class or V, then large entries, their classes in ascending
+    # order, then V. By classes: (entries,) int64, rows of x in ascending order.
+    numbers: Tensor
+    values: Tensor  # of the same shape, float32; undefined in unused slots
+
+
+class QuantizedTile(NamedTuple):
+    """Output: a tile that is rounded to E4M3, about ``scales[:, None] * matrix``, except its large entries
+    (LARGE_SHARE), which are 0 there."""
+
+    matrix: Tensor  # (rows, V padded) E4M3; the padding is not written
+    transposed: Tensor | None  # (V, rows padded) E4M3, 0 in the padding; None: not requested
+    scales: Tensor  # (rows,) float32
+    entries: Entries  # by tokens; `quantize_tile` and `fused_exponentials` write V in the slot of the target
+
+
 class Backend(Protocol):
     name: str
 
@@ -381,6 +413,7 @@ class Backend(Protocol):
         factors: Tensor,
         count: Tensor | None,
         scales: Callable[[], Tensor | None],
+        quantized: QuantizedTile | None = None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
         exponentials and factors, from which the gradient is computed as in `exponentials`.
@@ -394,6 +427,7 @@ class Backend(Protocol):
             count: () if all rows from this number on are ignored: their `exps` are not written.
             scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
                 launched: an idle device then starts earlier.
+            quantized: output instead of `exps`, which are then empty.
         """
 
     def combine_rows(
@@ -432,6 +466,32 @@ class Backend(Protocol):
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """Add `terms` to `grads`, contiguous, which together have a row for each class from the first on. Rows of the
         last classes may be missing: terms of these targets are dropped."""
+
+    def quantize_tile(self, tile: Tensor, out: QuantizedTile) -> None:
+        """Round a tile, (rows, V), to E4M3."""
+
+    def normalize_quantized(
+        self, tile: QuantizedTile, factors: Tensor, target: Tensor, ignore_index: int, vocab_size: int
+    ) -> None:
+        """Convert the scales and entries of exponentials to the gradient of the logits: multiply by ``factors[0]``, and
+        add the target's entry, ``factors[1]``."""
+
+    def quantize_transposed(
+        self, x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
+    ) -> None:
+        """Write ``out = (factor[:, None] * x[index] / scales).T`` in E4M3, (H, rows padded), 0 in the padding, and the
+        scales of the columns, float32. index, factor: (rows,), or None for all rows and for 1."""
+
+    def sort_entries(self, entries: Entries, index: Tensor | None, out: Entries) -> None:
+        """Sort entries by classes. index: (rows,) rows of x, or None for the same rows."""
+
+    def add_entries(
+        self, product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor,
+        out: Tensor, index: Tensor | None, accumulate: bool = False,
+    ) -> None:  # fmt: skip
+        """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
+        over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic. product: (rows, H)
+        float32, may be overwritten, not read in rows whose scale is 0; index: rows of `out`; None: the same rows."""
 
     def finish_sharded_rows(
         self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None

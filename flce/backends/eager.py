@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends import formulas
+from flce.backends import e4m3, formulas
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
@@ -151,7 +151,12 @@ class TorchBackend:
     exponentials = gradient_of_exponentials = _unavailable
     fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
-    add_target_terms = finish_sharded_rows = _unavailable
+    add_target_terms = finish_sharded_rows = normalize_quantized = _unavailable
+
+    quantize_tile = staticmethod(e4m3.quantize_tile)
+    quantize_transposed = staticmethod(e4m3.quantize_transposed)
+    sort_entries = staticmethod(e4m3.sort_entries)
+    add_entries = staticmethod(e4m3.add_entries)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         for part in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):

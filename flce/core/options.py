@@ -38,6 +38,11 @@ class ChunkOptions:
             first product meanwhile. "auto": True on a CPU, False on other devices. If a hidden state of an ignored
             token is NaN or infinite: with False its column of the gradient of the weight is NaN, as with PyTorch's
             operators, which multiply it by 0; with True the token contributes nothing.
+        grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
+            ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU. A CPU emulates it.
+            The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a
+            gradient of the bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and
+            ``str(plan)`` names the reason.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -50,6 +55,7 @@ class ChunkOptions:
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
     skip_ignored: SkipIgnored = "auto"
+    grad_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):
@@ -71,5 +77,9 @@ class ChunkOptions:
         check_dtype("accum_dtype", self.accum_dtype)
         if self.accum_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"accum_dtype must be bfloat16, float32 or float64, got {self.accum_dtype}")
+        if self.grad_dtype is not None:
+            check_dtype("grad_dtype", self.grad_dtype, "None or a torch.dtype")
+            if self.grad_dtype != torch.float8_e4m3fn:
+                raise ValueError(f"grad_dtype must be None or torch.float8_e4m3fn, got {self.grad_dtype}")
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")

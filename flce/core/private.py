@@ -384,6 +384,7 @@ DOCUMENTED: dict[str, str] = {
     "_dynamo_marked_constant": "set, not read: torch.compiler.assume_constant_result sets it, too",
     "_log_softmax_backward_data": "an operator of ATen, whose schemas stay stable for saved programs",
     "_softmax_backward_data": "the same",
+    "_scaled_mm": "the same",
     "_local_scalar_dense": "the same",
     "_scaled_dot_product_efficient_attention": "the same",
     "_scaled_dot_product_flash_attention": "the same",

@@ -15,6 +15,7 @@ from flce.backends.contract import (
     LEAST_JACOBIAN_FACTOR,
     LOG_SUM,
     OFFSET,
+    QuantizedTile,
     TargetTerms,
 )
 from flce.core.slices import slice_columns, slice_rows
@@ -35,21 +36,26 @@ class Exponentials:
         self.factors = context.new(slots, context.selection.max_num_rows, dtype=torch.float32)
         """(2, rows), or (3, rows) with label smoothing."""
 
-    def compute(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice) -> None:
+    def compute(
+        self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None
+    ) -> None:
         """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
-        tile if logits do not stay in registers."""
-        ctx, factors = self._context, self.factors
+        tile if logits do not stay in registers. `quantized`: output, the gradient, instead of `tiles`, then empty."""
+        ctx, factors = self._context, slice_columns(self.factors, tokens)
         if ctx.in_registers:
             call, device_count = ctx.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
             weight, scales = ctx.terms[0].weight, ctx.local.local_scales.for_gradient
-            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, slice_columns(factors, tokens), count, scales)
+            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales, quantized)
             if ctx.problem.token_weight_grad:
-                slice_columns(factors, tokens).mul_(slice_columns(ctx.token_weights, tokens))
+                factors.mul_(slice_columns(ctx.token_weights, tokens))
         else:
             self._compute_in_blocks(xs, tiles[0], tokens)
         # One collective for all tokens, because the blocks of other processes may have other sizes.
-        ctx.local.merge_factors(tokens, slice_columns(factors, tokens))
+        ctx.local.merge_factors(tokens, factors)
+        if quantized is not None:
+            target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
+            ctx.backend.normalize_quantized(quantized, factors, target, ignore_index, ctx.vocab_size)
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
         ctx, previous_tokens = self._context, None

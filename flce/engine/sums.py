@@ -96,6 +96,12 @@ class DwSum:
         self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
         self._is_started = True
 
+    def start(self) -> tuple[Sequence[Tensor], bool]:
+        """Return the memory of the sums of consecutive classes, to which the caller adds a tile, and True if the sums
+        have values already."""
+        was_started, self._is_started = self._is_started, True
+        return self._sums(), was_started
+
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """Call `before_rounding` with the sums of consecutive classes, and round them, after the last chunk. If no tile
         was added, do nothing: dW was written directly (`compute_weight_gradient`)."""

@@ -71,6 +71,8 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
     parts = max(1, k // device_rates.min_block_depth)
     waves = ceil_div(blocks * parts, device.multiprocessors) / parts
     rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
+    if itemsize == 1 and device.arch:  # E4M3, which a CPU emulates
+        rate *= 2
     compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
     return (
         max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds

@@ -16,6 +16,7 @@ from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
@@ -58,10 +59,10 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Blocks, _default_cols(c))
     rows = c.options.chunk_rows
     has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
-    if has_default_rows and not c.needs.weights[0]:
+    if has_default_rows and not c.needs.weights[0] and not c.multiplies_e4m3:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
-    if has_default_rows and plan.deferred and strategy == "auto":
+    if has_default_rows and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
         # Logits are computed twice by any deferred schedule. Blocks of classes sum no gradient of a weight. They sum
         # dX, which needs more memory if there are very many tokens.
         blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
@@ -80,6 +81,8 @@ def default_plan(c: Case) -> ChunkPlan:
 
 def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     """Return the plan for chunks of `rows` tokens."""
+    if c.multiplies_e4m3:
+        return plan_for_size(c, E4M3Exponentials if E4M3Exponentials.sizes(c) else E4M3DeferredChunks, rows)
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
@@ -110,6 +113,8 @@ def _default_rows(c: Case) -> int:
 
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
+    if c.multiplies_e4m3:
+        return 1
     dtypes = c.dtypes(False)
     gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce.backends import contract, eager
+from flce.backends import contract, e4m3, eager
 from flce.backends.contract import RowOutputs, TileCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
@@ -157,10 +157,11 @@ class CountingBackend:
         self.case, self.seconds, self.flops, self.launches, self.tally = c, 0.0, 0.0, 0.0, Tally()
         self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
-    def add_product(self, m: int, n: int, k: int) -> None:
+    def add_product(self, m: int, n: int, k: int, itemsize: int | None = None) -> None:
+        """Count a product. itemsize: bytes of an operand's entry; None: as in the inputs."""
         self.flops += 2 * m * n * k
         self.launches += 1
-        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, itemsize or self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
@@ -235,10 +236,12 @@ class CountingBackend:
         self.add_pass(launches=1)
 
     def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
-        for tile in exps:
+        planes, launches, row_bytes = (1, 10, 0) if args[-1] is None else (2, 20, contract.E4M3_ROW_BYTES)
+        for tile in exps or [weight.t()]:
             self.add_product(len(x), tile.shape[1], x.shape[1])
-        self.add_pass(launches=10)
-        self.add_scratch(contract.fused_product_scratch_bytes(len(x), len(weight), 1))
+        self.add_pass(launches=launches)
+        scratch = contract.fused_product_scratch_bytes(len(x), len(weight), planes)
+        self.add_scratch(scratch + len(x) * row_bytes)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         # Each id reads a row of the weight.
@@ -274,6 +277,29 @@ class CountingBackend:
     def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
+
+    def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
+        self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
+        self._add_e4m3_scratch(tile)
+
+    def normalize_quantized(self, *args: Any) -> None:
+        self.add_pass(launches=8)
+
+    def quantize_transposed(self, x: Tensor, index: Tensor | None, factor: Tensor | None, *outputs: Tensor) -> None:
+        self.add_pass(x, x, *outputs, launches=5)
+        self._add_e4m3_scratch(x)
+
+    def sort_entries(self, entries: contract.Entries, *args: Any) -> None:
+        self.add_pass(*[entries.numbers] * 8, launches=10)
+        self.add_scratch(entries.numbers.numel() * contract.SORT_ENTRY_BYTES)
+
+    def add_entries(self, product: Tensor, *args: Any, **options: Any) -> None:
+        self.add_pass(product, product)
+        self._add_e4m3_scratch(product)
+
+    def _add_e4m3_scratch(self, x: Tensor) -> None:
+        if self.case.backend == "torch":
+            self.add_scratch(e4m3.temporary_bytes(*x.shape))
 
 
 class CountingContext(PassContext):
@@ -317,7 +343,7 @@ class CountingContext(PassContext):
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         (m, k), n = a.shape, b.shape[1]
-        self._meter.add_product(m, n, k)
+        self._meter.add_product(m, n, k, a.element_size() if a.dtype == contract.E4M3 else None)
         if accumulate or out.element_size() > a.element_size():
             self._meter.add_pass(*[out] * (1 + accumulate), launches=0)
         self._meter.add_scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))

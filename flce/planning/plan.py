@@ -65,9 +65,20 @@ class ChunkPlan(Plan):
         return (
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
-            f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
+            f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_operands()}; "
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB" + "".join(f"; {each}" for each in self.collectives)
         )
+
+    def _describe_operands(self) -> str:
+        """Return the dtype of the operands of gradient products, and the reason if it is not the requested one."""
+        c = self.case
+        if c.options.grad_dtype is None or not c.needs.any:
+            return ""
+        if self.schedule.multiplies_e4m3:
+            return f", for gradients in {dtype_text(c.options.grad_dtype)}"
+        other = "strategy 'vocab'" if c.options.strategy == "vocab" else "faster within the budget"
+        reason = c.bfloat16_operands_reason or other
+        return f", for gradients in {dtype_text(c.dtype)}, not in {dtype_text(c.options.grad_dtype)}: {reason}"
 
 
 def plan_for_size(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:

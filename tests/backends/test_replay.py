@@ -185,6 +185,9 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     "Unnormalized": ("xw", 1.0, 13),
     "Borrowed": ("xw", 1.0, 16),  # two tiles
     "Recomputed": ("xw", 0.5, 20),  # two chunks
+    # E4M3: two launches to find large entries, one to compute them, two to round an operand, one for a result.
+    "E4M3Exponentials": ("xw", 1.0, 17),
+    "E4M3DeferredChunks": ("xw", 1.0, 13),
     "DeferredChunks": ("xw", 1.0, 5),
     "Blocks": ("xw", 0.5, 7),  # two blocks
     "BlocksAroundSum": ("xw", 0.5, 9),  # three blocks
@@ -227,8 +230,8 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
 
     monkeypatch.setattr(Launch, "run", record)
     force(monkeypatch, schedule)
-    reduction = "none" if name == "DeferredChunks" else "mean"
-    options = flce.ChunkOptions(skip_ignored=False)
+    reduction = "none" if "DeferredChunks" in name else "mean"
+    options = flce.ChunkOptions(skip_ignored=False, grad_dtype=torch.float8_e4m3fn if "E4M3" in name else None)
     loss: Any = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
     if grads:
         loss.sum().backward()

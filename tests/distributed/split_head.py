@@ -33,7 +33,7 @@ from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.ops import linear_cross_entropy
 from flce.planning import search
 from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
-from tests import quick_interpreter
+from tests import interpreted_e4m3, quick_interpreter
 from tests.helpers import STATS
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
@@ -449,6 +449,20 @@ def forced_schedules() -> None:
             options = {"skip_ignored": False, "stats": ("lse",)}
             check(p, groups()["pair"], LIMIT[torch.bfloat16], options, result_limit=1e-5)
             assert schedules
+
+
+def e4m3_products() -> None:
+    """Check gradients whose products have E4M3 operands, with kernels in the interpreter and with PyTorch."""
+    group, options = groups()["pair"], {"grad_dtype": torch.float8_e4m3fn, "stats": ("lse",)}
+    for reduction, skip in (("mean", True), ("none", False)):
+        settings: dict[str, Any] = {"dtype": torch.bfloat16, "ignored": 0.3, "reduction": reduction}
+        each = {**options, "skip_ignored": skip, "chunk_rows": 16}
+        check(uneven(problem((24,), 64, 257, z_loss=0.01, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
+        check(problem((24,), 64, 1, token_weight=True, **settings), group, 5e-3, dict(each), result_limit=1e-5)
+        with as_on_a_gpu(True) as plans, pytest.MonkeyPatch.context() as patch:
+            interpreted_e4m3.fix_interpreter(patch)
+            check(uneven(problem((20,), 64, 257, softcap=5.0, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
+            assert {plan.schedule.multiplies_e4m3 for plan in plans} == {True}
 
 
 def compiled() -> None:

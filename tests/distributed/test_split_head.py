@@ -57,6 +57,12 @@ def test_schedules_that_borrow_memory(processes: World) -> None:
     processes.run(split_head.forced_schedules)
 
 
+@no_gpu
+def test_e4m3_products(processes: World) -> None:
+    pytest.importorskip("triton")
+    processes.run(split_head.e4m3_products)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flce
-from flce.backends import contract, eager
+from flce.backends import contract, e4m3, eager
 from flce.backends.contract import RowOutputs
 from flce.core.device_record import CPU
 from flce.core.problem import LossSpec
 from flce.engine import schedules
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
+from flce.engine.e4m3 import ChunkSizes
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES, Schedule
@@ -95,6 +97,10 @@ def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type
     )
 
 
+def grad_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
+    return (None, contract.E4M3) if dtype == torch.bfloat16 else (None,)
+
+
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
     """Yield a few sizes, which are not so small that loops take long."""
     sizes = kind.sizes(c)
@@ -114,6 +120,9 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "SLOT_BYTES", 0)
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
+    monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
+    monkeypatch.setattr(contract, "SORT_ENTRY_BYTES", 0)
+    monkeypatch.setattr(contract, "E4M3_ROW_BYTES", 0)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "skipping"])
@@ -124,10 +133,11 @@ def test_count_is_what_a_real_arena_has(
 ) -> None:
     """This holds for every schedule and some of its sizes. Dry runs shorten loops, real passes do not."""
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
+    monkeypatch.setattr("flce.engine.schedules.e4m3.chunk_sizes", lambda c, n: ChunkSizes(n, min(n, 16), min(n, 8)))
     seen = set()
     for reduction in ("mean", "none"):
-        for device_type in ("cuda", "cpu"):
-            c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip)
+        for device_type, grad_dtype in itertools.product(("cuda", "cpu"), grad_dtypes(dtype)):
+            c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip, grad_dtype=grad_dtype)
             for kind in SCHEDULES:
                 for size in sizes_of(kind, c):
                     schedule = kind.from_size(c, size)
@@ -139,14 +149,15 @@ def test_count_is_what_a_real_arena_has(
                     seen.add(type(schedule).__name__)
     assert {"Blocks", "DeferredChunks"} <= seen
     if dtype == torch.bfloat16 and "b" not in grads:
-        assert "Unnormalized" in seen
+        assert {"Unnormalized", "E4M3Exponentials", "E4M3DeferredChunks"} <= seen
         assert ({"Borrowed", "Recomputed"} <= seen) == ("w" in grads and not skip)
 
 
 def test_every_schedule_is_counted() -> None:
     """The test above covers every schedule except `Statistics`."""
     for kind in SCHEDULES:
-        cases = [case_of(dtype, grads, r) for dtype in DTYPES for grads in GRADS for r in ("mean", "none")]
+        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), (None, contract.E4M3))
+        cases = [case_of(dtype, grads, r, grad_dtype=grad_dtype) for dtype, grads, r, grad_dtype in settings]
         assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
 
 
@@ -160,7 +171,7 @@ def test_nothing_is_allocated_beside_the_arena(
     monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
         for grads in GRADS:
-            c = case_of(dtype, grads, reduction)
+            c = case_of(dtype, grads, reduction, grad_dtype=grad_dtypes(dtype)[-1])
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
                     dry_run_passes(c, kind.from_size(c, size), RealArena("cpu"))

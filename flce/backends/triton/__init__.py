@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
+from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.triton import (
     divergence,
+    e4m3,
     entries,
     exponentials_launch,
     product,
@@ -191,6 +193,11 @@ class TritonBackend:
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     unscaled_weight_gradient = staticmethod(exponentials_launch.unscaled_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    quantize_tile = staticmethod(e4m3.quantize_tile)
+    quantize_transposed = staticmethod(e4m3.quantize_transposed)
+    sort_entries = staticmethod(sort_entries)
+    normalize_quantized = staticmethod(normalize_quantized)
+    add_entries = staticmethod(_replayed(e4m3.add_entries))
     finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))

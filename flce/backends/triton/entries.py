@@ -44,6 +44,7 @@ def row_products_kernel(
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     ids = tl.load(ids_ptr + row * ids_stride + entry * ids_col_stride, mask=entry < size, other=-1)
     present = (ids >= 0) & (ids < vocab_size)
+    hidden = tl.where(tl.max(present.to(tl.int32), axis=0) > 0, hidden, 0)
     weight_ptr += tl.where(present, ids, 0)[:, None] * weight_stride
     x_ptr += row * x_stride
     total = tl.zeros((ENTRIES, DEPTH), ACCUM)

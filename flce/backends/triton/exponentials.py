@@ -36,7 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transform
+from flce.backends.triton.math import LN_2, LOG2_E, e4m3_factor, finish_rows, log1p, transform
 
 # Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
@@ -62,6 +62,7 @@ def reference_kernel(
     reference_ptr,  # (rows,) output, in octaves; inf for ignored rows
     target_logit_ptr,  # (rows,) output: z of the target
     target_jacobian_ptr,  # (rows,) output: dz/da of the target
+    row_factor_ptr,  # (rows,) output: factors of exponentials in E4M3
     work_ptr,  # (3,) int32, FLAG_STRIDE apart, output
     count_ptr,  # () int64: the number of rows that the product computes; the rows behind them are ignored
     x_stride,
@@ -79,6 +80,7 @@ def reference_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_COUNT: tl.constexpr,
+    WANT_ROW_FACTOR: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of the product
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,7 +95,7 @@ def reference_kernel(
 
     number = tl.arange(0, SAMPLES)
     a = tl.load(sample_ptr + row * sample_stride + number, mask=number < samples, other=0.0)
-    z, _jacobian = transform(
+    z, jacobian = transform(
         a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
     # The product has rounded the sample to bfloat16. Subtract the rounding error: a reference that is too small is
@@ -121,6 +123,14 @@ def reference_kernel(
     # If all these logits are -inf, the reference is so small that any finite logit triggers the second product.
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
+    if WANT_ROW_FACTOR:
+        # Four times the sum that the sample predicts: a few exponentials are most of the sum of many rows, and if they
+        # are not in the sample, the prediction is too small.
+        is_other = (number < samples) & (number * sample_step != tl.where(in_range, target, -1))
+        exps = tl.where(is_other, tl.exp2(z * LOG2_E - reference), 0.0)
+        if HAS_SOFTCAP:
+            exps *= tl.abs(jacobian)
+        tl.store(row_factor_ptr + row, e4m3_factor(4.0 * sample_step * tl.sum(exps, axis=0), tl.program_id(0)))
     if row == 0:
         if HAS_COUNT:
             rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))

@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import TargetTerms, TileCall, TileClasses
-from flce.backends.triton import product
+from flce.backends.contract import QuantizedTile, TargetTerms, TileCall, TileClasses
+from flce.backends.triton import e4m3, product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
     add_to_targets_kernel,
@@ -31,6 +31,8 @@ from flce.core.gemm import ALIGNMENT
 
 # Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
+# The same for E4M3: these samples predict the sum of each row.
+E4M3_SAMPLES = 1024
 # Elements of a row of hidden states per step. On an H200 512 to 4096 are equally fast.
 BLOCK = 1024
 # Sums for each target: rows and columns per step, and targets that are compared per step. Microseconds on an H200 for
@@ -57,22 +59,30 @@ def fused_exponentials(
     factors: Tensor,
     count: Tensor | None,
     scales: Callable[[], Tensor | None],
+    quantized: QuantizedTile | None = None,
 ) -> None:
     num_rows, vocab_size = x.shape[0], weight.shape[0]
     if num_rows == 0:
         return
     assert call.out is not None
-    sampled = _sample_classes(weight)
-    # The memory of the exponentials is free until the product writes them.
-    sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
     new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
+    samples, planes, row_factor = (SAMPLES, 1, None) if quantized is None else (E4M3_SAMPLES, 2, new(num_rows))
+    sampled = _sample_classes(weight, samples)
+    if quantized is None:
+        # The memory of the exponentials is free until the product writes them.
+        sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
+    else:
+        exps, sample = [quantized.matrix[:, :vocab_size]], torch.mm(x, sampled.t())
     # Separate vectors, so that each address is aligned for the kernels.
     rows = _RowVectors(*[new(num_rows) for _ in range(3)])
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    memory = _Memory(product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows)
+    x, partial = product.align_for_descriptor(x), new(planes, blocks, num_rows)
+    memory = _Memory(x, weight, exps, partial, work, rows, samples, row_factor, quantized)
     run(_first_products, memory, call, sample, count)
     call = call._replace(inputs=call.inputs._replace(scales=scales()))
     run(_finish_and_retry, memory, call, factors)
+    if quantized is not None:
+        e4m3.compute_exponentials(x, weight, rows.reference, call, quantized.entries)
 
 
 class _RowVectors(NamedTuple):
@@ -89,18 +99,21 @@ class _Memory(NamedTuple):
     x: Tensor
     weight: Tensor
     exps: Sequence[Tensor]
-    partial: Tensor  # (blocks of classes, rows)
+    partial: Tensor  # (planes, blocks of classes, rows)
     work: Tensor  # (3, FLAG_STRIDE) int32, see `exponentials`
     rows: _RowVectors
+    samples: int
+    row_factor: Tensor | None  # (rows,) with `quantized`
+    quantized: QuantizedTile | None
 
 
-def _sample_classes(weight: Tensor) -> Tensor:
-    sampled = weight[:: _sample_step(weight)]
+def _sample_classes(weight: Tensor, samples: int) -> Tensor:
+    sampled = weight[:: _sample_step(weight, samples)]
     return sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
 
 
-def _sample_step(weight: Tensor) -> int:
-    return -(-weight.shape[0] // SAMPLES)
+def _sample_step(weight: Tensor, samples: int) -> int:
+    return -(-weight.shape[0] // samples)
 
 
 def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
@@ -108,7 +121,7 @@ def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tens
         reference_kernel,
         (len(memory.x),),
         call,
-        {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
+        {"BLOCK_ROWS": product.ROWS, "SAMPLES": memory.samples, "BLOCK": BLOCK},
         x=memory.x,
         weight=memory.weight,
         sample=sample,
@@ -116,20 +129,22 @@ def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tens
         count=count,
         hidden=memory.x.shape[1],
         samples=sample.shape[1],
-        sample_step=_sample_step(memory.weight),
+        sample_step=_sample_step(memory.weight, memory.samples),
+        row_factor=memory.row_factor,
         **memory.rows._asdict(),
     )
     yield from _products(memory, call, is_retry=False)
 
 
 def _finish_and_retry(memory: _Memory, call: TileCall, factors: Tensor) -> Iterator[Launch]:
-    yield _finish(memory, call, factors, is_retry=False)
+    yield from _finish(memory, call, factors, is_retry=False)
     yield from _products(memory, call, is_retry=True)
-    yield _finish(memory, call, factors, is_retry=True)
+    yield from _finish(memory, call, factors, is_retry=True)
 
 
 def _products(memory: _Memory, call: TileCall, *, is_retry: bool) -> Iterator[Launch]:
     weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
+    transposed = None if memory.quantized is None else memory.quantized.transposed
     for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
         yield product.launch(
             memory.x,
@@ -138,13 +153,15 @@ def _products(memory: _Memory, call: TileCall, *, is_retry: bool) -> Iterator[La
             tile_exps,
             partial=memory.partial,
             reference=memory.rows.reference,
+            transposed=None if transposed is None else transposed[tile.columns],
+            row_factor=memory.row_factor,
             work=memory.work[int(is_retry)],
         )
 
 
-def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool) -> Launch:
-    blocks, num_rows = memory.partial.shape
-    return build_launch(
+def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
+    _, blocks, num_rows = memory.partial.shape
+    yield build_launch(
         finish_kernel,
         (triton.cdiv(num_rows, product.FINISH_ROWS),),
         call,
@@ -159,6 +176,11 @@ def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool)
         blocks=blocks,
         **memory.rows._asdict(),
     )
+    if memory.quantized is not None:
+        work, partial = memory.work[int(is_retry)], memory.partial[int(call.spec.softcap is not None)]
+        assert memory.row_factor is not None
+        vocab_size = len(memory.weight)
+        yield e4m3.find_large(memory.quantized, vocab_size, memory.row_factor, partial, product.COLS, work)
 
 
 def _tiles(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 
 SCHEDULES: tuple[type[Schedule], ...] = (
     Statistics,
+    E4M3Exponentials,
+    E4M3DeferredChunks,
     Chunks,
     NormalizedChunks,
     Unnormalized,

@@ -1,0 +1,139 @@
+"""dX and dW from tiles that are rounded to E4M3, an 8-bit float. The schedules of `schedules/e4m3.py` call it.
+
+A tile has the gradient of the logits for some tokens and all classes, in E4M3, except its large entries: their share of
+the sum of their row exceeds 1 / `contract.LARGE_SHARE`. Large entries and, if the tile was computed from exponentials,
+the target's entry are added to the products in float32, with operands that are not rounded. With E, W8 and X8 in E4M3,
+and the large entries L:
+
+    dX = r * (E W8) * c_W + L W        r: (tokens,) scales of rows, with factors; c_W, c_X: (H,) scales of columns
+    dW = (E^T X8) * c_X + L^T x        X8 = r * x / c_X
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, QuantizedTile
+from flce.core.gemm import padded_cols
+from flce.core.slices import offset_slice, slice_columns, slice_rows
+from flce.engine.borrowing import borrow_as
+from flce.engine.case import BLOCK_BYTES
+from flce.engine.pass_context import PassContext
+from flce.engine.sums import build_dw_sums
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A product for dX has the tokens of a group,
+    a product for dW the tokens of a chunk."""
+
+    rows: int
+    group_rows: int
+    tile_rows: int
+
+
+def compute_gradients(
+    ctx: PassContext, sizes: ChunkSizes, compute_tile: Callable[[slice, QuantizedTile], None]
+) -> None:
+    """Compute dX and dW of the head."""
+    gradients = _Gradients(ctx, sizes)
+    for chunk in ctx.chunks(sizes.rows):
+        for group in ctx.split_range(chunk, sizes.group_rows):
+            for tokens in ctx.split_range(group, sizes.tile_rows):
+                compute_tile(tokens, gradients.tile(chunk, group, tokens))
+            gradients.finish_group(chunk, group)
+        gradients.finish_chunk(chunk)
+    gradients.finish()
+
+
+class _Gradients:
+    """Operands and sums of `compute_gradients`."""
+
+    def __init__(self, ctx: PassContext, sizes: ChunkSizes) -> None:
+        self._context, self._rows, rows = ctx, sizes.rows, sizes.rows
+        self._weight: Tensor | None = None
+        self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
+        self._dw_sum = build_dw_sums(ctx, rows).get(0)
+        self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
+        self._transposed = None
+        if self._dw_sum is not None:
+            self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
+        self._classes = ctx.new(rows, ENTRY_SLOTS, dtype=torch.int32)
+        self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
+        self._row_scales = ctx.new(rows, dtype=torch.float32)
+
+    def tile(self, chunk: slice, group: slice, tokens: slice) -> QuantizedTile:
+        """Return the memory of a tile."""
+        part, stop = offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
+        if tokens.stop == chunk.stop:
+            stop = padded_cols(stop)  # The padding is filled with zeros.
+        matrix = slice_rows(self._group, offset_slice(tokens, -group.start))
+        transposed = None if self._transposed is None else slice_columns(self._transposed, slice(part.start, stop))
+        return QuantizedTile(matrix, transposed, slice_rows(self._row_scales, part), self._entries(part))
+
+    def _entries(self, part: slice) -> Entries:
+        """Return the entries of some tokens of the chunk."""
+        return Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
+
+    def finish_group(self, chunk: slice, tokens: slice) -> None:
+        """Compute dX of a group of tiles."""
+        if not self._context.dx_terms:
+            return
+        ctx, part = self._context, offset_slice(tokens, -chunk.start)
+        quantized = slice_rows(self._group, slice(0, part.stop - part.start))
+        slice_columns(quantized, slice(ctx.vocab_size, quantized.shape[1])).view(torch.uint8).zero_()
+        product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
+        ctx.matmul(quantized, self._quantized_weight().t(), out=product)
+        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
+        out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
+        scales, weight = slice_rows(self._row_scales, part), ctx.terms[0].weight
+        ctx.backend.add_entries(product, scales, self._weight_scales, self._entries(part), weight, out, index)
+        if index is None:
+            ctx.local.start_dx_sum(0, out)
+
+    def _quantized_weight(self) -> Tensor:
+        """Return the transposed weight in E4M3, (H, V padded). It is in the memory of dW if there is one chunk, because
+        dW is then written after dX is complete."""
+        if self._weight is None:
+            ctx, weight = self._context, self._context.terms[0].weight
+            shape = weight.shape[1], padded_cols(len(weight))
+            can_borrow = self._dw_sum is not None and ctx.is_single_chunk(self._rows) and shape[1] <= 2 * len(weight)
+            self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(*shape, dtype=E4M3)
+            ctx.backend.quantize_transposed(weight, None, None, self._weight, self._weight_scales)
+        return self._weight
+
+    def finish_chunk(self, chunk: slice) -> None:
+        """Add dW of a chunk."""
+        if self._dw_sum is None or self._transposed is None:
+            return
+        ctx, part, x = self._context, slice(0, chunk.stop - chunk.start), self._context.terms[0].input
+        hidden, inner, num_entries = x.shape[1], padded_cols(part.stop), part.stop * ENTRY_SLOTS
+        index = None if ctx.selection.index is None else ctx.selection.index[chunk]
+        x = slice_rows(x, chunk) if index is None else x
+        scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
+        ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
+        bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
+        numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
+        sums, is_started = self._dw_sum.start()
+        first_class, memory = 0, self._group  # The group is not needed anymore.
+        if memory.numel() < BLOCK_BYTES:
+            memory = ctx.new(min(BLOCK_BYTES, 4 * hidden * ctx.vocab_size), dtype=torch.uint8)
+        for total in sums:
+            for block in ctx.split_range(slice(0, len(total)), memory.numel() // (4 * hidden)):
+                classes = offset_slice(block, first_class)
+                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float32)
+                ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
+                entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
+                out = slice_rows(total, block)
+                ctx.backend.add_entries(product, None, scales, entries, x, out, None, is_started)
+            first_class += len(total)
+
+    def finish(self) -> None:
+        """Round dW after the last chunk."""
+        if self._dw_sum is not None:
+            self._dw_sum.finish()

@@ -1,0 +1,89 @@
+"""Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`.
+
+A chunk is divided into groups of fewer tokens. The chunk is stored in E4M3, transposed for dW, and one group is stored
+in E4M3 for dX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flce.backends.contract import QuantizedTile
+from flce.core.slices import slice_rows
+from flce.engine.borrowing import BLOCK_MULTIPLE
+from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
+from flce.engine.e4m3 import ChunkSizes, compute_gradients
+from flce.engine.exponentials import Exponentials
+from flce.engine.pass_context import PassContext
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
+from flce.engine.schedules.statistics import Deferred, statistics_schedule
+
+# The least number of tokens of a group, if there are as many. With fewer, the products read the weight too often.
+GROUP_ROWS = 4096
+# Number of tokens of a tile whose gradient of the logits is in memory before it is rounded.
+TILE_ROWS = 1024
+
+
+def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
+    """Return the sizes for chunks of `rows`. A group has at least GROUP_ROWS tokens, as many that the blocks of its dX,
+    ROW_MULTIPLE x BLOCK_MULTIPLE, nearly fill whole waves, one block for each multiprocessor."""
+    wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_MULTIPLE)) * ROW_MULTIPLE
+    group_rows = min(rows, ceil_div(GROUP_ROWS, wave_rows) * wave_rows)
+    return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
+
+
+@dataclass(frozen=True)
+class E4M3Schedule(Schedule):
+    """Base of these schedules. A size is the number of tokens of a chunk."""
+
+    chunks: ChunkSizes
+
+    multiplies_e4m3 = True
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        is_deferred = c.spec.reduction == "none" or not (c.can_multiply_exponentials and c.supports_fused_products)
+        supported = c.multiplies_e4m3 and c.needs.any and cls.deferred == is_deferred
+        return sizes_up_to(c.num_tokens) if supported else NO_SIZES
+
+    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
+        return self.chunks.rows, [c.vocab_size]
+
+    def for_shard(self, c: Case) -> Schedule:
+        return self  # dX is summed over processes after each group.
+
+
+@dataclass(frozen=True)
+class E4M3Exponentials(E4M3Schedule):
+    """Loop over groups: exponentials, rounded in registers, and dX; dW after the groups of a chunk. Three products, two
+    of them with E4M3 operands."""
+
+    @classmethod
+    def from_size(cls, c: Case, size: int) -> E4M3Exponentials:
+        chunks = chunk_sizes(c, size)
+        return cls(replace(chunks, tile_rows=chunks.group_rows))
+
+    def forward(self, ctx: PassContext) -> None:
+        compute = Exponentials(ctx).compute
+        compute_gradients(ctx, self.chunks, lambda tokens, out: compute(ctx.term_inputs(tokens), [], tokens, out))
+
+
+@dataclass(frozen=True)
+class E4M3DeferredChunks(Deferred, E4M3Schedule):
+    """Loop over tiles whose logits are computed twice: for an upstream gradient of each token, and if exponentials
+    cannot be multiplied, as on a CPU. Four products, two of them with E4M3 operands."""
+
+    @classmethod
+    def from_size(cls, c: Case, size: int) -> E4M3DeferredChunks:
+        chunks = chunk_sizes(c, size)
+        return cls(chunks, statistics_schedule(c, chunks.tile_rows, c.vocab_size))
+
+    def backward(self, ctx: PassContext) -> None:
+        memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
+
+        def compute_tile(tokens: slice, out: QuantizedTile) -> None:
+            dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))
+            ctx.compute_gradient(ctx.term_inputs(tokens), tokens, ctx.all_classes, dlogits)
+            ctx.backend.quantize_tile(dlogits, out)
+
+        compute_gradients(ctx, self.chunks, compute_tile)
