@@ -190,6 +190,19 @@ def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> 
         assert bool(((total - exact[row]).abs() <= exact[row].abs() * 2.0**-4 + 4e-8 * exact[row].abs().sum()).all())
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-12, 1.0])
+def test_columns_beyond_their_limit(value: float, device: torch.device, triton_backend: str) -> None:
+    """The scales of columns fit rows that are not in the sample."""
+    x = torch.full((600, 80), value, dtype=BF16, device=device)
+    x[1, :70], x[301, 3] = 2e3 * torch.randn(70).to(x), 1e5
+    out, scales = torch.empty(80, 640, device=device).to(E4M3), torch.empty(80, device=device)
+    load_backend("triton").quantize_transposed(x, None, None, out, scales)
+    assert not out[:, 600:].float().any()
+    total, exact = out[:, :600].t().float() * scales, x.float()
+    assert bool(((total - exact).abs() <= exact.abs() / 16 + scales * 2.0**-9).all())
+    assert bool((exact.abs().amax(0) <= scales * 448 * 1.001).all())
+
+
 def test_extreme_rows(emulated: None) -> None:
     """A certain row, equal logits, one logit far above all others, logits of -inf: finite and right."""
     x = torch.eye(16, dtype=BF16).repeat(3, 1)
