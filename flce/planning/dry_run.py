@@ -212,7 +212,8 @@ class CountingBackend:
     ) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
         if self.case.backend == "torch":
-            self.add_scratch(eager.divergence_bytes(logits, self.case.device_type))
+            tile = max(logits, teacher_logits, key=lambda logits: logits.itemsize)
+            self.add_scratch(eager.divergence_bytes(tile, self.case.device_type))
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
