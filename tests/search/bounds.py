@@ -94,7 +94,7 @@ class Logits:
         error = (len(products) + 1) * u * sizes if given is None else torch.zeros_like(a)
         if given is None:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
-            error = error + (len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
+            error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         cap = 1.0 if softcap is None else softcap
         scaled = logit_scale * a / cap
         tanh = scaled if softcap is None else scaled.tanh()
