@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -227,6 +228,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
+    saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
     return Arithmetic(
         result=result,
         rows=rows,
@@ -235,7 +237,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
-        coherent=call["std"] == 0.0 or call.get("layout") in ("expanded", "one column"),
+        coherent=call["std"] == 0.0 or saturated or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
     )
@@ -343,11 +345,11 @@ class Expected:
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""
-        p, rows, oracle, u = self.p, self.rows, self.oracle, self.how.u
+        p, rows, oracle, how = self.p, self.rows, self.oracle, self.how
         logits, to_positions = rows.logits, rows.to_positions
 
         def reduced(values: Tensor, of_values: Tensor) -> Tensor:
-            return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, u)
+            return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, how)
 
         bound = reduced(self.losses * self.of_token, self.dlosses * self.of_token.abs())
         errors.compare(f"{prefix} loss", loss, oracle.loss, bound)

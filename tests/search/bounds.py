@@ -280,6 +280,7 @@ def loss_of_rows(
     )
 
 
-def sum_of_rows(losses: Tensor, errors: Tensor, u: float) -> Tensor:
+def sum_of_rows(losses: Tensor, errors: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of a sum over rows."""
-    return errors.square().sum().sqrt() + u * _sum_steps(len(losses)) * losses.abs().sum()
+    total = errors.sum() if how.coherent else errors.square().sum().sqrt()
+    return total + how.u * _sum_steps(len(losses)) * losses.abs().sum()
