@@ -24,7 +24,8 @@
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
 #     fp8          gradient products in E4M3: times, errors of random and of trained heads, their tests; four minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
-#     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck; in a separate call
+#     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
+#                  write; in a separate call
 #     distributed  any number of GPUs: the tests of several processes, split-head, wrapped; eight minutes
 #     split-head   a head that is divided over GPUs, alone and with links
 #     wrapped      a model that is divided by FSDP2, TP, both, HSDP and ZeRO-3: stock, patched and with Liger's loss
@@ -147,6 +148,8 @@ sanitize() {
         "tests/ops/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
     [ "$limit" -ge 30 ] || { fail "sanitize: no time was left" && return; }
+    planted_write || { fail "sanitize: a planted write outside of a tensor was not found" && return; }
+    lines+=("ok      memcheck found a planted write outside of a tensor")
     for group in "${!groups[@]}"; do
         for tool in memcheck racecheck; do
             [[ "$tool, ${groups[group]}" =~ ${SANITIZE_ONLY:-} ]] || continue
@@ -169,6 +172,21 @@ sanitize() {
         grep -q 'SUMMARY: 0 ' "${outputs[job]}" || fail "${names[job]}: no summary of no errors"
     done
     tail -n 60 "${outputs[@]}" >"$out/sanitize.log"
+}
+
+# planted_write: true if memcheck finds a kernel that writes outside of its tensor.
+planted_write() {
+    cat >"$logs/planted.py" <<'PROGRAM'
+import torch, triton, triton.language as tl
+@triton.jit
+def fill(out, SIZE: tl.constexpr):
+    tl.store(out + tl.arange(0, SIZE), 1.0)
+fill[(1,)](torch.empty(1000, device="cuda"), 4096)
+torch.cuda.synchronize()
+PROGRAM
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 60 compute-sanitizer --tool memcheck --target-processes all \
+        --error-exitcode 9 "$python" "$logs/planted.py" >"$logs/planted.log" 2>&1
+    [ $? -eq 9 ] && grep -q 'Invalid __global__ write' "$logs/planted.log"
 }
 
 # has_only_vendor_races OUTPUT: true if racecheck reports no other error, and all tests passed.

@@ -1,6 +1,7 @@
 """Training with flce and with stock PyTorch: a small language model on the text of this repository's documents.
 
-    python scripts/train_alike.py --device cuda --steps 1000 --dtype bfloat16 --out curves.json --plot curves.png
+    python scripts/train_alike.py --dtype bfloat16 --out bfloat16.json   # and float32, float16
+    python scripts/train_alike.py --compare float32.json bfloat16.json float16.json --plot curves.png --out result.json
 
 All runs have the same weights, the same batches and AdamW. Runs of stock differ in the order of sequences and tokens
 within a batch, and in random changes of the hidden states of at most half a rounding, because another order of sums
@@ -53,7 +54,7 @@ def train(
     *,
     options: flce.ChunkOptions | None = None,
     order: int = 0,
-    vocab: int = 4096,
+    vocab: int = 16384,
     hidden: int = 256,
     batch: tuple[int, int] = (16, 128),
 ) -> list[float]:
@@ -70,10 +71,8 @@ def train(
         window = data[starts[:, None] + torch.arange(batch[1] + 1)].to(device)
         permutation = torch.arange(count)
         if order:
-            window, permutation = (
-                window[torch.randperm(batch[0], generator=shuffle)],
-                torch.randperm(count, generator=shuffle),
-            )
+            window = window[torch.randperm(batch[0], generator=shuffle)]
+            permutation = torch.randperm(count, generator=shuffle)
         with torch.autocast(device, DTYPES[dtype], enabled=dtype != "float32"):
             x = model.model(window[:, :-1]).last_hidden_state.flatten(0, 1)
             y, weight = window[:, 1:].flatten(), model.lm_head.weight
@@ -111,38 +110,84 @@ def worst_share(curve: Sequence[float], stock: Curves, exact: Curves) -> float:
     return float(((smooth(curve) - reference).abs() / (FACTOR * spread + 1e-6 * reference)).max())
 
 
+def train_all(steps: int, dtype: str, device: str, seeds: int) -> dict[str, Any]:
+    """Return the losses of all runs of a dtype, and how they were made."""
+    curves = {f"stock {order}": train(steps, dtype, device, order=order) for order in range(seeds)}
+    runs = RUNS | (BFLOAT16_RUNS if dtype == "bfloat16" else {})
+    curves |= {name: train(steps, dtype, device, options=options) for name, options in runs.items()}
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return {"dtype": dtype, "device": name, "torch": torch.__version__, "steps": steps, "curves": curves}
+
+
+def compare(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, for each dtype and run of flce, the distance from the reference, divided by the allowed distance."""
+
+    def stock(result: dict[str, Any]) -> Curves:
+        return [curve for name, curve in result["curves"].items() if name.startswith("stock")]
+
+    exact = next(stock(each) for each in results if each["dtype"] == "float32")
+    return {
+        each["dtype"]: {
+            name: worst_share(curve, stock(each), exact)
+            for name, curve in each["curves"].items()
+            if not name.startswith("stock")
+        }
+        for each in results
+    }
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot the runs of each dtype as differences from the mean of stock in float32."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = next(each["curves"] for each in results if each["dtype"] == "float32")
+    reference = torch.stack([smooth(curve) for name, curve in curves.items() if name.startswith("stock")]).mean(0)
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(4 * len(results), 3.2), layout="constrained", sharey=True
+    )
+    for axes, each in zip(panels, results, strict=True):
+        for name, losses in each["curves"].items():
+            is_stock = name.startswith("stock")
+            label = "stock, other orders of sums" if name == "stock 0" else None if is_stock else name
+            axes.plot(smooth(losses) - reference, label=label, color="0.75" if is_stock else None, linewidth=1)
+        axes.set(xlabel="step", title=each["dtype"])
+    panels[0].set_ylabel(f"loss above stock in float32,\nmean of {WINDOW} steps")
+    panels[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
     parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    how = (arguments.steps, arguments.dtype, arguments.device)
-    curves = {f"stock {order}": train(*how, order=order) for order in range(arguments.seeds)}
-    stock = exact = list(curves.values())
-    if arguments.dtype != "float32":
-        exact = [train(arguments.steps, "float32", arguments.device, order=order) for order in range(arguments.seeds)]
-    runs = RUNS | (BFLOAT16_RUNS if arguments.dtype == "bfloat16" else {})
-    curves |= {name: train(*how, options=options) for name, options in runs.items()}
-    shares = {name: worst_share(curves[name], stock, exact) for name in runs}
-    for name, losses in curves.items():
-        note = f", {shares[name]:.2f} of the allowed distance" if name in shares else ""
-        print(f"{name:15} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}", flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(curves))
+    if not arguments.compare:
+        result = train_all(arguments.steps, arguments.dtype, arguments.device, arguments.seeds)
+        arguments.out.write_text(json.dumps(result))
+        return 0
+    results = [json.loads(file.read_text()) for file in arguments.compare]
+    shares = compare(results)
     if arguments.plot is not None:
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        for name, losses in curves.items():
-            axes.plot(smooth(losses), label=name, color="0.75" if name.startswith("stock") else None, linewidth=1)
-        axes.set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"{arguments.dtype}, {arguments.device}")
-        axes.legend()
-        figure.savefig(arguments.plot, dpi=150)
-    return int(max(shares.values()) > 1.0)
+        plot(results, arguments.plot)
+    for each in results:
+        for name, losses in each["curves"].items():
+            share = shares[each["dtype"]].get(name)
+            note = "" if share is None else f", {share:.2f} of the allowed distance"
+            print(f"{each['dtype']:9} {name:15} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}")
+        # Every tenth mean is enough for a plot.
+        each["curves"] = {name: [round(x, 5) for x in smooth(c)[9::10].tolist()] for name, c in each["curves"].items()}
+    arguments.out.write_text(
+        json.dumps({"share of the allowed distance": shares, "window": WINDOW, "runs": results}) + "\n"
+    )
+    return int(max(max(of_dtype.values()) for of_dtype in shares.values()) > 1.0)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,19 @@ import warnings
 
 
 def main() -> int:
+    from tests.search import driver, kinds
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="processes with other seeds draw other calls")
     parser.add_argument("--only", default="", help="kinds, separated by commas")
     parser.add_argument("--count", type=int, default=None, help="calls, instead of minutes")
+    parser.add_argument("--shrink", type=float, default=driver.SHRINKING_SECONDS, help="seconds to shrink a call")
     parser.add_argument("--again", default="", metavar="LINE", help="run one call")
     arguments = parser.parse_args()
 
-    from tests.search import kinds
-    from tests.search.driver import Search, parse
-
+    driver.SHRINKING_SECONDS = arguments.shrink
     kinds.prepare(arguments.device)
     warnings.simplefilter("ignore")
     known = kinds.load()
@@ -34,9 +35,9 @@ def main() -> int:
     ]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"unknown kinds {', '.join(unknown)}: expected {', '.join(known)}")
-    search = Search({name: known[name] for name in names}, arguments.device)
+    search = driver.Search({name: known[name] for name in names}, arguments.device)
     if arguments.again:
-        name, call = parse(arguments.again)
+        name, call = driver.parse(arguments.again)
         failure = search.try_call(known[name], call)
         print(failure or ("refused" if search.refused else "passes"))
         return int(failure is not None)

@@ -36,6 +36,7 @@ class Arithmetic:
     parts: int = 1
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
+    has_subnormal: bool = False  # gradients or exponentials in memory are float16
     coherent: bool = False  # terms of sums are equal, and so are their errors
 
     @property
@@ -97,6 +98,7 @@ class Logits:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
             error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         cap = 1.0 if softcap is None else softcap
+        self.scale = max(torch.as_tensor(abs(logit_scale) / temperature).flatten().tolist(), default=0.0)
         scaled = logit_scale * a / cap
         tanh = scaled if softcap is None else scaled.tanh()
         self.z = cap * tanh / temperature
@@ -131,8 +133,9 @@ class Logits:
         self.dlogp = self.dz + u * (3.0 + below + self.log_sum[:, None])
         self.entropy = -(self.p * self.logp).sum(-1)
         share = self.p * (self.logp + self.entropy[:, None])
-        sizes = self.log_sum + (self.p * below).sum(-1)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + 2.0 * self.dsum * (1.0 + sizes)
+        spread = (self.p * below).sum(-1)
+        rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + rounding
         # The oracle subtracts logits from the log-sum-exp.
         self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
@@ -196,9 +199,13 @@ class Gradients:
         if how.gradients != how.rows:
             others = self.smooth.abs().masked_fill(row.direct != 0, 0.0)  # exponentials, without the targets' classes
             error = error + KAPPA * unit(how.gradients) * torch.maximum(self.value.abs(), others)
-            if how.gradients == torch.float16 and len(terms):  # small exponentials and gradients are subnormal
-                error = error + 2.0**-25 * (terms * jacobian.abs()).amax()
+        if how.has_subnormal and len(terms):
+            factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
+            error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
         self.independent = error
+        # In a row of equal logits the rounding errors are equal, too.
+        is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
+        self.coherence = torch.where(is_equal, p.shape[1] ** 0.5, 1.0)
         # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
         common = size if row.entropy is not None else smooth
         # If logits are equal, the roundings of their exponentials are equal, too.
@@ -223,7 +230,8 @@ class Gradients:
         squares = added(self.independent, w, self.how).square()
         for part, of_row in self.common:
             squares = squares + ((part @ w) * of_row[:, None]).square()
-        return self.equal @ w.abs() + self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        of_sums = self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        return self.equal @ w.abs() + of_sums * self.coherence
 
     def transposed_times(self, x: Tensor) -> Tensor:
         """Return the error of dW = gradient.T @ x, (V, H). Errors of rows are independent."""

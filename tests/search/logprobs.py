@@ -10,7 +10,6 @@ from torch import Tensor
 import flce
 from flce.core.problem import OUTPUTS
 from flce.testing.oracle import dense_logits, shifted_target, token_results
-from tests.helpers import least_budget
 from tests.search import arguments
 from tests.search.arguments import HEAD, LOSS, Rows, by_letter, compare_argmax, defaults
 from tests.search.bounds import CHAIN, Gradients, RowGradient, sum_error
@@ -72,11 +71,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
     with arguments.backend(call["backend"]):
         budget = None
         if call["beyond"] is not None and p.target.numel():
-            try:
-                forward(1)
-                budget = 1 + call["beyond"]
-            except ValueError as error:
-                budget = least_budget(str(error), forward) + call["beyond"]
+            budget = call["beyond"] + arguments.least_budget(lambda: forward(1))
         out = forward(budget)
         upstream = {
             name: torch.randn(value.shape, generator=g, dtype=torch.float64).to(value) * call["upstream"]
