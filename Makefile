@@ -105,7 +105,7 @@ docs: $(READY)
 # separate environment.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
-	.cache/build/bin/python -m pip install --quiet build 'cyclonedx-bom>=7'
+	.cache/build/bin/python -m pip install --quiet build==1.6.1 cyclonedx-bom==7.5.0
 	rm -rf dist sbom
 	.cache/build/bin/python -m build
 	mkdir sbom

@@ -101,7 +101,7 @@ def linear_divergence(
         theirs = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
     ids, teacher_logprob = None, None
     if teacher is not None and teacher_weight is not None:
-        _check_sizes(student, student_weight, teacher, teacher_weight)
+        _check_sizes(student, student_weight, teacher, teacher_weight, teacher_bias)
     elif teacher_bias is not None or theirs != LogprobSpec():
         raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
     elif not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
@@ -146,9 +146,11 @@ def linear_divergence(
     return LinearDivergenceOutput(*(None if x is None else x.reshape(tokens) for x in values))
 
 
-def _check_sizes(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> None:
-    tensors = {"student": student, "student_weight": student_weight, "teacher": teacher}
-    check_tensors({**tensors, "teacher_weight": teacher_weight})
+def _check_sizes(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None
+) -> None:
+    tensors = {"student": student, "student_weight": student_weight, "teacher": teacher, "teacher_bias": teacher_bias}
+    check_tensors({**tensors, "teacher_weight": teacher_weight}, optional={"teacher_bias"})
     if student.shape[:-1] != teacher.shape[:-1]:
         shapes = f"{tuple(student.shape)} and {tuple(teacher.shape)}"
         raise ValueError(f"student and teacher must have the same tokens, (..., H) with any H, got {shapes}")

@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,32 +192,36 @@ def interrupts() -> str:
     gc.collect()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before, f"{torch.cuda.memory_allocated() - before} bytes leaked"
+    assert caught, "no call was interrupted"
     return f"{caught} interrupts"
 
 
 def full_memory() -> str:
-    """Check a call on a filled GPU: the error names a budget that fits, nothing leaks, and a retry with it works."""
+    """Check a call on a filled GPU: it continues with a smaller plan and names its budget, with which the next call
+    needs no second attempt; nothing leaks."""
     x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(64000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     y = torch.randint(64000, (8192,), device="cuda")
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     filler = torch.empty(max(0, free - x.nbytes - w.nbytes - 100 * MIB), dtype=torch.uint8, device="cuda")
-    before, text = torch.cuda.memory_allocated(), ""
+    before = torch.cuda.memory_allocated()
 
-    def step(options: flce.ChunkOptions | None) -> None:
-        flce.fused_linear_cross_entropy(x, w, y, options=options).backward()
+    def budgets_named(options: flce.ChunkOptions) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            flce.fused_linear_cross_entropy(x, w, y, options=options).backward()
         x.grad = w.grad = None
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before, "memory leaked"
+        return re.findall(r"max_workspace_bytes=(\d+)", " ".join(str(warning.message) for warning in caught))
 
-    try:
-        step(flce.ChunkOptions(strategy="tokens", chunk_rows=8192))
-    except torch.OutOfMemoryError as error:
-        text = str(error)
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before, "memory leaked"
-    step(flce.ChunkOptions(max_workspace_bytes="48MiB"))
+    named = budgets_named(flce.ChunkOptions(strategy="tokens", chunk_rows=8192))
+    assert named, "the GPU is not full, or no warning names a budget"
+    again = budgets_named(flce.ChunkOptions(max_workspace_bytes=int(named[-1])))
+    assert not again, f"the budget of {named[-1]} bytes does not fit"
     del filler
-    return f"a retry with 48 MiB works; the error: {text.splitlines()[0][:120] if text else 'none, a smaller plan ran'}"
+    return f"{len(named)} smaller plans; the budget of the last, {int(named[-1]) / MIB:.0f} MiB, fits"
 
 
 def _child(queue: Any) -> None:

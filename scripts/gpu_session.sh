@@ -22,6 +22,7 @@
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
+#     fp8          gradient products in E4M3: times, errors of random and of trained heads, their tests; four minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
@@ -299,13 +300,18 @@ for name in $parts; do
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
         divergence) benchmark divergence divergence h200 130 ;;
+        fp8)
+            benchmark fp8 operator h200-fp8 90
+            part fp8-errors "$(within 120)" "$python" scripts/fp8_errors.py --out "$out/fp8-errors.txt"
+            part fp8-tests "$(within 180)" "$python" -m pytest -q -p no:cacheprovider -m gpu tests/engine/test_e4m3.py
+            ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs divergence calls rivals exact curve operator; do
+for name in model grpo logits rows logprobs divergence fp8 calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in

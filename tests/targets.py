@@ -278,7 +278,7 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
         teacher = Teacher(tile, tile, bias, spec, kind, 0.5, rows)
         tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
         call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
-        for memory in (None, grad, tile.view(dtype)[:, :cols]):
+        for memory in (None, grad):
             yield partial(backend.divergence, tile, tile, call, teacher, memory)
 
 

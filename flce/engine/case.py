@@ -109,6 +109,8 @@ class Dtypes:
     """Sums of gradients over tiles."""
     grads: torch.dtype
     """dX and dW that a schedule returns."""
+    has_teacher: bool = False
+    """True if the logits of a teacher need as much memory as the logits."""
 
     @functools.cached_property
     def unscales_sums(self) -> bool:
@@ -132,7 +134,7 @@ class Dtypes:
         small, and not so narrow that most of it is padding."""
         is_small = rows * padded_cols(cols) * self.logits.itemsize <= OVERLAPPING_BYTES
         is_wide = cols >= COLUMN_MULTIPLE or self.fits_single_product(rows, cols)
-        return self.has_wider_logits and is_small and is_wide
+        return self.has_wider_logits and is_small and is_wide and not self.has_teacher
 
     def logits_per_block(self, rows: int, cols: int) -> int:
         """Return the number of logits of a block for a tile of this size, at most half of the tile's bytes."""
@@ -219,7 +221,7 @@ class Case:
         # If a float16 gradient were rounded before it is multiplied by the upstream gradient (with a GradScaler, its
         # loss scale), it would underflow.
         grads = torch.float32 if self.dtype == torch.float16 and not deferred else self.dtype
-        return Dtypes(logits, logits_grad, sums, grads)
+        return Dtypes(logits, logits_grad, sums, grads, self.teacher is not None)
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:

@@ -347,7 +347,7 @@ class PassContext:
     ) -> None:
         """Compute the teacher's logits of a tile, and run `Backend.divergence`."""
         assert self.teacher is not None
-        teacher_logits = self.new_tile(len(logits), call.tile.cols, self.normalizer.dtype)
+        teacher_logits = self.new_tile(len(logits), call.tile.cols, accumulation_dtype(self.teacher.weight.dtype))
         self.matmul(teacher_x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
         self.backend.divergence(logits, teacher_logits, call, self.teacher.select_rows(tokens), grad)
 

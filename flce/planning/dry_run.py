@@ -212,7 +212,8 @@ class CountingBackend:
     ) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
         if self.case.backend == "torch":
-            self.add_scratch(eager.divergence_bytes(logits, self.case.device_type))
+            tile = max(logits, teacher_logits, key=lambda logits: logits.itemsize)
+            self.add_scratch(eager.divergence_bytes(tile, self.case.device_type))
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
@@ -279,6 +280,7 @@ class CountingBackend:
 
     def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
         self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
+        self.add_scratch(contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4))
         self._add_e4m3_scratch(tile)
 
     def normalize_quantized(self, *args: Any) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import flce
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
-from flce.core.problem import LossSpec, Needs
+from flce.core.problem import LossSpec
 from flce.engine.borrowing import place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules.chunks import DeferredChunks
@@ -33,7 +33,6 @@ from tests.hopper import case_on_hopper, misaligned, plan_as_on_hopper
 
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
-NEEDS = Needs((True,), (True,), False)
 KINDS = (Unnormalized, Borrowed)  # `Recomputed` is a subclass of `Unnormalized`
 
 

@@ -22,7 +22,6 @@ from flce.huggingface.lazy.state import Settings, head_state
 from flce.huggingface.usage import Usage
 
 B, T, H, V = 2, 5, 8, 11
-BIAS = torch.linspace(-1, 2, V, dtype=torch.float64)
 
 
 class Pair:

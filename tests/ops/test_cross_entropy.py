@@ -16,7 +16,6 @@ from torch import Tensor
 
 import flce
 from flce.testing.problem import CallResult, Problem, run_oracle
-from flce.testing.tolerances import TOLERANCE
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -72,15 +71,6 @@ def run(
     of_logits = None if memory.grad is None else view(memory.grad)
     of_weights = None if p.token_weight is None else p.token_weight.grad
     return CallResult(loss.detach(), of_logits, None, None, output=output, grad_token_weight=of_weights)
-
-
-def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> Any:
-    outcome = run(p, layout, **how)
-    expected = run_oracle(p, grad_output=how.get("grad_output"))
-    allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
-    grads = "x" * how.get("grad", True) + "t" * how.get("weigh", False)
-    assert_outcome(outcome, expected, p, tolerance=allowed, grads=grads, stats=how.get("stats", ()))
-    return outcome
 
 
 @parametrize_pairs(inplace=[False, True], backend=BACKENDS)

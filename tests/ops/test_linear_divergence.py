@@ -346,6 +346,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         wrong(options=flce.ChunkOptions(logits_dtype=torch.bfloat16)),
     ),
     "dtype": (TypeError, "student and student_weight must have one", wrong(student_weight=torch.zeros(30, 8).double())),
+    "temperatures": (ValueError, "temperature must be one number", wrong(temperature=torch.ones(4))),
+    "no tensor": (TypeError, "teacher_bias must be a", wrong(teacher_bias=1.0)),
     "no pair": (
         TypeError, "teacher_topk must be a pair of tensors, got Tensor",
         wrong(teacher=None, teacher_weight=None, teacher_topk=torch.zeros(4, 2)),

@@ -278,11 +278,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "top of what": (TypeError, "top_k must be an int", {"top_k": 2.0}),
     "temperatures": (ValueError, r"shape \(4,\)", {"temperature": torch.ones(3)}),
     "its gradient": (ValueError, "no gradient", {"temperature": torch.ones(4, requires_grad=True)}),
-    "zero": (
-        ValueError,
-        "number > 0 for each token, got 0 at position 1",
-        {"temperature": torch.tensor([1.0, 0, 1, 1])},
-    ),
+    "zero": (ValueError, "> 0 for each token, got 0 at position 1", {"temperature": torch.tensor([1.0, 0, 1, 1])}),
     "infinite": (ValueError, "got inf at position 0", {"temperature": torch.tensor([torch.inf, 1, 1, 1])}),
     "below zero": (ValueError, "got -2 at position 3", {"temperature": torch.tensor([1.0, 1, 1, -2])}),
     "number": (ValueError, "temperature must be a finite number > 0", {"temperature": 0.0}),

@@ -37,7 +37,6 @@ from tests.helpers import (
 )
 
 both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 SKIP = ("auto", True, False)
 
 

@@ -37,10 +37,7 @@ def sample_inputs(name: str) -> list[Any]:
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
-    "nn.functional.linear_cross_entropy": (
-        flce.fused_linear_cross_entropy,
-        getattr(F, "linear_cross_entropy", None),
-    ),
+    "nn.functional.linear_cross_entropy": (flce.fused_linear_cross_entropy, getattr(F, "linear_cross_entropy", None)),
     "nn.functional.cross_entropy": (flce.cross_entropy, F.cross_entropy),
     "softmax": (flce.softmax, F.softmax),
     "log_softmax": (flce.log_softmax, F.log_softmax),
@@ -55,9 +52,8 @@ def test_samples_of_pytorch(name: str, torch_backend: str) -> None:
         pytest.skip(f"PyTorch {torch.__version__} has no samples of {name}")
     for sample in samples:
         kwargs = {key: value for key, value in sample.kwargs.items() if key != "options"}
-        given = [
-            t.detach().requires_grad_(t.requires_grad) for t in (sample.input, *sample.args) if isinstance(t, Tensor)
-        ]
+        tensors = [t for t in (sample.input, *sample.args) if isinstance(t, Tensor)]
+        given = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         rest = [a for a in sample.args if not isinstance(a, Tensor)]
         expected = stock(*given, *rest, **kwargs)
         ours_given = list(given)

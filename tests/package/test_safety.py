@@ -1,4 +1,4 @@
-"""Promises of SECURITY.md: no code from data, no network, no files, licences, strange tensors."""
+"""Promises of SECURITY.md: no code from data, no network, no files, licences."""
 
 from __future__ import annotations
 
@@ -24,27 +24,24 @@ def test_code_is_never_data() -> None:
             elif isinstance(node, ast.Call):
                 function = node.func
                 name = getattr(function, "id", None) or getattr(function, "attr", "")
-                of_torch = isinstance(function, ast.Attribute) and name in (
-                    "compile",
-                    "eval",
-                )  # torch.compile, model.eval
-                assert name not in FORBIDDEN_CALLS or of_torch, (file, node.lineno, name)
+                is_method = isinstance(function, ast.Attribute) and name in ("compile", "eval")  # model.eval
+                assert name not in FORBIDDEN_CALLS or is_method, (file, node.lineno, name)
                 assert ast.unparse(function) != "torch.load", (file, node.lineno)
                 for keyword in node.keywords:
                     assert keyword.arg != "trust_remote_code" or ast.unparse(keyword.value) == "False", file
 
 
 PROGRAM = """
-import sys, torch, torch._dynamo
+import os, sys, torch, torch._dynamo
 import triton.language
 def refuse(event, arguments):
-    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
     if writes or event.startswith(("socket.", "os.mkdir", "os.remove", "os.rename", "subprocess.", "urllib.")):
         raise PermissionError(f"{event} {arguments}")
 sys.addaudithook(refuse)
 import importlib, pkgutil, flce
 for module in pkgutil.walk_packages(flce.__path__, "flce."):
-    if not module.name.startswith(("flce.huggingface", "flce.tools", "flce.__main__", "flce.backends.triton")):
+    if not module.name.startswith(("flce.huggingface", "flce.__main__")):  # the first imports other libraries
         importlib.import_module(module.name)
 x, w = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
 flce.fused_linear_cross_entropy(x, w, torch.randint(30, (5,))).backward()
@@ -61,7 +58,7 @@ def test_no_network_and_no_files(tmp_path: Path) -> None:
     assert not [*home.iterdir()]
 
 
-ALLOWED = re.compile(r"MIT|BSD|Apache|PSF|Python Software|ISC|MPL|Unlicense|NVIDIA", re.IGNORECASE)
+ALLOWED = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software|ISC|MPL|Unlicense|NVIDIA)\b", re.IGNORECASE)
 
 
 def test_licences_of_dependencies() -> None:

@@ -27,4 +27,4 @@ def test_oldest_and_newest_versions(package: str) -> None:
     assert f'"{package}>={oldest.rpartition(".")[0]}' in (ROOT / "pyproject.toml").read_text()
     readme = (ROOT / "README.md").read_text()
     by_hand = BY_HAND.get(package)
-    assert f"{oldest} to {newest}{f' (by hand: {by_hand})' if by_hand else ''}" in readme
+    assert f"{oldest} to {newest}{f' ({by_hand} only by hand)' if by_hand else ''}" in readme

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from flce.planning.search import plan_for_shard
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
 
-ENGINE = Path(flce.__file__).parent / "engine"
 PROCESSES = 4
 TOKENS, HIDDEN, VOCAB = (3, 16), 64, 1111
 # Keywords of the problem, `ChunkOptions`, and more keywords of the plan.

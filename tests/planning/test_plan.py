@@ -219,6 +219,9 @@ def test_plan_of_a_divergence() -> None:
     assert (plan.case.spec.softcap, plan.case.spec.stats) == (5.0, ("entropy",))
     options = flce.ChunkOptions(max_workspace_bytes="64MiB")
     assert flce.plan(*sizes, device_kind="H200", teacher_hidden_size=2048, options=options).workspace_bytes <= 64 << 20
+    # The logits of the teacher need memory beside every block, also beside a block in the memory of dW.
+    wide = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", teacher_hidden_size=4096, options=options)
+    assert wide.workspace_bytes >= 48 << 20  # Tiles for the least memory would be slow.
     with pytest.raises(ValueError, match="teacher_hidden_size must be positive, got 0"):
         flce.plan(*sizes, teacher_hidden_size=0)
     with pytest.raises(ValueError, match="teacher_hidden_size plans linear_divergence"):

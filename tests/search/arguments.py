@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from tests.search.driver import Call, Errors, Mismatch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
-MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500, "cpu slabs": 30_000}
+MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500, "cpu blocks": 1500, "cpu slabs": 30_000}
 MAX_LOGITS |= {"cuda torch": 1 << 20, "cuda triton": 1 << 24}
 MAX_WEIGHT = 1 << 25  # elements of the weight
 
@@ -42,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 LOSS: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DTYPES),
-    "backend": ("torch", "triton", "hopper", "slabs"),
+    "backend": ("torch", "triton", "hopper", "blocks", "slabs"),
     "vocab": (11,),
     "ignored": ("none", "none", "some", "most", "first", "last", "all"),
     "ignore_index": (-100,),
@@ -102,7 +103,7 @@ def draw_loss(rng: random.Random, device: str) -> Call:
     for name, (default, *others) in OPTIONS.items():
         call[name] = options.choice(others) if options.random() < rare else default
     call["stats"] = tuple(name for name in STATS if options.random() < 0.15)
-    call["backend"] = rng.choices(LOSS["backend"], [70, 15, 5, 10] if device == "cpu" else [10, 90, 0, 0])[0]
+    call["backend"] = rng.choices(LOSS["backend"], [65, 12, 5, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[0]
     call["vocab"] = vocab = size(rng, most_logits(call, device) // 4)
     call["ignore_index"] = rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1, 2**32 + 3])
     call["target_dtype"] = "int64" if call["ignore_index"] > 2**31 else call["target_dtype"]
@@ -130,7 +131,11 @@ def draw_head(rng: random.Random, device: str) -> Call:
         "leading": leading,
         "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "grads": call["grads"] if rng.random() < 0.5 else "".join(letter for letter in "xwbaBt" if rng.random() < 0.5),
-        "hidden": rng.choice([h for h in hiddens if h * call["vocab"] <= MAX_WEIGHT]),
+        "hidden": rng.choice(
+            hiddens[:7]
+            if call["backend"] in ("triton", "hopper", "blocks") and on_cpu
+            else [h for h in hiddens if h * call["vocab"] <= MAX_WEIGHT]
+        ),
         "chunk_rows": size(rng, 64 if on_cpu else 4096) if how == "rows" and call["strategy"] != "vocab" else None,
         "beyond": {"least": 0, "roomy": rng.randrange(5000 if on_cpu else 1 << 26)}.get(how),
         "logits_dtype": call["dtype"] if half and rng.random() < 0.1 else None,
@@ -140,10 +145,19 @@ def draw_head(rng: random.Random, device: str) -> Call:
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Set the backend of all calls. hopper: interpreted Triton with the plans and dtypes of a Hopper GPU; slabs:
-    PyTorch, with few rows at a time."""
+    """Set the backend of all calls. hopper: interpreted Triton with the plans and dtypes of a Hopper GPU; blocks:
+    interpreted Triton, with few classes at a time; slabs: PyTorch, with few rows at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLCE_BACKEND", {"hopper": "triton", "slabs": "torch"}.get(name, name))
+        patch.setenv("FLCE_BACKEND", {"hopper": "triton", "blocks": "triton", "slabs": "torch"}.get(name, name))
+        if name == "blocks":
+            from flce.backends import triton
+
+            launch_size = triton._launch_size  # A lane has at most one column of the edges of a row.
+            patch.setattr(
+                triton,
+                "_launch_size",
+                lambda *args: (launch := launch_size(*args)) | {"PARTS": 1, "LANES": 2 * launch["VECTOR"]},
+            )
         if name == "slabs":
             patch.setattr(eager, "CPU_SLAB_BYTES", 1024)
         plans = plan_as_on_hopper(patch) if name == "hopper" else iter(())
@@ -233,6 +247,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
+    saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
     return Arithmetic(
         result=result,
         rows=rows,
@@ -242,7 +257,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
         has_subnormal=on_gpu and result == torch.float16,
-        coherent=call["std"] == 0.0 or call.get("layout") in ("expanded", "one column"),
+        coherent=call["std"] == 0.0 or saturated or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
     )
@@ -266,8 +281,14 @@ class Rows:
         """Return the valid rows of a tensor with a value, or `trailing` dimensions of values, for each position."""
         return x.reshape(self.p.target.numel(), *x.shape[x.dim() - trailing :])[self.index]
 
-    def of_optional(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.of(x)
+    def of_indices(self, x: Tensor | None, ignored: int = -1, trailing: int = 0) -> Tensor | None:
+        """Return the valid rows of indices or masks, which must be `ignored` at other positions."""
+        if x is None:
+            return None
+        found = self.of(x, trailing)
+        if not torch.equal(self.to_positions(found.long() - ignored) + ignored, x.long()):
+            raise Mismatch("ignored positions", f"{x}, expected {ignored}")
+        return found
 
     def to_positions(self, values: Tensor) -> Tensor:
         """Return values of rows at the positions of the rows, and 0 at others."""
@@ -344,11 +365,11 @@ class Expected:
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""
-        p, rows, oracle, u = self.p, self.rows, self.oracle, self.how.u
+        p, rows, oracle, how = self.p, self.rows, self.oracle, self.how
         logits, to_positions = rows.logits, rows.to_positions
 
         def reduced(values: Tensor, of_values: Tensor) -> Tensor:
-            return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, u)
+            return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, how)
 
         bound = reduced(self.losses * self.of_token, self.dlosses * self.of_token.abs())
         errors.compare(f"{prefix} loss", loss, oracle.loss, bound)
@@ -359,7 +380,7 @@ class Expected:
         bounds = logits.results(rows.target)
         for name in bounds.keys() & set(stats):
             errors.compare(f"{prefix} {name}", getattr(output, name), getattr(oracle, name), to_positions(bounds[name]))
-        compare_argmax(logits, rows.target, rows.of_optional(output.argmax), rows.of_optional(output.correct))
+        compare_argmax(logits, rows.target, rows.of_indices(output.argmax), rows.of_indices(output.correct, 0))
 
     def compare_gradients(self, errors: Errors, prefix: str, grads: Mapping[str, Tensor | None], **shares: Any) -> None:
         """Compare gradients by letter; None: not requested."""

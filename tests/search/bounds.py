@@ -69,9 +69,10 @@ def added(errors: Tensor, right: Tensor, how: Arithmetic) -> Tensor:
     return errors @ right.abs() if how.coherent else (errors.square() @ right.square()).sqrt()
 
 
-def _sum_steps(count: int) -> float:
-    """Return the additions that an entry of a vector takes part in: programs add in trees."""
-    return math.log2(max(count, 1)) + 1.0
+def _sum_steps(count: int, how: Arithmetic) -> float:
+    """Return the additions that an entry of a vector takes part in: programs add in trees. Sums of tiles are added one
+    after the other, with errors that cancel, unless the terms are equal."""
+    return count if how.coherent else math.log2(max(count, 1)) + 1.0
 
 
 class Logits:
@@ -95,7 +96,7 @@ class Logits:
         error = (len(products) + 1) * u * sizes if given is None else torch.zeros_like(a)
         if given is None:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
-            error = error + (len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
+            error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         cap = 1.0 if softcap is None else softcap
         self.scale = max(torch.as_tensor(abs(logit_scale) / temperature).flatten().tolist(), default=0.0)
         scaled = logit_scale * a / cap
@@ -122,7 +123,7 @@ class Logits:
         self.below = below
         # Roundings of exponentials, of their sum, and of its logarithm.
         exponentials = KAPPA * u * (self.p * (1.0 + below)).square().sum(-1).sqrt()
-        self.dsum = exponentials + u * (_sum_steps(a.shape[-1]) + self.log_sum)
+        self.dsum = exponentials + u * (_sum_steps(a.shape[-1], how) + self.log_sum)
         self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
         # The logits of candidates are computed as log-probability + log-sum-exp.
@@ -136,7 +137,7 @@ class Logits:
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
         self.dentropy = (share * self.dz).square().sum(-1).sqrt() + rounding
         # The oracle subtracts logits from the log-sum-exp.
-        self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1]) * (self.lse.abs() + self.z.abs().amax(-1))
+        self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
     def dlogprob(self, column: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def loss_of_rows(
     error = error + target * (logits.dsum + u * (nll + below))
     if label_smoothing:
         spread = logits.log_sum + 2.0 * logits.below.amax(-1)
-        error = error + each * weights.sum() * (logits.dsum + u * _sum_steps(classes) * spread)
+        error = error + each * weights.sum() * (logits.dsum + u * _sum_steps(classes, how) * spread)
     lse = logits.lse
     return Loss(
         RowGradient(softmax[:, None], direct),
@@ -288,6 +289,7 @@ def loss_of_rows(
     )
 
 
-def sum_of_rows(losses: Tensor, errors: Tensor, u: float) -> Tensor:
+def sum_of_rows(losses: Tensor, errors: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of a sum over rows."""
-    return errors.square().sum().sqrt() + u * _sum_steps(len(losses)) * losses.abs().sum()
+    total = errors.sum() if how.coherent else errors.square().sum().sqrt()
+    return total + how.u * _sum_steps(len(losses), how) * losses.abs().sum()

@@ -166,7 +166,8 @@ def check(call: Call, device: str, errors: Errors) -> None:
             parts = max(-(-p.target.numel() // rows), len(widths))
         leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in grads))
         step = Step(leaves, options, call["stats"], upstream, half)
-        memory = [memory_of(t) for t in (leaves.target, *arguments.named(leaves).values())]
+        tensors = (leaves.target, p.kwargs.get("weight"), *arguments.named(leaves).values())
+        memory = [memory_of(t) for t in tensors if t is not None]
         before = [each.clone() for each in memory]
         results = run(step, mode)
         if not all(map(torch.equal, memory, before)):

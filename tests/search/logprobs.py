@@ -26,6 +26,7 @@ DEFAULTS: Call = {
     "top_k": 0,
     "row_temperature": False,
     "retained": False,
+    "unused": (),  # results without an upstream gradient
 }
 
 
@@ -37,6 +38,7 @@ def draw(rng: random.Random, device: str) -> Call:
         "top_k": min(call["vocab"], rng.choice([0, 0, 1, 4])),
         "row_temperature": rng.random() < 0.15,
         "retained": rng.random() < 0.1,
+        "unused": tuple(name for name in DIFFERENTIABLE if rng.random() < 0.2),
     }
     return {name: value for name, value in call.items() if name in DEFAULTS} | more
 
@@ -74,7 +76,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
         upstream = {
             name: torch.randn(value.shape, generator=g, dtype=torch.float64).to(value) * call["upstream"]
             for name in DIFFERENTIABLE
-            if (value := getattr(out, name)) is not None
+            if name not in call["unused"] and (value := getattr(out, name)) is not None
         }
         found = {}
         if upstream and needed:
@@ -103,13 +105,14 @@ def check(call: Call, device: str, errors: Errors) -> None:
             rows.compare(errors, f"{prefix} {name}", got, expected[name], bound)
             if got.dtype != how.rows or got.requires_grad != (name in DIFFERENTIABLE and bool(needed)):
                 raise Mismatch(name, f"{got.dtype}, requires_grad={got.requires_grad}")
-    compare_argmax(logits, y, rows.of_optional(out.argmax), rows.of_optional(out.correct))
+    compare_argmax(logits, y, rows.of_indices(out.argmax), rows.of_indices(out.correct, 0))
     if call["top_k"]:
         order = logits.logp.sort(-1, descending=True)
         bound = logits.dlogprob(order.indices[:, : call["top_k"]]) + logits.dz.amax(-1, keepdim=True)
         rows.compare(errors, f"{prefix} top_k", out.top_k_logprob, order.values[:, : call["top_k"]], bound)
-        assert out.top_k_ids is not None
-        taken = logits.logp.gather(1, rows.of(out.top_k_ids, 1))
+        ids_of_rows = rows.of_indices(out.top_k_ids, -1, 1)
+        assert ids_of_rows is not None
+        taken = logits.logp.gather(1, ids_of_rows)
         rows.compare(errors, f"{prefix} top_k_ids", out.top_k_logprob, taken, bound)
     if not found:
         return

@@ -46,8 +46,7 @@ def _log_ratios(s, t, beta, KIND: tl.constexpr):
 
 @triton.jit
 def _rescale(offset, z):
-    """Return the larger of the offset and all z, the new reference of exponentials, and the old offset relative to it.
-    The reference is 0 while all z are -inf, because -inf - -inf is NaN."""
+    """Return the largest z so far, the finite reference of exponentials, and the old offset relative to it."""
     largest = tl.maximum(offset, tl.max(z, axis=0))
     reference = tl.where(largest == float("-inf"), 0.0, largest)
     return largest, reference, offset - reference
@@ -55,8 +54,7 @@ def _rescale(offset, z):
 
 @triton.jit
 def _carry(total, weight_sum, shift, other_shift):
-    """Return a sum of exponentials times differences of logits relative to new references, see
-    `formulas.merge_divergences`."""
+    """Return a sum of terms of a KL relative to new references, see `formulas.merge_divergences`."""
     decay = tl.exp2(shift * LOG2_E)
     return tl.where(decay > 0.0, decay * (total + (shift - other_shift) * weight_sum), 0.0)
 
@@ -64,7 +62,7 @@ def _carry(total, weight_sum, shift, other_shift):
 @triton.jit(do_not_specialize=["ignore_index", "column_start", "teacher_rows_stride", "row_gradient_stride"])
 def divergence_kernel(
     logits_ptr, teacher_logits_ptr,  # (rows, cols)
-    grad_ptr,  # (rows, cols); may be logits_ptr, also with NARROWING
+    grad_ptr,  # (rows, cols); may be logits_ptr
     target_ptr,  # (rows,) int64
     bias_ptr, teacher_bias_ptr,  # (cols,) of this tile
     teacher_rows_ptr,  # (slots, rows), see `Teacher.rows`
@@ -80,7 +78,6 @@ def divergence_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
     HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
     HAS_GRAD: tl.constexpr,
-    NARROWING: tl.constexpr,  # the gradient has fewer bytes than the logits in the same memory
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -98,9 +95,11 @@ def divergence_kernel(
         gdc_launch_dependents()
     scale, cap, beta = tl.full((), scale, ACCUM), tl.full((), cap, ACCUM), tl.full((), beta, ACCUM)
     teacher_scale, teacher_cap = tl.full((), teacher_scale, ACCUM), tl.full((), teacher_cap, ACCUM)
-    # With STATISTICS log_sum and teacher_log_sum are sums of exponentials.
     offset, log_sum = load_normalizer(student_rows_ptr, teacher_rows_stride, 0, None)
     teacher_offset, teacher_log_sum = load_normalizer(teacher_rows_ptr, teacher_rows_stride, 0, None)
+    first = tl.arange(0, BLOCK) == 0  # Sums of earlier tiles are the first of BLOCK sums of this tile.
+    if STATISTICS:  # sums of exponentials
+        log_sum, teacher_log_sum = tl.where(first, log_sum, 0.0), tl.where(first, teacher_log_sum, 0.0)
     if HAS_GRAD:
         target = tl.load(target_ptr + row)
         softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
@@ -108,8 +107,8 @@ def divergence_kernel(
         )
         divergence_factor = tl.load(row_gradient_ptr + _DIVERGENCE_FACTOR * row_gradient_stride + row)
     else:
-        divergence, mean_weight = tl.load(divergence_ptr), tl.load(mean_ptr)
-    for start in range(0, cols, BLOCK):  # in ascending order: see NARROWING
+        divergence, mean_weight = tl.where(first, tl.load(divergence_ptr), 0.0), tl.where(first, tl.load(mean_ptr), 0.0)
+    for start in range(0, cols, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         present, readable = columns < cols, columns < accessible_cols
         a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy="evict_first")
@@ -136,8 +135,8 @@ def divergence_kernel(
         q = tl.exp2(t * LOG2_E)
         ratio, teacher_ratio = _log_ratios(s, t, beta, KIND)
         if STATISTICS:
-            log_sum = log_sum * tl.exp2(shift * LOG2_E) + tl.sum(p, axis=0)
-            teacher_log_sum = teacher_log_sum * tl.exp2(teacher_shift * LOG2_E) + tl.sum(q, axis=0)
+            log_sum = log_sum * tl.exp2(shift * LOG2_E) + p
+            teacher_log_sum = teacher_log_sum * tl.exp2(teacher_shift * LOG2_E) + q
         if HAS_GRAD:
             factor = softmax_factor - entropy_factor * tl.maximum(s, _LEAST_LOGPROB)
             if KIND == _FORWARD:
@@ -147,24 +146,22 @@ def divergence_kernel(
             is_target = columns == target - column_start
             grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
             grad = tl.where((target != ignore_index) & present, grad, 0.0)
-            if NARROWING:
-                tl.debug_barrier()
             tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
         else:  # Classes of probability 0 add 0, also if their ratio is infinite.
             if KIND != _FORWARD:
-                student_sum = tl.sum(tl.where(p > 0.0, (1.0 - beta) * p * ratio, 0.0), axis=0)
-                divergence += student_sum
-                mean_weight += student_sum
+                student_term = tl.where(p > 0.0, (1.0 - beta) * p * ratio, 0.0)
+                divergence += student_term
+                mean_weight += student_term
             if KIND != _REVERSE:
-                divergence += tl.sum(tl.where(q > 0.0, beta * q * teacher_ratio, 0.0), axis=0)
+                divergence += tl.where(q > 0.0, beta * q * teacher_ratio, 0.0)
     if STATISTICS:
         tl.store(student_rows_ptr, offset)
-        tl.store(student_rows_ptr + _LOG_SUM * teacher_rows_stride, log_sum)
+        tl.store(student_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(log_sum, axis=0))
         tl.store(teacher_rows_ptr, teacher_offset)
-        tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, teacher_log_sum)
+        tl.store(teacher_rows_ptr + _LOG_SUM * teacher_rows_stride, tl.sum(teacher_log_sum, axis=0))
     if not HAS_GRAD:
-        tl.store(divergence_ptr, divergence)
-        tl.store(mean_ptr, mean_weight)
+        tl.store(divergence_ptr, tl.sum(divergence, axis=0))
+        tl.store(mean_ptr, tl.sum(mean_weight, axis=0))
 
 
 def divergence(
@@ -175,7 +172,6 @@ def divergence(
         "KIND": DIVERGENCES.index(teacher.kind),
         "HAS_TEACHER_SCALE": teacher.spec.scale != 1.0,
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
-        "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "BLOCK": WARP * WARPS * PARTS * (VECTOR_BYTES // logits.element_size()),
         **thread_options(logits.device, WARPS),
         **overlap_options(logits.device),

@@ -31,11 +31,9 @@ from flce.backends.triton.replay import run
 ROWS, COLS = 128, 64
 # Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
 # column with a larger magnitude is rounded again.
-LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 1024, 8.0, 1e-30
-# Columns of a program of `add_entries_kernel`, and entries per step.
-SUM_COLS, SUM_ENTRIES = 1024, 8
-# Sums per step of `find_large_kernel`.
-PARTIALS = 512
+LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
+# Columns and entries per step of `add_entries_kernel`, and sums per step of `find_large_kernel`.
+SUM_COLS, SUM_ENTRIES, PARTIALS = 1024, 8, 512
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -283,7 +281,7 @@ def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: Til
 
 
 def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor) -> None:
-    step = max(1, (len(x) if index is None else len(index)) // LIMIT_ROWS)
+    step = triton.cdiv(len(x) if index is None else len(index), LIMIT_ROWS)
     sample = x[::step] if index is None else x[index[::step]]
     sample = sample if factor is None else sample * factor[::step, None]
     torch.linalg.vector_norm(sample, torch.inf, dim=0, dtype=torch.float32, out=scales)
