@@ -75,9 +75,9 @@ OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
     "other weights": lambda s, t: (t.log_softmax(-1) - s.log_softmax(-1)).mul(s.softmax(-1) * 2).sum(-1),
     "two temperatures": lambda s, t: ((s / 2).softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1),
     "one model": lambda s, t: (s.softmax(-1) * (s.log_softmax(-1) - (s / 2).log_softmax(-1))).sum(-1),
-    "weights without a gradient": lambda s, t: (
-        s.softmax(-1).detach() * (s.log_softmax(-1) - t.log_softmax(-1)) * 3.0
-    ).sum(-1),
+    "weights without a gradient": lambda s, t: (s.softmax(-1).detach() * (s.log_softmax(-1) - t.log_softmax(-1))).sum(
+        -1
+    ),
     "a difference without a gradient": lambda s, t: (
         s.softmax(-1) * (s.log_softmax(-1).detach() - t.log_softmax(-1))
     ).sum(-1),
