@@ -75,6 +75,12 @@ OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
     "other weights": lambda s, t: (t.log_softmax(-1) - s.log_softmax(-1)).mul(s.softmax(-1) * 2).sum(-1),
     "two temperatures": lambda s, t: ((s / 2).softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1),
     "one model": lambda s, t: (s.softmax(-1) * (s.log_softmax(-1) - (s / 2).log_softmax(-1))).sum(-1),
+    "weights without a gradient": lambda s, t: (s.softmax(-1).detach() * (s.log_softmax(-1) - t.log_softmax(-1))).sum(
+        -1
+    ),
+    "a difference without a gradient": lambda s, t: (
+        s.softmax(-1) * (s.log_softmax(-1).detach() - t.log_softmax(-1))
+    ).sum(-1),
     "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
     "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
     "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
@@ -106,3 +112,16 @@ def test_a_teacher_that_requires_a_gradient(build: Build) -> None:
 
     for got, want in zip(both(models(build, on_materialize="ignore")), both(models(build)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights_of", ["t", "s"])
+def test_weights_of_a_wider_dtype(weights_of: str, build: Build) -> None:
+    """The product of bfloat16 differences and float32 probabilities is float32, as in stock."""
+    student, teacher = (model.bfloat16() for model in models(build, on_materialize="ignore"))
+
+    def formula(s: Any, t: Any) -> Tensor:
+        weights = {"s": s, "t": t}[weights_of].float().softmax(-1)
+        values: Tensor = (weights * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1)
+        return values
+
+    assert run(formula, student, teacher)[0].dtype == torch.float32

@@ -20,8 +20,7 @@ def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
     require_lazy(state.normal_form.is_logprob and other.normal_form.is_logprob)
     require_lazy((state.shape, state.device, state.dtype) == (other.shape, other.device, other.dtype))
     student, teacher, sign = (other, state, -1.0) if other.requires_grad else (state, other, 1.0)
-    require_lazy(not (teacher.requires_grad and torch.is_grad_enabled()))
-    require_lazy(student.division is None and teacher.division is None)
+    require_lazy(state.division is other.division is None and not (teacher.requires_grad and torch.is_grad_enabled()))
     ratio = replace(student, teacher=teacher.detach()).with_op("sub_teacher")
     return ratio if sign > 0 else ratio.with_op("mul", sign)
 
@@ -30,7 +29,8 @@ def weigh(state: LazyState, other: LazyState) -> LazyState:
     """Multiply a difference of log-probabilities by the probabilities of one of both models."""
     ratio, weights = (state, other) if state.teacher is not None else (other, state)
     assert ratio.teacher is not None
-    if weights.cached_results is ratio.cached_results:
+    require_lazy(torch.promote_types(ratio.dtype, weights.dtype) == ratio.dtype)  # the dtype of the product
+    if weights.cached_results is ratio.cached_results and weights.requires_grad == ratio.requires_grad:
         return ratio.with_op("times", weights.ops)
     expected = ratio.teacher.normal_form._replace(form="probabilities")
     require_lazy(weights.cached_results is ratio.teacher.cached_results and weights.normal_form == expected)
