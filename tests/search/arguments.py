@@ -247,6 +247,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
+    equal_rows = bool(call.get("offset")) and call["hidden"] == 1
     saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
     return Arithmetic(
         result=result,
@@ -257,7 +258,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
         has_subnormal=on_gpu and result == torch.float16,
-        coherent=call["std"] == 0.0 or saturated or call.get("layout") in ("expanded", "one column"),
+        coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
     )
@@ -359,7 +360,10 @@ class Expected:
         softmax, direct = (scale * row[:, None] * part for part in (loss.gradient.softmax, loss.gradient.direct))
         of_lse = (row * z_scale * 2.0 * kwargs["z_loss"])[:, None]
         gradient = RowGradient(
-            softmax + of_lse * logits.lse[:, None], direct, of_lse=of_lse if kwargs["z_loss"] else None
+            softmax + of_lse * logits.lse[:, None],
+            direct,
+            of_lse=of_lse if kwargs["z_loss"] else None,
+            smoothed=kwargs["label_smoothing"] > 0.0,
         )
         self.gradients = Gradients(logits, gradient, how)
 

@@ -50,7 +50,9 @@ class Arithmetic:
         least = info.tiny * (info.eps if self.result == torch.float16 else self.upstream)
         # The squares of smaller errors are 0 in float64.
         least = 1e-150 if self.result == torch.float64 else least
-        return self.roundings * (max(unit(self.result), self.u) * x.abs() + least)
+        # A result in the dtype of the sums is not rounded again.
+        times = self.roundings - (self.result == self.rows)
+        return times * max(unit(self.result), self.u) * x.abs() + self.roundings * least
 
 
 def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
@@ -172,6 +174,7 @@ class RowGradient:
     dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
     ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
     is_candidate: Tensor | None = None  # (N, V)
+    smoothed: bool = False  # by label smoothing: `direct` has all classes
 
 
 class Gradients:
@@ -197,8 +200,10 @@ class Gradients:
         if row.is_candidate is not None:
             self.equal = self.equal + terms * logits.of_candidates * row.is_candidate
         if how.gradients != how.rows:
-            others = self.smooth.abs().masked_fill(row.direct != 0, 0.0)  # exponentials, without the targets' classes
-            error = error + KAPPA * unit(how.gradients) * torch.maximum(self.value.abs(), others)
+            # Exponentials, without the targets' classes. With label smoothing the gradient is rounded after them.
+            others = self.smooth.abs() if row.smoothed else self.smooth.abs().masked_fill(row.direct != 0, 0.0)
+            rounded = self.value.abs() + others if row.smoothed else torch.maximum(self.value.abs(), others)
+            error = error + KAPPA * unit(how.gradients) * rounded
         if how.has_subnormal and len(terms):
             factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
             error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
