@@ -63,7 +63,7 @@ ALLOWED = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software|ISC|MPL|Unlicense|N
 
 def test_licences_of_dependencies() -> None:
     """Every package that flce installs has a licence that permits its use in a product."""
-    missing, seen = ["flce"], set[str]()
+    missing, seen = ["torch", "triton"], set[str]()  # of pyproject.toml; flce itself may not be installed
     while missing:
         name = missing.pop()
         try:
