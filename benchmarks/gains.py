@@ -82,7 +82,7 @@ def device_of(run: Run) -> str:
 
 
 LLAMA, QWEN, HEAD = "Llama-3.2-1B", "Qwen3-0.6B", {"shape": (4096, 4096, 128256)}
-LONGEST_SEQUENCE = f"Longest sequence of {LLAMA} in 23 GiB, batch 1, SGD with momentum"
+LONGEST_SEQUENCE = f"Longest sequence of {LLAMA} on an H100 limited to 23 GiB, batch 1"
 TITLE_OF_HEAD = "Head of 4096 x 4096 x 128256"
 CARD = SMALL_CARD, "small-card-h100.json", LONGEST, LIGERS_LOSS
 ONE_HEAD = OPERATOR, "h200-curve.json"
@@ -103,7 +103,7 @@ GAINS = (
     Gain(f"{TITLE_OF_HEAD}: relative time", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: relative error of the gradients", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
-    Gain(f"{TITLE_OF_HEAD}, kernels for Hopper GPUs: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
+    Gain(f"{TITLE_OF_HEAD}, a later run with kernels only for Hopper GPUs: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
         "Log-probabilities and entropies, 8192 x 4096 x 128256: relative time",
         *(LOGPROBS, "h200-logprobs.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
