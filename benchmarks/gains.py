@@ -103,7 +103,7 @@ GAINS = (
     Gain(f"{TITLE_OF_HEAD}: relative time", *ONE_HEAD, TIME, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: workspace, MiB", *ONE_HEAD, WORKSPACE, OF_A_HEAD, HEAD),
     Gain(f"{TITLE_OF_HEAD}: relative error of the gradients", *ONE_HEAD, gradient_error, OF_A_HEAD, HEAD),
-    Gain(f"{TITLE_OF_HEAD}, a later run with newer kernels: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
+    Gain(f"{TITLE_OF_HEAD}, newer kernels: relative time", OPERATOR, "h200-rivals.json", TIME, NEWEST, HEAD),
     Gain(
         "Log-probabilities and entropies, 8192 x 4096 x 128256: relative time",
         *(LOGPROBS, "h200-logprobs.json", TIME, OF_TOKENS, {"shape": (8192, 4096, 128256)}),
