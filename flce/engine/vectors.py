@@ -193,8 +193,8 @@ def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
     if bool(wrong.any()):
         position = tuple(wrong.nonzero()[0].tolist())
         raise IndexError(
-            f"candidate {int(ids[position])} at {position} of the flattened candidates (tokens, K) is out of range: "
-            f"expected 0 <= candidate < {vocab_size}, or -1 for none"
+            f"candidate {int(ids[position])} at {position} of `candidates` or `teacher_topk`, as (tokens, K), is out "
+            f"of range: expected 0 <= candidate < {vocab_size}, or -1 for none"
         )
 
 

@@ -237,8 +237,8 @@ def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor)
     """Return the candidates of each token, (N, K) int64."""
     if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
         raise ValueError(
-            f"candidates must have shape (K,) or {(*tokens, 'K')} with input {tuple(input.shape)}, "
-            f"got {tuple(candidates.shape)}"
+            f"candidates must have shape (K,) or ({', '.join(map(str, (*tokens, 'K')))}) with input "
+            f"{tuple(input.shape)}, got {tuple(candidates.shape)}"
         )
     size = candidates.shape[-1]
     if size > MAX_ENTRIES:

@@ -270,7 +270,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "probabilities": (TypeError, "int64 or int32", {"target": torch.zeros(4)}),
     "large": (IndexError, r"candidate 30 at \(2, 1\)", {"candidates": torch.tensor([[0, 1], [2, 3], [4, 30], [0, 0]])}),
     "negative": (IndexError, r"candidate -2 at \(0, 1\)", {"candidates": torch.tensor([0, -2])}),
-    "shape": (ValueError, r"shape \(K,\) or \(4, 'K'\)", {"candidates": torch.zeros(3, 2, dtype=torch.int64)}),
+    "shape": (ValueError, r"shape \(K,\) or \(4, K\)", {"candidates": torch.zeros(3, 2, dtype=torch.int64)}),
     "dtype": (TypeError, "candidates must hold class indices", {"candidates": torch.zeros(4, 2)}),
     "many": (ValueError, "at most 256", {"candidates": torch.zeros(257, dtype=torch.int64)}),
     "top": (ValueError, "top_k must be at most the 30 classes", {"top_k": 31}),
