@@ -59,8 +59,9 @@ def linear_divergence(
         target: (...) class indices. Positions equal to `ignore_index` have no results and no gradients. None: all
             positions count.
         ignore_index, shift, options: as in `linear_logprobs`.
-        student_bias, student_softcap, student_logit_scale, student_adapters, teacher_bias, teacher_softcap,
-            teacher_logit_scale: as `linear_bias`, `softcap`, `logit_scale` and `adapters` in `linear_logprobs`.
+        student_bias, student_softcap, student_logit_scale, student_adapters: as `linear_bias`, `softcap`, `logit_scale`
+            and `adapters` in `linear_logprobs`.
+        teacher_bias, teacher_softcap, teacher_logit_scale: the same of the teacher.
         teacher_topk: class indices and log-probabilities of the teacher's most probable classes, (..., K) each, instead
             of the teacher and its head. All other classes count as one more class, whose probability is the rest. -1
             and -inf are an empty entry. `temperature` divides only the student's logits.
