@@ -19,14 +19,13 @@ from benchmarks import contenders, logprobs, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import OperatorContender, budget_name, floor, floor_step
-from benchmarks.logprobs import without_gradients
-from benchmarks.problem import LOGITS, Mode, OperatorCase, OperatorProblem, Shape
+from benchmarks.logprobs import MODE, TINY, without_gradients
+from benchmarks.problem import LOGITS, OperatorCase, OperatorProblem, Shape
 from benchmarks.runs import Run
 from benchmarks.tables import Table
 from benchmarks.targets import MAIN, NARROW, TOLERANCE, Target
 from flce.core.sizes import MIB
 
-MODE: Mode = "reduction-none"  # an upstream gradient of each token
 BETAS = {"forward": 0.0, "reverse": 1.0, "jsd": 0.5}  # as TRL and Liger name the divergences
 BUDGET_MIB = 256
 
@@ -132,7 +131,6 @@ def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
     return [verdicts, *targets.plan_tables(runs)]
 
 
-TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=9, seconds=1.5),
