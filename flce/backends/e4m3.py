@@ -90,7 +90,7 @@ def add_entries(
     product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor, out: Tensor,
     index: Tensor | None, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    product.mul_(col_scales)
+    product = product.float().mul_(col_scales)
     if row_scales is not None:
         product.mul_(row_scales[:, None]).masked_fill_((row_scales == 0.0)[:, None], 0.0)
     if entries.bounds is None:

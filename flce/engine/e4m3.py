@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, QuantizedTile
-from flce.core.gemm import padded_cols
+from flce.core.gemm import e4m3_scale, padded_cols
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import borrow_as
 from flce.engine.case import BLOCK_BYTES
@@ -116,17 +116,21 @@ class _Gradients:
         x = slice_rows(x, chunk) if index is None else x
         scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
         ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
+        scales.mul_(1.0 / e4m3_scale(inner))
         bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
         numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
         ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
-        first_class, memory = 0, self._group  # The group is not needed anymore.
-        if memory.numel() < BLOCK_BYTES:
-            memory = ctx.new(min(BLOCK_BYTES, 4 * hidden * ctx.vocab_size), dtype=torch.uint8)
+        # The group is not needed anymore. One chunk has its products in the memory of dW.
+        first_class, memory, is_single = 0, self._group, ctx.is_single_chunk(self._rows)
+        if memory.numel() < BLOCK_BYTES and not is_single:
+            memory = ctx.new(min(BLOCK_BYTES, 2 * hidden * ctx.vocab_size), dtype=torch.uint8)
         for total in sums:
-            for block in ctx.split_range(slice(0, len(total)), memory.numel() // (4 * hidden)):
+            memory = total if is_single else memory
+            for block in ctx.split_range(slice(0, len(total)), memory.nbytes // (2 * hidden)):
                 classes = offset_slice(block, first_class)
-                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float32)
+                # 8 times as precise as the result, so that it may cancel with entries.
+                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float16)
                 ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
                 entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
                 out = slice_rows(total, block)

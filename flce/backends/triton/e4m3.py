@@ -64,19 +64,20 @@ def find_large_kernel(
         factor = tl.load(row_factor_ptr + row)
         blocks = tl.cdiv(vocab_size, COLS)
         totals = tl.zeros((PARTIALS,), tl.float32)
-        least = tl.zeros((PARTIALS,), tl.float32)
+        least, most = tl.zeros((PARTIALS,), tl.float32), tl.zeros((PARTIALS,), tl.float32)
         for start in range(0, blocks, PARTIALS):
             block = start + tl.arange(0, PARTIALS)
             partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
             totals += partial
-            least = tl.minimum(least, partial)
+            least, most = tl.minimum(least, partial), tl.maximum(most, partial)
         sums = tl.sum(totals, axis=0)
         limit = tl.maximum(tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX), 2.0**-10)
         number = 1
-        for start in range(0, blocks, PARTIALS):
+        # Rounding may have made an entry larger by 1/16.
+        has_near = tl.max(most, axis=0) * factor * 1.07 >= limit
+        for start in range(0, tl.where(has_near, blocks, 0), PARTIALS):
             block = start + tl.arange(0, PARTIALS)
             partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
-            # Rounding may have made an entry larger by 1/16.
             is_near = partial * factor * 1.07 >= limit
             near_block = tl.min(tl.where(is_near, block, blocks), axis=0)
             while near_block < blocks:
@@ -192,8 +193,7 @@ def add_entries_kernel(
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = column < hidden
     scale = tl.load(col_scales_ptr + column, mask=mask, other=0.0)
-    product = tl.load(product_ptr + row * hidden + column, mask=mask, other=0.0)
-    total = product * scale
+    total = tl.load(product_ptr + row * hidden + column, mask=mask, other=0.0).to(tl.float32) * scale
     if HAS_ROW_SCALES:
         row_scale = tl.load(row_scales_ptr + row)
         # A row without a gradient may have a product of NaN.
@@ -270,7 +270,7 @@ def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: Til
     classes, (bias, spec) = entries.numbers.long(), (call.inputs.bias, call.spec)
     run(row_products, x, weight, classes, entries.values.zero_())
     a = entries.values if bias is None else entries.values.add_(bias[classes.clamp_(max=len(weight) - 1)])
-    z = a.mul_(spec.scale)
+    z = a if spec.scale == 1.0 else a.mul_(spec.scale)
     if spec.softcap is not None:
         z = z.tanh_()
         jacobian = (1.0 - z * z).mul_(spec.scale * spec.cap)
