@@ -1,7 +1,7 @@
 """The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
 * **Without a budget** the plan follows a rule: see `defaults`. The workspace is at most `MEMORY_SHARE` of the device's
-  memory; if the default needs more, this is the budget.
+  memory, and `_e4m3_limit` with E4M3 operands; if the default needs more, this is the budget.
 * **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
   (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
@@ -23,6 +23,8 @@ from flce.planning.defaults import default_plan
 from flce.planning.plan import ChunkPlan, plan_for_size, smallest_near
 
 MEMORY_SHARE = 1 / 24
+# E4M3 operands may need this multiple of the workspace of bfloat16 operands, or these bytes more.
+E4M3_SHARE, E4M3_BYTES = 1.5, 1 << 30
 # CUDA's caching allocator returns blocks that are up to 1 MiB larger than requested. The bytes that it counts as
 # allocated should be within the budget, too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
@@ -78,9 +80,10 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
     # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
-        if c.device.memory is None:
+        memory = math.inf if c.device.memory is None else c.device.memory * MEMORY_SHARE
+        budget = min(memory, _e4m3_limit(default))
+        if budget == math.inf:
             return default
-        budget = int(c.device.memory * MEMORY_SHARE)
     budget = int(budget)
     for limit in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
         if default.workspace_bytes <= limit and not searched:
@@ -89,6 +92,16 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
         if fastest is not None:
             return fastest
     return None
+
+
+def _e4m3_limit(default: ChunkPlan) -> float:
+    """Return the maximum workspace of a plan with E4M3 operands and without a budget. There is none if gradients are
+    deferred: the default then needs less memory than the operands alone."""
+    if not default.schedule.multiplies_e4m3 or default.deferred:
+        return math.inf
+    c = default.case
+    bytes_ = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
+    return max(E4M3_SHARE * bytes_, bytes_ + E4M3_BYTES)
 
 
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
