@@ -95,11 +95,11 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
 
 
 def _e4m3_limit(default: ChunkPlan) -> float:
-    """Return the maximum workspace of a plan with E4M3 operands and without a budget. There is none if gradients are
-    deferred: the default then needs less memory than the operands alone."""
-    if not default.schedule.multiplies_e4m3 or default.deferred:
-        return math.inf
+    """Return the maximum workspace of a plan with E4M3 operands and without a budget. There is none with `chunk_rows`,
+    nor if gradients are deferred: bfloat16 operands then need less memory than E4M3 operands alone."""
     c = default.case
+    if not default.schedule.multiplies_e4m3 or default.deferred or c.options.chunk_rows is not None:
+        return math.inf
     bytes_ = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
     return max(E4M3_SHARE * bytes_, bytes_ + E4M3_BYTES)
 

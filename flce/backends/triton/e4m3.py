@@ -144,26 +144,32 @@ def quantize_kernel(
         place = tl.load(gather_ptr + row, mask=row < rows, other=0) if HAS_GATHER else row.to(tl.int64)
         exists = (row < rows)[:, None] & (column < cols)[None, :]
         places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
-        x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + places, mask=exists, other=0.0)
+        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0) if HAS_FACTOR else tl.full((ROWS,), 1.0, tl.float32)
+        inverse_limit = 1.0 / limit * _E4M3_MAX
         if HAS_PARTIAL:
-            tl.store(
-                partial_ptr + tl.program_id(1).to(tl.int64) * rows + row, tl.sum(tl.abs(x), axis=1), mask=row < rows
-            )
-        if HAS_FACTOR:
-            x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
-        if not IS_RETRY:
-            largest = tl.max(tl.abs(x), axis=0)
-            bits = largest.to(tl.int32, bitcast=True)
-            tl.atomic_max(peak_ptr + column, bits, mask=(largest > limit) & (column < cols), sem="relaxed")
-        x = tl.minimum(x * (1.0 / limit * _E4M3_MAX)[None, :], _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-        rounded = tl.maximum(x, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+            sums = tl.sum(tl.abs(x.to(tl.float32)), axis=1)
+            tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * rows + row, sums, mask=row < rows)
         if HAS_MATRIX:
-            tl.store(matrix_ptr + row.to(tl.int64)[:, None] * matrix_stride + column[None, :], rounded, mask=exists)
+            scaled = x.to(tl.float32) * factor[:, None]
+            places = row.to(tl.int64)[:, None] * matrix_stride + column[None, :]
+            tl.store(matrix_ptr + places, _round(scaled * inverse_limit[None, :]), mask=exists)
         if HAS_TRANSPOSED:
-            # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
-            rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
+            # Transposed before it is rounded: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
+            scaled = tl.trans(x).to(tl.float32) * factor[None, :]
+            if not IS_RETRY:
+                largest = tl.max(tl.abs(scaled), axis=1)
+                bits = largest.to(tl.int32, bitcast=True)
+                tl.atomic_max(peak_ptr + column, bits, mask=(largest > limit) & (column < cols), sem="relaxed")
             places = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
+            rounded = _round(scaled * inverse_limit[:, None])
             tl.store(transposed_ptr + places, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
+
+
+@triton.jit
+def _round(x):
+    x = tl.minimum(x, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["table_rows"])
