@@ -32,8 +32,9 @@ ROWS, COLS = 128, 64
 # Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
 # column with a larger magnitude is rounded again.
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
-# Columns and entries per step of `add_entries_kernel`, and sums per step of `find_large_kernel`.
-SUM_COLS, SUM_ENTRIES, PARTIALS = 1024, 8, 512
+# Columns of a warp, and most columns and entries per step, of `add_entries_kernel`; sums per step of
+# `find_large_kernel`.
+WARP_COLS, SUM_COLS, SUM_ENTRIES, PARTIALS = 256, 2048, 4, 512
 _LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
 _SLOTS = tl.constexpr(ENTRY_SLOTS)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -309,9 +310,10 @@ def add_entries(
     index: Tensor | None, accumulate: bool = False,
 ) -> Iterator[Launch]:  # fmt: skip
     num_rows, hidden = product.shape
+    cols = min(SUM_COLS, max(WARP_COLS, triton.next_power_of_2(hidden)))
     yield build_launch(
-        add_entries_kernel, (num_rows, triton.cdiv(hidden, SUM_COLS)), None,
-        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": SUM_COLS, **thread_options(out.device, 4)},
+        add_entries_kernel, (num_rows, triton.cdiv(hidden, cols)), None,
+        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": cols, **thread_options(out.device, cols // WARP_COLS)},
         product=product, row_scales=row_scales, col_scales=col_scales, **entries._asdict(), table=table,
         place=index, out=out, hidden=hidden, table_rows=len(table),
     )  # fmt: skip
