@@ -1,7 +1,7 @@
 """The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
 * **Without a budget** the plan follows a rule: see `defaults`. The workspace is at most `MEMORY_SHARE` of the device's
-  memory, and `_e4m3_limit` with E4M3 operands; if the default needs more, this is the budget.
+  memory; if the default needs more, this is the budget. Chunks with E4M3 operands may be smaller, see `_limit_e4m3`.
 * **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
   (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
@@ -23,8 +23,6 @@ from flce.planning.defaults import default_plan
 from flce.planning.plan import ChunkPlan, plan_for_size, smallest_near
 
 MEMORY_SHARE = 1 / 24
-# E4M3 operands may need this multiple of the workspace of bfloat16 operands, or these bytes more.
-E4M3_SHARE, E4M3_BYTES = 1.5, 1 << 30
 # CUDA's caching allocator returns blocks that are up to 1 MiB larger than requested. The bytes that it counts as
 # allocated should be within the budget, too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
@@ -80,10 +78,10 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
     # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
-        memory = math.inf if c.device.memory is None else c.device.memory * MEMORY_SHARE
-        budget = min(memory, _e4m3_limit(default))
-        if budget == math.inf:
+        default = _limit_e4m3(default)
+        if c.device.memory is None:
             return default
+        budget = int(c.device.memory * MEMORY_SHARE)
     budget = int(budget)
     for limit in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
         if default.workspace_bytes <= limit and not searched:
@@ -94,14 +92,15 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
     return None
 
 
-def _e4m3_limit(default: ChunkPlan) -> float:
-    """Return the maximum workspace of a plan with E4M3 operands and without a budget. There is none with `chunk_rows`,
-    nor if gradients are deferred: bfloat16 operands then need less memory than E4M3 operands alone."""
-    c = default.case
-    if not default.schedule.multiplies_e4m3 or default.deferred or c.options.chunk_rows is not None:
-        return math.inf
-    bytes_ = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
-    return max(E4M3_SHARE * bytes_, bytes_ + E4M3_BYTES)
+def _limit_e4m3(plan: ChunkPlan) -> ChunkPlan:
+    """Return a plan with at most 1.5 times the workspace of bfloat16 operands, or 1 GiB more, by smaller chunks with
+    E4M3 operands. Return `plan` if there is none, or if gradients are deferred: E4M3 operands alone may need more."""
+    c, kind = plan.case, type(plan.schedule)
+    if not kind.multiplies_e4m3 or kind.deferred or c.options.chunk_rows is not None:
+        return plan
+    without = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
+    limit = int(max(1.5 * without, without + (1 << 30)))
+    return plan if plan.workspace_bytes <= limit else _best_plan_of_schedule(c, kind, kind.sizes(c), limit) or plan
 
 
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile, TileCall
-from flce.backends.e4m3 import LEAST_SUM, gather_entries, row_factors
+from flce.backends.e4m3 import LEAST_SUM, row_factors
 from flce.backends.triton.entries import row_products
 from flce.backends.triton.exponentials import FLAG_STRIDE
 from flce.backends.triton.launch import Launch, build_launch, thread_options
@@ -32,14 +32,10 @@ ROWS, COLS = 128, 64
 # Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
 # column with a larger magnitude is rounded again.
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
-# Columns of a warp, and most columns and entries per step, of `add_entries_kernel`; sums per step of
-# `find_large_kernel`.
-WARP_COLS, SUM_COLS, SUM_ENTRIES, PARTIALS = 256, 2048, 4, 512
-_LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
-_SLOTS = tl.constexpr(ENTRY_SLOTS)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
-_LEAST_SUM = tl.constexpr(LEAST_SUM)
+# Columns, or half as many, and entries per step of `add_entries_kernel`; sums per step of `find_large_kernel`.
+SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 4, 512
+_LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOTS)
+_E4M3_MAX, _FLAG_STRIDE, _LEAST_SUM = tl.constexpr(E4M3_MAX), tl.constexpr(FLAG_STRIDE), tl.constexpr(LEAST_SUM)
 
 
 @triton.jit(do_not_specialize=["rows", "vocab_size"])
@@ -65,20 +61,19 @@ def find_large_kernel(
         factor = tl.load(row_factor_ptr + row)
         blocks = tl.cdiv(vocab_size, COLS)
         totals = tl.zeros((PARTIALS,), tl.float32)
-        least, most = tl.zeros((PARTIALS,), tl.float32), tl.zeros((PARTIALS,), tl.float32)
+        least = tl.zeros((PARTIALS,), tl.float32)
         for start in range(0, blocks, PARTIALS):
             block = start + tl.arange(0, PARTIALS)
             partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
             totals += partial
-            least, most = tl.minimum(least, partial), tl.maximum(most, partial)
+            least = tl.minimum(least, partial)
         sums = tl.sum(totals, axis=0)
         limit = tl.maximum(tl.minimum(factor * sums * (1.0 / _LARGE_SHARE), _E4M3_MAX), 2.0**-10)
         number = 1
-        # Rounding may have made an entry larger by 1/16.
-        has_near = tl.max(most, axis=0) * factor * 1.07 >= limit
-        for start in range(0, tl.where(has_near, blocks, 0), PARTIALS):
+        for start in range(0, blocks, PARTIALS):
             block = start + tl.arange(0, PARTIALS)
             partial = tl.load(partial_ptr + block.to(tl.int64) * rows + row, mask=block < blocks, other=0.0)
+            # Rounding may have made an entry larger by 1/16.
             is_near = partial * factor * 1.07 >= limit
             near_block = tl.min(tl.where(is_near, block, blocks), axis=0)
             while near_block < blocks:
@@ -145,32 +140,25 @@ def quantize_kernel(
         place = tl.load(gather_ptr + row, mask=row < rows, other=0) if HAS_GATHER else row.to(tl.int64)
         exists = (row < rows)[:, None] & (column < cols)[None, :]
         places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
-        x = tl.load(x_ptr + places, mask=exists, other=0.0)
-        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0) if HAS_FACTOR else tl.full((ROWS,), 1.0, tl.float32)
-        inverse_limit = 1.0 / limit * _E4M3_MAX
+        x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
         if HAS_PARTIAL:
-            sums = tl.sum(tl.abs(x.to(tl.float32)), axis=1)
-            tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * rows + row, sums, mask=row < rows)
+            partial_ptr += tl.program_id(1).to(tl.int64) * rows + row
+            tl.store(partial_ptr, tl.sum(tl.abs(x), axis=1), mask=row < rows)
+        if HAS_FACTOR:
+            x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
+        if not IS_RETRY:
+            largest = tl.max(tl.abs(x), axis=0)
+            bits = largest.to(tl.int32, bitcast=True)
+            tl.atomic_max(peak_ptr + column, bits, mask=(largest > limit) & (column < cols), sem="relaxed")
+        x = tl.minimum(x * (1.0 / limit * _E4M3_MAX)[None, :], _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+        rounded = tl.maximum(x, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
         if HAS_MATRIX:
-            scaled = x.to(tl.float32) * factor[:, None]
-            places = row.to(tl.int64)[:, None] * matrix_stride + column[None, :]
-            tl.store(matrix_ptr + places, _round(scaled * inverse_limit[None, :]), mask=exists)
+            tl.store(matrix_ptr + row.to(tl.int64)[:, None] * matrix_stride + column[None, :], rounded, mask=exists)
         if HAS_TRANSPOSED:
-            # Transposed before it is rounded: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
-            scaled = tl.trans(x).to(tl.float32) * factor[None, :]
-            if not IS_RETRY:
-                largest = tl.max(tl.abs(scaled), axis=1)
-                bits = largest.to(tl.int32, bitcast=True)
-                tl.atomic_max(peak_ptr + column, bits, mask=(largest > limit) & (column < cols), sem="relaxed")
+            # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
+            rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
             places = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-            rounded = _round(scaled * inverse_limit[:, None])
             tl.store(transposed_ptr + places, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
-
-
-@triton.jit
-def _round(x):
-    x = tl.minimum(x, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(x, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["table_rows"])
@@ -236,7 +224,7 @@ def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     peak, work = torch.zeros_like(limit, dtype=torch.int32), torch.ones(8, dtype=torch.int32, device=tile.device)
     partial = sums.new_empty(triton.cdiv(tile.shape[1], COLS), len(tile))
     run(_quantize_tile, tile, out, row_factors(sums), limit, peak, partial, work)
-    gather_entries(tile, out.entries)
+    out.entries.values.copy_(tile.gather(1, out.entries.numbers.long().clamp_(max=tile.shape[1] - 1)))
 
 
 def _quantize_tile(
@@ -310,10 +298,10 @@ def add_entries(
     index: Tensor | None, accumulate: bool = False,
 ) -> Iterator[Launch]:  # fmt: skip
     num_rows, hidden = product.shape
-    cols = min(SUM_COLS, max(WARP_COLS, triton.next_power_of_2(hidden)))
+    cols = SUM_COLS if hidden > SUM_COLS // 2 else SUM_COLS // 2
     yield build_launch(
         add_entries_kernel, (num_rows, triton.cdiv(hidden, cols)), None,
-        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": cols, **thread_options(out.device, cols // WARP_COLS)},
+        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": cols, **thread_options(out.device, cols // 256)},
         product=product, row_scales=row_scales, col_scales=col_scales, **entries._asdict(), table=table,
         place=index, out=out, hidden=hidden, table_rows=len(table),
     )  # fmt: skip

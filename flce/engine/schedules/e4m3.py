@@ -1,8 +1,4 @@
-"""Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`.
-
-A chunk is divided into groups of fewer tokens. The chunk is stored in E4M3, transposed for dW, and one group is stored
-in E4M3 for dX.
-"""
+"""Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`."""
 
 from __future__ import annotations
 
