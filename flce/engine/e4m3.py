@@ -28,8 +28,8 @@ from flce.engine.sums import DwSum, build_dw_sums, finish_sums
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A group is in memory in E4M3 for dX, a chunk
-    is in memory transposed for dW."""
+    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A group is in memory for dX, a chunk is in
+    memory transposed for dW."""
 
     rows: int
     group_rows: int
