@@ -205,7 +205,7 @@ in_e4m3 = functools.partial(ours_and_ligers_layers, grad_dtype=torch.float8_e4m3
 NAMED = [
     peer("ours-e4m3-liger-layers", "flce, FP8 gradients, with Liger's layers", in_e4m3),
     replace(
-        peer("torchao", "stock, torchao's float8 head, with Liger's layers", torchao_and_ligers_layers),
+        peer("torchao", "stock, torchao's float8 head (not compiled), with Liger's layers", torchao_and_ligers_layers),
         unavailable=needs_package("torchao.float8", "torchao"),
     ),
 ]
@@ -240,7 +240,7 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
     "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
     # For README.md: gradient products in E4M3. Two minutes.
-    "h200-fp8": lambda: plan_cases([replace(IN_E4M3, model=m) for m in (*MODELS, "Gemma-3-270m")], 3, 3.0),
+    "h200-fp8": lambda: plan_cases([replace(IN_E4M3, model=m) for m in (*MODELS, "Gemma-3-270m")], 3, 2.0),
 }
 
 

@@ -41,7 +41,7 @@ BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 IN_GIB = ("ours", *map(budget_name, (256, 512, 1024, 2048)))
 # Gradient products with operands in E4M3. With a standard deviation of 4 a token has 20 large probabilities.
-FP8_NAMES = ("floor", "ours", "ours-e4m3")
+FP8_NAMES = ("floor", "ours", "ours-e4m3", "torchao")
 FP8 = [
     *(
         OperatorCase(*shape, logits_std=1.0, contenders=FP8_NAMES, label="fp8")
