@@ -265,7 +265,7 @@ needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA
 needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
 needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
-needs_quack = needs_package(QUACK, "quack-kernels")
+needs_quack, needs_torchao = needs_package(QUACK, "quack-kernels"), needs_package("torchao.float8", "torchao")
 liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
