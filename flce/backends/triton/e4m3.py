@@ -33,7 +33,7 @@ ROWS, COLS = 128, 64
 # column with a larger magnitude is rounded again.
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
 # Columns, or half as many, and entries per step of `add_entries_kernel`; sums per step of `find_large_kernel`.
-SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 4, 512
+SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 8, 512
 _LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOTS)
 _E4M3_MAX, _FLAG_STRIDE, _LEAST_SUM = tl.constexpr(E4M3_MAX), tl.constexpr(FLAG_STRIDE), tl.constexpr(LEAST_SUM)
 
@@ -142,8 +142,8 @@ def quantize_kernel(
         places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
         x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
         if HAS_PARTIAL:
-            partial_ptr += tl.program_id(1).to(tl.int64) * rows + row
-            tl.store(partial_ptr, tl.sum(tl.abs(x), axis=1), mask=row < rows)
+            sums_ptr = partial_ptr + tl.program_id(1).to(tl.int64) * rows + row
+            tl.store(sums_ptr, tl.sum(tl.abs(x), axis=1), mask=row < rows)
         if HAS_FACTOR:
             x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
         if not IS_RETRY:
