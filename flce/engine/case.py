@@ -16,7 +16,7 @@ from flce.backends.contract import (
 from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, E4M3_ALIGNMENT, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
-from flce.core.problem import LossSpec, Needs, accumulation_dtype
+from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.core.shard import HeadSharding
 
 
@@ -316,7 +316,14 @@ class Case:
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
-        return rows, min(self.vocab_size, width // multiple * multiple or width)
+        cols = min(self.vocab_size, width // multiple * multiple or width)
+        full_rows = rows * cols // padded_cols(self.vocab_size)
+        return (full_rows, self.vocab_size) if self.can_mix and full_rows >= ROW_MULTIPLE else (rows, cols)
+
+    @property
+    def can_mix(self) -> bool:
+        """True if "jsd" sums its terms from the same logits as its statistics, where a tile has all classes."""
+        return isinstance(self.spec, LogprobSpec) and self.spec.divergence == "jsd" and self.sharding is None
 
     @functools.cached_property
     def returned_bytes(self) -> int:

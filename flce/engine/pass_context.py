@@ -10,7 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, Teacher, TileCall, TileClasses
+from flce.backends.contract import (
+    DIVERGENCE,
+    LOG_SUM,
+    NORMALIZER_SLOTS,
+    STATE_SLOTS,
+    Backend,
+    RowOutputs,
+    Teacher,
+    TileCall,
+    TileClasses,
+)
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -50,6 +60,7 @@ class PassContext:
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
         teacher: the teacher of a divergence.
+        has_mixture: True if the terms of "jsd" are complete, because the tiles of statistics have all classes.
     """
 
     local: LocalProblem
@@ -62,6 +73,7 @@ class PassContext:
     candidate_grads: CandidateGrads | None = None
     top_k: TopK | None = None
     teacher: Teacher | None = None
+    has_mixture: bool = False
 
     def __post_init__(self) -> None:
         self.problem: LinearCrossEntropyProblem = self.local.problem
@@ -349,7 +361,14 @@ class PassContext:
         assert self.teacher is not None
         teacher_logits = self.new_tile(len(logits), call.tile.cols, accumulation_dtype(self.teacher.weight.dtype))
         self.matmul(teacher_x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
-        self.backend.divergence(logits, teacher_logits, call, self.teacher.select_rows(tokens), grad)
+        teacher = self.teacher.select_rows(tokens)
+        self.backend.divergence(logits, teacher_logits, call, teacher, grad)
+        has_all_classes = call.tile.cols == self.vocab_size and not self.local.is_sharded
+        self.has_mixture = grad is None and has_all_classes and self.problem.spec.divergence == "jsd"
+        if self.has_mixture:
+            teacher.rows[LOG_SUM:DIVERGENCE:NORMALIZER_SLOTS].log_()
+            teacher.rows[DIVERGENCE:] = 0.0
+            self.backend.divergence(logits, teacher_logits, call, teacher._replace(kind="jsd"))
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""

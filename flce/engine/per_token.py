@@ -113,9 +113,10 @@ def forward(
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
-        context.local.merge_divergences(rows, teacher.kind)
-        finish_divergence(rows, teacher.kind)
-        if spec.divergence == "jsd":  # The terms are summed in a second pass over the logits.
+        if not context.has_mixture:
+            context.local.merge_divergences(rows, teacher.kind)
+            finish_divergence(rows, teacher.kind)
+        if spec.divergence == "jsd" and not context.has_mixture:  # a second pass over the logits
             context.teacher = Teacher.from_problem(problem, rows)
             rows[DIVERGENCE:] = 0.0
             plan.schedule.forward(context)
