@@ -16,7 +16,7 @@ from flce.backends.contract import (
 from flce.core.device_record import DeviceRecord
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, E4M3_ALIGNMENT, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
-from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.core.shard import HeadSharding
 
 
@@ -55,6 +55,8 @@ ROW_MULTIPLE = 128
 # | others of about that size     | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
+# With a teacher, tiles for statistics have as many logits as TEACHER_ROWS rows of all classes, at most TEACHER_BYTES.
+TEACHER_ROWS, TEACHER_BYTES = 512, 300 << 20
 # Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
 # MiB for 128,256 classes.
 STATISTICS_ROWS_IN_REGISTERS = 8192
@@ -307,6 +309,8 @@ class Case:
             return rows, cols
         is_gradient = self.needs.any and (in_registers or not dtypes.can_overlap(rows, cols))
         tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if is_gradient else dtypes.logits).itemsize
+        if self.teacher is not None:
+            limit = max(limit, min(TEACHER_ROWS * padded_cols(self.vocab_size) * dtypes.logits.itemsize, TEACHER_BYTES))
         available_bytes = min(limit, max(tile_bytes, self.returned_bytes))
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
@@ -318,12 +322,8 @@ class Case:
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
         cols = min(self.vocab_size, width // multiple * multiple or width)
         full_rows = rows * cols // padded_cols(self.vocab_size)
-        return (full_rows, self.vocab_size) if self.can_mix and full_rows >= ROW_MULTIPLE else (rows, cols)
-
-    @property
-    def can_mix(self) -> bool:
-        """True if "jsd" sums its terms from the same logits as its statistics, where a tile has all classes."""
-        return isinstance(self.spec, LogprobSpec) and self.spec.divergence == "jsd" and self.sharding is None
+        has_mixture = getattr(self.spec, "divergence", None) == "jsd" and self.sharding is None
+        return (full_rows, self.vocab_size) if has_mixture and full_rows >= ROW_MULTIPLE else (rows, cols)
 
     @functools.cached_property
     def returned_bytes(self) -> int:
