@@ -182,9 +182,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
-    parser.add_argument(
-        "--weights-and-data", action="store_true", help="other seeds of these, flce with and without E4M3"
-    )
+    parser.add_argument("--weights-and-data", action="store_true", help="other seeds of these, flce with and without E4M3")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True)

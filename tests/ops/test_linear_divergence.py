@@ -379,7 +379,7 @@ def test_bad_input(name: str) -> None:
         flce.linear_divergence(**arguments)
 
 
-@pytest.mark.parametrize(("budget", "products"), [(None, 2), ("256MiB", 2), ("48MiB", 4)])
+@pytest.mark.parametrize("budget, products", [(None, 2), ("256MiB", 2), ("48MiB", 4)])
 def test_products_of_jsd(budget: str | None, products: int) -> None:
     """Unless the budget is small, forward computes the statistics and the terms from the same logits."""
     n, hidden, vocab, options = 4096, 2048, 128256, flce.ChunkOptions(max_workspace_bytes=budget)
