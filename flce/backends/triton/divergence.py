@@ -15,12 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.contract import Teacher, TileCall
-from flce.backends.triton.launch import VECTOR_BYTES, WARP, Launch, build_launch, overlap_options, thread_options
+from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, overlap_options, thread_options
 from flce.backends.triton.math import LN_2, LOG2_E, load_normalizer, load_row_gradient, logit_gradient, transform
 from flce.core.problem import DIVERGENCES, accumulation_dtype
 
-# Warps of a program. A thread has one vector of a block: with two the gradient of "jsd" takes 1.4 times as long.
-WARPS = 16
+# Vectors of a block, and warps of a program. Statistics have reductions over a block: fewer warps wait for each other.
+VECTORS, STATISTICS_WARPS, WARPS = 512, 8, 16
 
 # A kernel can read only global variables that are constexpr.
 _STUDENT = tl.constexpr(contract.STUDENT)
@@ -173,8 +173,8 @@ def divergence(
         "KIND": DIVERGENCES.index(teacher.kind),
         "HAS_TEACHER_SCALE": teacher.spec.scale != 1.0,
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
-        "BLOCK": WARP * WARPS * (VECTOR_BYTES // logits.element_size()),
-        **thread_options(logits.device, WARPS),
+        "BLOCK": VECTORS * (VECTOR_BYTES // logits.element_size()),
+        **thread_options(logits.device, STATISTICS_WARPS if grad is None and teacher.kind != "jsd" else WARPS),
         **overlap_options(logits.device),
     }
     yield build_launch(
