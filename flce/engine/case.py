@@ -55,8 +55,7 @@ ROW_MULTIPLE = 128
 # | others of about that size     | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
-# With a teacher, tiles for statistics have as many logits as TEACHER_ROWS rows of all classes, at most TEACHER_BYTES.
-TEACHER_ROWS, TEACHER_BYTES = 512, 300 << 20
+TEACHER_ROWS, TEACHER_BYTES = 512, 300 << 20  # With a teacher: as many logits as 512 full rows have, at most 300 MiB.
 # Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
 # MiB for 128,256 classes.
 STATISTICS_ROWS_IN_REGISTERS = 8192

@@ -21,7 +21,8 @@ def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
     require_lazy((state.shape, state.device, state.dtype) == (other.shape, other.device, other.dtype))
     student, teacher, sign = (other, state, -1.0) if other.requires_grad else (state, other, 1.0)
     require_lazy(state.division is other.division is None and not (teacher.requires_grad and torch.is_grad_enabled()))
-    return replace(student, teacher=teacher.detach()).with_op("sub_teacher").with_op("mul", sign)
+    ratio = replace(student, teacher=teacher.detach()).with_op("sub_teacher")
+    return ratio if sign > 0 else ratio.with_op("mul", sign)
 
 
 def weigh(state: LazyState, other: LazyState) -> LazyState:
