@@ -21,7 +21,7 @@ from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
 from tests.hopper import plan_as_on_hopper
 from tests.ops.test_softmax import LAYOUTS
-from tests.search.bounds import Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
+from tests.search.bounds import CHAIN, Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
 from tests.search.driver import Call, Errors, Mismatch
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -143,6 +143,16 @@ def draw_head(rng: random.Random, device: str) -> Call:
     }
 
 
+def vary(rng: random.Random, call: Call) -> Call:
+    """Return a call with other values in its tensors and a few more or fewer tokens."""
+    tables = {name: {**LOSS, **HEAD}[name] for name in ("ignored", "std", "upstream", "rows_times", "offset")}
+    other = {name: rng.choice(values) for name, values in tables.items() if name in call}
+    leading = call["leading"]
+    if leading and leading[-1] > 20:
+        other["leading"] = (*leading[:-1], leading[-1] + 2 * rng.randint(-8, 8))
+    return {**call, **other, "seed": rng.randrange(1 << 20)}
+
+
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
     """Set the backend of all calls. hopper: interpreted Triton with the plans and dtypes of a Hopper GPU; blocks:
@@ -246,7 +256,8 @@ def upstream_of(call: Call, p: Problem) -> Tensor:
 def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmetic:
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
-    on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
+    is_cuda = p.input.device.type == "cuda"
+    on_gpu = p.has_head and (is_cuda or call["backend"] == "hopper")
     equal_rows = bool(call.get("offset")) and call["hidden"] == 1
     saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
     return Arithmetic(
@@ -257,6 +268,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
+        truncated=is_cuda and rows == torch.float32,
         has_subnormal=on_gpu and result == torch.float16,
         coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
@@ -363,9 +375,18 @@ class Expected:
             softmax + of_lse * logits.lse[:, None],
             direct,
             of_lse=of_lse if kwargs["z_loss"] else None,
+            roundings=CHAIN + self.num_factors(),
             smoothed=kwargs["label_smoothing"] > 0.0,
         )
         self.gradients = Gradients(logits, gradient, how)
+
+    def num_factors(self) -> int:
+        """Return the number of factors of a row's gradient that are not 1."""
+        kwargs = self.p.kwargs
+        names = ("softcap", "label_smoothing", "logit_scale", "temperature")
+        given = [kwargs[name] not in (None, 0.0, 1.0) for name in names]
+        given += [t is not None for t in (kwargs.get("weight"), self.p.token_weight)]
+        return sum(given) + (kwargs["reduction"] == "mean")
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""

@@ -17,6 +17,8 @@ from torch import Tensor
 KAPPA = 3.0
 # Roundings of a chain of elementwise operations, such as scale, tanh and temperature.
 CHAIN = 2.0
+# Products that a tensor core adds to a partial sum before it rounds the sum, at least: 8 of TensorFloat-32.
+TENSOR_CORE_TERMS = 8
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -36,6 +38,7 @@ class Arithmetic:
     parts: int = 1
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
+    truncated: bool = False  # tensor cores round partial sums towards 0
     has_subnormal: bool = False  # gradients or exponentials in memory are float16
     coherent: bool = False  # terms of sums are equal, and so are their errors
 
@@ -57,7 +60,9 @@ class Arithmetic:
 
 def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of the sums of ``x @ w.T`` in any order of summation: each partial sum is rounded."""
-    return sum_error(x.shape[-1], x.square() @ w.square().T, x @ w.T, how)
+    count, total = x.shape[-1], x @ w.T
+    error = sum_error(count, x.square() @ w.square().T, total, how)
+    return error + how.u * math.ceil(count / TENSOR_CORE_TERMS) * total.abs() if how.truncated else error
 
 
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
@@ -91,7 +96,8 @@ class Logits:
         temperature: float | Tensor = 1.0,
         given: Tensor | None = None,
     ) -> None:
-        self.u = u = how.u
+        self.u, self.how = how.u, how
+        u = how.u
         products = [x @ w.T for x, w in terms] if given is None else [given]
         a = torch.stack(products).sum(0) + (0.0 if bias is None else bias)
         sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
@@ -123,9 +129,7 @@ class Logits:
         below = self.z.amax(-1, keepdim=True) - self.z  # what exponentials are computed from
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
-        # Roundings of exponentials, of their sum, and of its logarithm.
-        exponentials = KAPPA * u * (self.p * (1.0 + below)).square().sum(-1).sqrt()
-        self.dsum = exponentials + u * (_sum_steps(a.shape[-1], how) + self.log_sum)
+        self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
         self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
         # The logits of candidates are computed as log-probability + log-sum-exp.
@@ -142,6 +146,11 @@ class Logits:
         self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
+    def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
+        """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
+        exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
+        return exponentials + how.u * (_sum_steps(p.shape[-1], how) + log_sum)
+
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
         size = self.logp.gather(1, column).abs() + self.below.gather(1, column)
@@ -150,14 +159,16 @@ class Logits:
     def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
         """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
         squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
+        of_squares = (-2.0 * self.below).logsumexp(-1)
         found = {
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
             "lse": self.dlse + self.of_oracle,
             "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1),
             "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
-            + 4.0 * self.dsum
-            + self.u * (squares * self.logp.abs()).sum(-1) * 4.0
+            + 2.0 * self.dsum
+            + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
+            + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
             + 2.0 * self.of_oracle,
         }
         return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
@@ -174,6 +185,7 @@ class RowGradient:
     dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
     ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
     is_candidate: Tensor | None = None  # (N, V)
+    roundings: float = CHAIN  # of `softmax` and `direct`, which are products of factors
     smoothed: bool = False  # by label smoothing: `direct` has all classes
 
 
@@ -192,7 +204,7 @@ class Gradients:
         self.value = self.smooth + self.direct
         terms = size + row.direct.abs()
         # Errors of the classes, which are independent.
-        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
+        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + row.roundings * u * terms)
         error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect

@@ -24,6 +24,7 @@ REGRESSIONS = Path(__file__).resolve().parents[1] / "regressions.txt"
 STEPS = 1000
 SHRINKING_SECONDS = 60.0
 MOST_FAILURES = 30  # a run with more has one cause
+VARIATIONS = 30  # calls on a GPU that use the same kernels, because a kernel compiles for seconds
 
 
 class Mismatch(AssertionError):
@@ -95,6 +96,7 @@ class Kind:
             result, Refused for a call that is not possible; any other exception is a failure, too.
         simpler: yields calls that are simpler than a call.
         share: how often the kind is drawn, relative to others.
+        vary: returns a call that differs from a call only in arguments that compile no kernel.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Kind:
     check: Callable[[Call, str, Errors], None]
     simpler: Callable[[Call, Mapping[str, Any]], Iterator[Call]] | None = None
     share: float = 1.0
+    vary: Callable[[random.Random, Call], Call] | None = None
 
     def run(self, call: Call, device: str, errors: Errors) -> Mismatch | None:
         """Return the failure of a call, or None."""
@@ -204,10 +207,14 @@ class Search:
         """Draw calls for some seconds, or a number of calls. Print failures, and keep them."""
         end, number = time.monotonic() + seconds, 0
         while time.monotonic() < end and number != count and len(self.failures) < MOST_FAILURES:
-            rng = random.Random(f"{seed}.{number}")
-            number += 1
+            first = number - number % VARIATIONS if self.device == "cuda" else number
+            rng, again = random.Random(f"{seed}.{first}"), random.Random(f"{seed}.{number}")
             (kind,) = rng.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
-            call = {k: v for k, v in kind.draw(rng, self.device).items() if v != kind.defaults[k]}
+            drawn = kind.draw(rng if kind.vary or number == first else again, self.device)
+            if kind.vary and number > first:
+                drawn = kind.vary(again, drawn)
+            number += 1
+            call = {k: v for k, v in drawn.items() if v != kind.defaults[k]}
             failure = self.try_call(kind, call)
             if failure is None:
                 continue

@@ -49,4 +49,4 @@ def check(call: Call, device: str, errors: Errors) -> None:
 
 
 LOGITS = {"leading": (1, 3), "layout": "contiguous", "inplace": False, "grad": True, "weigh": False}
-KIND = Kind("logits", {**defaults(**LOSS), **LOGITS}, draw, check)
+KIND = Kind("logits", {**defaults(**LOSS), **LOGITS}, draw, check, vary=arguments.vary)

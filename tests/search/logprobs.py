@@ -145,4 +145,4 @@ def check(call: Call, device: str, errors: Errors) -> None:
     rows.compare_gradients(errors, prefix, Gradients(logits, gradient, how), found, exact)
 
 
-KIND = Kind("logprobs", DEFAULTS, draw, check, share=2.0)
+KIND = Kind("logprobs", DEFAULTS, draw, check, share=2.0, vary=arguments.vary)
