@@ -14,7 +14,7 @@ import flce
 from flce.backends import load_backend
 from flce.backends.contract import E4M3, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile
 from flce.core.device_record import KNOWN_KINDS
-from flce.core.gemm import matmul
+from flce.core.gemm import e4m3_scale, matmul
 from flce.engine.e4m3 import ChunkSizes
 from flce.planning import search
 from flce.testing.models import tiny_model
@@ -361,8 +361,13 @@ def test_patched_models(emulated: None) -> None:
     assert 0.0 < relative_error(grads[1], grads[0]) <= 5e-3
 
 
-def test_products_on_a_cpu() -> None:
-    a, b = (torch.randn(n, 48, generator=torch.Generator().manual_seed(n)).to(E4M3) for n in (5, 7))
-    out = torch.empty(5, 7)
-    matmul(a, b.t(), out)
-    torch.testing.assert_close(out, a.float() @ b.float().t())
+@pytest.mark.parametrize("largest", [False, True])
+def test_products(largest: bool, device: torch.device) -> None:
+    """Products with float16 results have a scale, with which the largest sums are finite."""
+    a, b = (torch.randn(n, 2048, generator=torch.Generator().manual_seed(n), device="cpu") for n in (32, 48))
+    a, b = ((x.fill_(448.0) if largest else x).to(device, E4M3) for x in (a, b))
+    exact = a.double() @ b.double().t()
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, e4m3_scale(2048))):
+        out = torch.empty(32, 48, dtype=dtype, device=device)
+        matmul(a, b.t(), out)
+        assert relative_error(out.double() / scale, exact) <= 1e-3
