@@ -259,7 +259,8 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     is_cuda = p.input.device.type == "cuda"
     on_gpu = p.has_head and (is_cuda or call["backend"] == "hopper")
     equal_rows = bool(call.get("offset")) and call["hidden"] == 1
-    saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
+    std = call["std"] * abs(call["logit_scale"]) * max(1.0, call.get("rows_times", 1.0))
+    saturated = 4.0 * (call["softcap"] or math.inf) <= std
     return Arithmetic(
         result=result,
         rows=rows,
@@ -269,6 +270,10 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
         truncated=is_cuda and rows == torch.float32,
+        tiles=max(1, call["vocab"] // (1 if call["backend"] == "torch" else 64))
+        if call.get("beyond") is not None
+        else 1,
+        one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
         coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),

@@ -36,10 +36,12 @@ class Arithmetic:
     gradients: torch.dtype  # of the gradients of logits in memory
     sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
     parts: int = 1
+    tiles: int = 1  # of classes, whose sums of exponentials are added one after the other
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
     truncated: bool = False  # tensor cores round partial sums towards 0
     has_subnormal: bool = False  # gradients or exponentials in memory are float16
+    one_hot: bool = False  # most probabilities are nearly 0 or 1, so many gradients have the same rounding error
     coherent: bool = False  # terms of sums are equal, and so are their errors
 
     @property
@@ -60,9 +62,14 @@ class Arithmetic:
 
 def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of the sums of ``x @ w.T`` in any order of summation: each partial sum is rounded."""
-    count, total = x.shape[-1], x @ w.T
-    error = sum_error(count, x.square() @ w.square().T, total, how)
-    return error + how.u * math.ceil(count / TENSOR_CORE_TERMS) * total.abs() if how.truncated else error
+    total = x @ w.T
+    return sum_error(x.shape[-1], x.square() @ w.square().T, total, how) + truncation(x.shape[-1], total, how)
+
+
+def truncation(count: int, total: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of sums of `count` products in tensor cores. It has the sign of the sum."""
+    steps = math.ceil(count / TENSOR_CORE_TERMS) if how.truncated else 0
+    return how.u * steps * total.abs()
 
 
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
@@ -115,6 +122,9 @@ class Logits:
         # The formula of tanh subtracts from 1, so that its error is absolute.
         of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
+        # Errors of equal signs, which do not cancel in a sum over classes.
+        shifts = [truncation(x.shape[-1], x @ w.T, how) for x, w in terms] if given is None else []
+        self.shift = self.jacobian.abs() * sum(shifts, torch.zeros_like(a))
         self.djacobian = CHAIN * u * self.jacobian.abs()
         by_tanh = torch.zeros_like(a) if softcap is None else abs(logit_scale) / temperature * 2.0 * tanh.abs()
         if softcap is not None:
@@ -130,7 +140,7 @@ class Logits:
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
         self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
-        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
+        self.dlog_sum = self.weighted(self.p) + self.dsum
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
         # The logits of candidates are computed as log-probability + log-sum-exp.
         sizes = self.logp.abs() + self.below + self.lse[:, None].abs() + self.z.abs()
@@ -141,15 +151,20 @@ class Logits:
         share = self.p * (self.logp + self.entropy[:, None])
         spread = (self.p * below).sum(-1)
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + rounding
+        self.dentropy = self.weighted(share) + rounding
         # The oracle subtracts logits from the log-sum-exp.
         self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
+    def weighted(self, factors: Tensor) -> Tensor:
+        """Return the error of ``(factors * z).sum(-1)`` by the errors of the logits."""
+        return (factors * self.dz).square().sum(-1).sqrt() + (factors * self.shift).abs().sum(-1)
+
     def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
         """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
         exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
-        return exponentials + how.u * (_sum_steps(p.shape[-1], how) + log_sum)
+        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5
+        return exponentials + how.u * (_sum_steps(p.shape[-1], how) + of_tiles + log_sum)
 
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
@@ -164,8 +179,8 @@ class Logits:
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
             "lse": self.dlse + self.of_oracle,
-            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1),
-            "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
+            "mean_logit": self.weighted(torch.full_like(self.z, 1.0 / self.z.shape[1])) + steps * self.z.abs().mean(-1),
+            "log_sum_sq_prob": 2.0 * self.weighted(squares - self.p)
             + 2.0 * self.dsum
             + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
             + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
@@ -205,7 +220,10 @@ class Gradients:
         terms = size + row.direct.abs()
         # Errors of the classes, which are independent.
         error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + row.roundings * u * terms)
-        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
+        factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None and t.numel()]
+        largest = torch.stack([t.abs().amax() for t in factors]).amax() if factors else 0.0
+        # Exponentials below the normal numbers may be 0, before they are multiplied.
+        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
@@ -215,10 +233,11 @@ class Gradients:
             # Exponentials, without the targets' classes. With label smoothing the gradient is rounded after them.
             others = self.smooth.abs() if row.smoothed else self.smooth.abs().masked_fill(row.direct != 0, 0.0)
             rounded = self.value.abs() + others if row.smoothed else torch.maximum(self.value.abs(), others)
-            error = error + KAPPA * unit(how.gradients) * rounded
-        if how.has_subnormal and len(terms):
-            factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
-            error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
+            error = error + KAPPA * (2.0 if how.one_hot else 1.0) * unit(how.gradients) * rounded
+            if row.smoothed:  # the same number for nearly all classes, with the same error
+                self.equal = self.equal + unit(how.gradients) * self.direct.abs()
+        if how.has_subnormal:
+            error = error + 2.0**-25 * logits.scale * largest
         self.independent = error
         # In a row of equal logits the rounding errors are equal, too.
         is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
@@ -290,7 +309,7 @@ def loss_of_rows(
     nll = -logits.logp.gather(1, y[:, None])[:, 0]
     every = (weights * -logits.logp).sum(-1)
     derivative = logits.p * softmax[:, None] + direct
-    error = (derivative * logits.dz).square().sum(-1).sqrt() + (target + each * weights.sum()) * logits.of_oracle
+    error = logits.weighted(derivative) + (target + each * weights.sum()) * logits.of_oracle
     below = logits.below.gather(1, y[:, None])[:, 0]
     error = error + target * (logits.dsum + u * (nll + below))
     if label_smoothing:
