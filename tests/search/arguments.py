@@ -102,11 +102,11 @@ def draw_loss(rng: random.Random, compiled: random.Random, device: str) -> tuple
     """Draw the arguments of all losses, and the largest number of logits. `compiled`: see `Kind.draw`."""
     call = {name: (compiled if name in COMPILED else rng).choice(values) for name, values in LOSS.items()}
     rare = compiled.choice([0.15, 0.5]) if device == "cpu" else 0.25
-    call["dtype"] = compiled.choices(LOSS["dtype"], [40, 25, 20, 15] if device == "cpu" else [5, 20, 45, 30])[0]
+    call["dtype"] = compiled.choices(LOSS["dtype"], [25, 30, 25, 20] if device == "cpu" else [5, 20, 45, 30])[0]
     for name, (default, *others) in OPTIONS.items():
         call[name] = rng.choice(others) if compiled.random() < rare else default
     call["stats"] = tuple(name for name in STATS if compiled.random() < 0.15)
-    call["backend"] = compiled.choices(LOSS["backend"], [65, 12, 5, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[0]
+    call["backend"] = compiled.choices(LOSS["backend"], [60, 12, 10, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[0]
     most = MAX_LOGITS[call["backend"]]
     if device == "cuda":
         (most,) = compiled.choices(MAX_LOGITS_ON_GPU, [20, 30, 30, 18, 2])
@@ -332,7 +332,9 @@ class Rows:
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
-    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic) -> None:
+    def __init__(
+        self, p: Problem, upstream: Tensor, how: Arithmetic, gradients: type[Gradients] = Gradients
+    ) -> None:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
@@ -369,7 +371,7 @@ class Expected:
             of_lse=of_lse if kwargs["z_loss"] else None,
             smoothed=kwargs["label_smoothing"] > 0.0,
         )
-        self.gradients = Gradients(logits, gradient, how)
+        self.gradients = gradients(logits, gradient, how)
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""

@@ -158,7 +158,7 @@ class Logits:
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
         self.dentropy = (share * self.dz).square().sum(-1).sqrt() + (share * self.drift).sum(-1).abs() + rounding
         # The oracle subtracts logits from the log-sum-exp.
-        self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
+        self.of_oracle = 4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
     def dlogprob(self, column: Tensor) -> Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import flce
 from flce.testing.problem import Problem
+from tests import forced
 from tests.helpers import plan_for
 from tests.search import arguments
 from tests.search.arguments import DTYPES, HEAD, LOSS, Expected, defaults
+from tests.search.bounds import Gradients
 from tests.search.driver import Call, Errors, Kind, Mismatch
 
 # How the call runs. retained: two backward passes; autocast: of float32 tensors; graph: captured in a CUDA graph.
@@ -30,14 +33,19 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         call |= {"dtype": "float32", "logits_dtype": None, "accum_dtype": None}
     if mode in ("compiled", "graph") and (call["beyond"] is not None or call["skip_ignored"] is True):
         mode = "eager"
+    force = compiled.random() < (0.75 if device == "cpu" else 0.3) and call["backend"] == ("hopper" if device == "cpu" else "triton")
+    if force and mode in ("eager", "retained"):
+        call |= {"dtype": "bfloat16", "label_smoothing": 0.0, "beyond": None, "schedule": "unnormalized"}
+        call |= {"logits_dtype": None, "accum_dtype": None, "strategy": "auto"}
+        call["reduction"] = "mean" if call["reduction"] == "none" else call["reduction"]
     return {**call, "mode": mode}
 
 
 def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
     given = {name: call[name] for name in ("chunk_rows", "strategy", "skip_ignored")}
-    for name in ("logits_dtype", "accum_dtype"):
-        if call[name] is not None:
-            given[name] = DTYPES[call[name]]
+    for name in ("logits_dtype", "accum_dtype", "grad_dtype"):
+        if call.get(name) is not None:
+            given[name] = getattr(torch, call[name])
     if call["beyond"] is not None and p.target.numel():
         given["max_workspace_bytes"] = call["beyond"] + arguments.least_budget(
             lambda: plan_for(p, flce.ChunkOptions(**given, max_workspace_bytes=1), grads, call["stats"])
@@ -172,13 +180,16 @@ def memory_of(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
-def check(call: Call, device: str, errors: Errors) -> None:
+def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gradients) -> None:
+    """Compare a call. `of_e4m3`: the bounds of gradients if the plan has E4M3 products."""
     p = arguments.head_of(call, device)
     grads, upstream, mode = call["grads"], arguments.upstream_of(call, p), call["mode"]
     half = DTYPES.get(mode.partition(" ")[2])
     rounded = p if half is None else in_half(p, half)
     parts = 1
-    with arguments.backend(call["backend"]):
+    with arguments.backend(call["backend"]), pytest.MonkeyPatch.context() as patch:
+        if call["schedule"]:
+            forced.force(patch, getattr(forced, call["schedule"]))
         options = options_of(call, rounded, grads)
         plan = plan_for(rounded, options, grads, call["stats"]) if p.target.numel() else None
         if plan is not None and call["accum_dtype"] is not None:
@@ -196,10 +207,15 @@ def check(call: Call, device: str, errors: Errors) -> None:
             # A plan does not include copies of operands that are not aligned.
             check_again(step, results, plan if device == "cuda" and call["layout"] == "contiguous" else None)
     loss, output, got = results
-    expected = Expected(rounded, upstream, arguments.arithmetic(call, rounded, parts))
-    prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
+    is_e4m3 = plan is not None and type(plan.schedule).__name__.startswith("E4M3")
+    how = arguments.arithmetic(call, rounded, parts)
+    if is_e4m3:  # Its tiles are emulated in bfloat16.
+        expected = Expected(rounded, upstream, replace(how, gradients=torch.bfloat16), of_e4m3)
+    else:
+        expected = Expected(rounded, upstream, how)
+    prefix = f"{'fp8' if is_e4m3 else 'operator'} {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])
     expected.compare_gradients(errors, prefix, got)
 
 
-KIND = Kind("operator", {**defaults(**LOSS, **HEAD), "mode": "eager"}, draw, check, share=4.0)
+KIND = Kind("operator", {**defaults(**LOSS, **HEAD), "mode": "eager", "schedule": None}, draw, check, share=4.0)
