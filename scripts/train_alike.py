@@ -7,9 +7,9 @@
 All runs have the same weights, the same batches and AdamW. Runs of stock differ in the order of sequences and tokens
 within a batch, and in random changes of the hidden states of at most half a rounding, because another order of sums
 seldom changes a number that is rounded to half precision. These runs give the spread. The reference is the mean of the
-runs of stock in float32. Differences grow exponentially until they are as large as the spread, sooner or later by chance.
-So a run of flce is alike if its largest distance from the reference, relative to the loss, is at most twice the largest
-one of the runs of stock in the same dtype. (In half precision only stock rounds logits.)
+runs of stock in float32. Differences grow exponentially until they are as large as the spread, sooner or later. So a
+run of flce is alike if its largest distance from the reference, relative to the loss, is at most twice the largest one
+of the runs of stock in the same dtype. (In half precision only stock rounds logits.)
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
-    parser.add_argument("--weights-and-data", action="store_true", help="other seeds of these, flce with and without E4M3")
+    parser.add_argument("--weights-and-data", action="store_true", help="other seeds, flce with and without E4M3")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--out", type=Path, required=True)

@@ -63,8 +63,8 @@ def make_plan(c: Case) -> ChunkPlan:
     plan = _default_or_fastest(c)
     if plan is not None:
         return plan
-    smallest = _smallest_plan(c)
-    if c.options.max_workspace_bytes is None:
+    smallest, budget = _smallest_plan(c), c.options.max_workspace_bytes
+    if budget is None or smallest.workspace_bytes <= int(budget):
         return smallest
     raise BudgetError(c, smallest.workspace_bytes)
 

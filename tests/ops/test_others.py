@@ -103,7 +103,7 @@ def grids() -> list[Grid]:
         [None, 20.0], [False, True], [0, 1], [0.0, 0.2], ["none", "mean", "sum"], [(256, 128, 512), (252, 123, 507)]
     ):
         arguments = {"softcap": softcap, "bias": bias, "shift": shift, "ignored": ignored, "reduction": reduction}
-        # The gradients of stock are rounded, too: where its error is 0 by chance, half a unit in the last place is left.
+        # Gradients are rounded: where the error of stock is 0 by chance, half a unit in the last place is left.
         of_gradient = (1.0, 1e-2, torch.finfo(bf16).eps / 2)
         found.append(Grid("CCE", shape, bf16, arguments, (1.0, 1e-2, 0.0), of_gradient, by_element=True))
     # Dao-AILab/quack, tests/test_linear_cross_entropy.py

@@ -23,8 +23,8 @@ REGRESSIONS = Path(__file__).resolve().parents[1] / "regressions.txt"
 # Intervals of error / bound, from 0 to 1, in which `Errors` counts.
 STEPS = 1000
 SHRINKING_SECONDS = 60.0
+SAME_KERNELS = 40  # calls on a GPU
 MOST_FAILURES = 30  # a run with more has one cause
-VARIATIONS = 30  # calls on a GPU that use the same kernels, because a kernel compiles for seconds
 
 
 class Mismatch(AssertionError):
@@ -91,21 +91,20 @@ class Kind:
 
     Attributes:
         defaults: the value of each argument; a call has the arguments that differ.
-        draw: returns a random call for a device, "cpu" or "cuda".
+        draw: returns a random call for a device, "cpu" or "cuda". The second of the two generators draws the arguments
+            that decide which kernels are compiled. On a GPU it has one state for SAME_KERNELS calls.
         check: runs a call on a device and compares all results, with `Errors.compare`. Raises Mismatch for a wrong
             result, Refused for a call that is not possible; any other exception is a failure, too.
         simpler: yields calls that are simpler than a call.
         share: how often the kind is drawn, relative to others.
-        vary: returns a call that differs from a call only in arguments that compile no kernel.
     """
 
     name: str
     defaults: Mapping[str, Any]
-    draw: Callable[[random.Random, str], Call]
+    draw: Callable[[random.Random, random.Random, str], Call]
     check: Callable[[Call, str, Errors], None]
     simpler: Callable[[Call, Mapping[str, Any]], Iterator[Call]] | None = None
     share: float = 1.0
-    vary: Callable[[random.Random, Call], Call] | None = None
 
     def run(self, call: Call, device: str, errors: Errors) -> Mismatch | None:
         """Return the failure of a call, or None."""
@@ -207,17 +206,17 @@ class Search:
         """Draw calls for some seconds, or a number of calls. Print failures, and keep them."""
         end, number = time.monotonic() + seconds, 0
         while time.monotonic() < end and number != count and len(self.failures) < MOST_FAILURES:
-            first = number - number % VARIATIONS if self.device == "cuda" else number
-            rng, again = random.Random(f"{seed}.{first}"), random.Random(f"{seed}.{number}")
-            (kind,) = rng.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
-            drawn = kind.draw(rng if kind.vary or number == first else again, self.device)
-            if kind.vary and number > first:
-                drawn = kind.vary(again, drawn)
+            rng = compiled = random.Random(f"{seed}.{number}")
+            if self.device == "cuda":
+                compiled = random.Random(f"{seed} {number // SAME_KERNELS}")
             number += 1
-            call = {k: v for k, v in drawn.items() if v != kind.defaults[k]}
+            (kind,) = compiled.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
+            call = {k: v for k, v in kind.draw(rng, compiled, self.device).items() if v != kind.defaults[k]}
             failure = self.try_call(kind, call)
             if failure is None:
                 continue
+            if self.device == "cuda":  # Calls with the same kernels would fail, too.
+                number += -number % SAME_KERNELS
             call, failure = kind.shrink(call, failure, self.device)
             line = kind.line(call)
             self.failures.append(line)
