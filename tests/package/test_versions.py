@@ -28,3 +28,14 @@ def test_oldest_and_newest_versions(package: str) -> None:
     readme = (ROOT / "README.md").read_text()
     by_hand = BY_HAND.get(package)
     assert f"{oldest} to {newest}{f' ({by_hand} only by hand)' if by_hand else ''}" in readme
+
+
+def test_hashed_versions_are_the_constraints() -> None:
+    """Check that CI installs with hashes, and that `scripts/versions.sh write ci` has followed constraints.txt."""
+
+    def pins(file: str) -> set[str]:
+        found = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / file).read_text(), re.M)
+        return {pin.lower().replace("_", "-") for pin in found}
+
+    assert pins("constraints.txt") <= pins("requirements-ci.txt")
+    assert 'HASHES: "1"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
