@@ -298,6 +298,29 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float8" not in str(default)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 4096, 128256),
+        (8192, 4096, 128256),
+        (4096, 8192, 128256),
+        (8192, 3584, 152064),
+        (8192, 2304, 256000),
+        (16384, 1024, 151936),
+        (16384, 640, 262144),
+    ],
+    ids=str,
+)
+def test_workspace_is_not_much_larger(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 1.5 times the default's workspace, or 1 GiB more."""
+    monkeypatch.undo()
+    for grads in ("xw", "x"):
+        cases = [case_on_hopper(*shape, grads=grads, grad_dtype=grad_dtype) for grad_dtype in (E4M3, None)]
+        plan, default = map(search.make_plan, cases)
+        assert plan.schedule.multiplies_e4m3
+        assert plan.workspace_bytes <= max(1.5 * default.workspace_bytes, default.workspace_bytes + (1 << 30))
+
+
 @pytest.mark.parametrize("budget", [0.3, 0.6, 0.9])
 def test_budgets(budget: float, emulated: None) -> None:
     problem = problem_of(torch.device("cpu"), vocab=2000)

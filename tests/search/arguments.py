@@ -21,15 +21,14 @@ from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
 from tests.hopper import plan_as_on_hopper
 from tests.ops.test_softmax import LAYOUTS
-from tests.search.bounds import Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
+from tests.search.bounds import CHAIN, Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
 from tests.search.driver import Call, Errors, Mismatch
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
-# Logits of a call, by device and backend: the oracle has several float64 tensors of this size.
-MAX_LOGITS = {"cpu torch": 30_000, "cpu triton": 1500, "cpu hopper": 1500, "cpu blocks": 1500, "cpu slabs": 30_000}
-MAX_LOGITS |= {"cuda torch": 1 << 20, "cuda triton": 1 << 24}
-MAX_WEIGHT = 1 << 25  # elements of the weight
+# Logits of a call on a CPU by backend, and on a GPU: the oracle has many float64 tensors of this size.
+MAX_LOGITS = {"torch": 30_000, "triton": 1500, "hopper": 1500, "blocks": 1500, "slabs": 30_000}
+MAX_LOGITS_ON_GPU = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
 OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -75,6 +74,8 @@ HEAD: dict[str, tuple[Any, ...]] = {
     "logits_dtype": (None,),
     "accum_dtype": (None,),
 }
+# Arguments that decide which kernels are compiled. On a GPU many calls have the same.
+COMPILED = {"dtype", "backend", "reduction", "bias", "adapter_ranks", "layout", "grads", "strategy", "skip_ignored"}
 
 
 def defaults(**tables: tuple[Any, ...]) -> dict[str, Any]:
@@ -92,54 +93,56 @@ def size(rng: random.Random, most: int) -> int:
     return max(1, min(most, rng.choice(edges) + rng.choice([-1, 0, 1])))
 
 
-def draw_loss(rng: random.Random, device: str) -> Call:
-    """Draw the arguments of all losses."""
-    call = {name: rng.choice(values) for name, values in LOSS.items()}
-    # On a GPU few combinations of options, because each compiles its kernels.
-    options = rng if device == "cpu" else random.Random(rng.randrange(40))
-    rare = options.choice([0.15, 0.5]) if device == "cpu" else 0.25
-    call["dtype"] = options.choices(LOSS["dtype"], [40, 25, 20, 15] if device == "cpu" else [5, 20, 45, 30])[0]
-    call["reduction"] = options.choice(LOSS["reduction"])
+def smaller(rng: random.Random, compiled: random.Random, size: int, share: float = 1.0) -> int:
+    """Return a size for the kernels of `size`, which is less by at most this share: 16 divides both or none."""
+    return size if rng is compiled else size - 16 * rng.randrange(max(1, -int(-size * share // 16)))
+
+
+def draw_loss(rng: random.Random, compiled: random.Random, device: str) -> tuple[Call, int]:
+    """Draw the arguments of all losses, and the largest number of logits. `compiled`: see `Kind.draw`."""
+    call = {name: (compiled if name in COMPILED else rng).choice(values) for name, values in LOSS.items()}
+    rare = compiled.choice([0.15, 0.5]) if device == "cpu" else 0.25
+    call["dtype"] = compiled.choices(LOSS["dtype"], [25, 30, 25, 20] if device == "cpu" else [5, 20, 45, 30])[0]
     for name, (default, *others) in OPTIONS.items():
-        call[name] = options.choice(others) if options.random() < rare else default
-    call["stats"] = tuple(name for name in STATS if options.random() < 0.15)
-    call["backend"] = rng.choices(LOSS["backend"], [65, 12, 5, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[0]
-    call["vocab"] = vocab = size(rng, most_logits(call, device) // 4)
+        call[name] = rng.choice(others) if compiled.random() < rare else default
+    call["stats"] = tuple(name for name in STATS if compiled.random() < 0.15)
+    call["backend"] = compiled.choices(LOSS["backend"], [60, 12, 10, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[
+        0
+    ]
+    most = MAX_LOGITS[call["backend"]]
+    if device == "cuda":
+        (most,) = compiled.choices(MAX_LOGITS_ON_GPU, [20, 30, 30, 18, 2])
+    vocab = smaller(rng, compiled, size(compiled, most // 4), 1 / 8)
     call["ignore_index"] = rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1, 2**32 + 3])
     call["target_dtype"] = "int64" if call["ignore_index"] > 2**31 else call["target_dtype"]
     call["num_items"] = rng.choice([None, 1, 13]) if call["reduction"] == "sum" else None
-    return {**call, "seed": rng.randrange(1 << 20)}
+    return {**call, "vocab": vocab, "seed": rng.randrange(1 << 20)}, most
 
 
-def most_logits(call: Call, device: str) -> int:
-    return MAX_LOGITS[f"{device} {call['backend']}"]
-
-
-def draw_head(rng: random.Random, device: str) -> Call:
+def draw_head(rng: random.Random, compiled: random.Random, device: str) -> Call:
     """Draw the arguments of all functions with a head."""
-    call = {name: rng.choice(values) for name, values in HEAD.items()} | draw_loss(rng, device)
-    on_cpu, half = device == "cpu", call["dtype"] in ("bfloat16", "float16")
-    tokens = size(rng, max(1, min(most_logits(call, device) // call["vocab"], 300 if on_cpu else 8192)))
+    of_loss, most = draw_loss(rng, compiled, device)
+    call = {name: (compiled if name in COMPILED else rng).choice(values) for name, values in HEAD.items()} | of_loss
+    on_cpu, half, vocab = device == "cpu", call["dtype"] in ("bfloat16", "float16"), call["vocab"]
+    tokens = smaller(rng, compiled, size(compiled, max(1, min(most // vocab, 300 if on_cpu else 8192))))
     leading: tuple[int, ...] = rng.choice([(tokens,), (tokens,), (rng.randint(1, 3), -(-tokens // 3))])
     if rng.random() < 0.03:
         leading = rng.choice([(), (0,), (0, 3), (2, 0)])
     hiddens = [1, 2, 3, 7, 8, 16, 24, 33, 64, 129] if on_cpu else [8, 64, 128, 129, 256, 511, 512, 1023, 1024]
-    hiddens = hiddens[: 7 if call["backend"] in ("triton", "hopper") and on_cpu else None]
-    how = rng.choice(["default", "default", "rows", "least", "roomy"])
+    hiddens = hiddens[: 7 if call["backend"] in ("triton", "hopper", "blocks") and on_cpu else None]
+    how = compiled.choice(["default", "default", "rows", "least", "roomy"])
+    every = compiled.random() < 0.5
+    some = "".join(letter for letter in "xwbaBt" if compiled.random() < 0.5)
     return {
         **call,
         "leading": leading,
         "shift": min(call["shift"], *leading[-1:]) if leading else 0,
-        "grads": call["grads"] if rng.random() < 0.5 else "".join(letter for letter in "xwbaBt" if rng.random() < 0.5),
-        "hidden": rng.choice(
-            hiddens[:7]
-            if call["backend"] in ("triton", "hopper", "blocks") and on_cpu
-            else [h for h in hiddens if h * call["vocab"] <= MAX_WEIGHT]
-        ),
+        "grads": call["grads"] if every else some,
+        "hidden": compiled.choice(hiddens if on_cpu else [h for h in hiddens if h * vocab <= 4 * most]),
         "chunk_rows": size(rng, 64 if on_cpu else 4096) if how == "rows" and call["strategy"] != "vocab" else None,
         "beyond": {"least": 0, "roomy": rng.randrange(5000 if on_cpu else 1 << 26)}.get(how),
-        "logits_dtype": call["dtype"] if half and rng.random() < 0.1 else None,
-        "accum_dtype": "bfloat16" if call["dtype"] == "bfloat16" and rng.random() < 0.05 else None,
+        "logits_dtype": call["dtype"] if compiled.random() < 0.1 and half else None,
+        "accum_dtype": "bfloat16" if compiled.random() < 0.05 and call["dtype"] == "bfloat16" else None,
     }
 
 
@@ -248,7 +251,9 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
     equal_rows = bool(call.get("offset")) and call["hidden"] == 1
-    saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
+    std = call["std"] * abs(call["logit_scale"]) * max(1.0, call.get("rows_times", 1.0))
+    saturated = 4.0 * (call["softcap"] or math.inf) <= std
+    has_least_tiles = call.get("beyond") is not None
     return Arithmetic(
         result=result,
         rows=rows,
@@ -257,7 +262,10 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
+        tiles=call["vocab"] // (1 if call["backend"] == "torch" else 64) if has_least_tiles else 1,
+        one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
+        tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,
         coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
@@ -330,7 +338,7 @@ class Rows:
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
-    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic) -> None:
+    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic, gradients: type[Gradients] = Gradients) -> None:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
@@ -351,7 +359,9 @@ class Expected:
         if p.token_weight is not None:
             of_token = self.rows.of(p.token_weight.double())
         self.losses = scale * loss.cross_entropy + z_scale * loss.z_loss
+        self.drift = scale * loss.drift
         self.dlosses = scale * loss.dcross_entropy + z_scale * loss.dz_loss + 4.0 * u * self.losses.abs()
+        self.dlosses = self.dlosses + self.drift.abs()
         self.of_token, self.z_losses = of_token, z_scale * of_token * loss.z_loss
         self.dz_losses = z_scale * of_token.abs() * (loss.dz_loss + 4.0 * u * loss.z_loss)
         # Gradients.
@@ -363,9 +373,18 @@ class Expected:
             softmax + of_lse * logits.lse[:, None],
             direct,
             of_lse=of_lse if kwargs["z_loss"] else None,
+            roundings=CHAIN + self.num_factors(),
             smoothed=kwargs["label_smoothing"] > 0.0,
         )
-        self.gradients = Gradients(logits, gradient, how)
+        self.gradients = gradients(logits, gradient, how)
+
+    def num_factors(self) -> int:
+        """Return the number of factors of a row's gradient that are not 1."""
+        kwargs = self.p.kwargs
+        names = ("softcap", "label_smoothing", "logit_scale", "temperature")
+        given = [kwargs[name] not in (None, 0.0, 1.0) for name in names]
+        given += [t is not None for t in (kwargs.get("weight"), self.p.token_weight)]
+        return sum(given) + (kwargs["reduction"] == "mean")
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""
@@ -376,6 +395,8 @@ class Expected:
             return to_positions(of_values) if p.kwargs["reduction"] == "none" else sum_of_rows(values, of_values, how)
 
         bound = reduced(self.losses * self.of_token, self.dlosses * self.of_token.abs())
+        if p.kwargs["reduction"] != "none":
+            bound = bound + (self.drift * self.of_token).sum().abs()
         errors.compare(f"{prefix} loss", loss, oracle.loss, bound)
         if not stats:
             return

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 KAPPA = 3.0
+# Products that one instruction of a tensor core adds to a sum, which it truncates.
+PRODUCTS_OF_INSTRUCTION = 8
 # Roundings of a chain of elementwise operations, such as scale, tanh and temperature.
 CHAIN = 2.0
 
@@ -34,10 +36,13 @@ class Arithmetic:
     gradients: torch.dtype  # of the gradients of logits in memory
     sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
     parts: int = 1
+    tiles: int = 1  # of classes, whose sums of exponentials are added one after the other
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
     has_subnormal: bool = False  # gradients or exponentials in memory are float16
+    one_hot: bool = False  # most probabilities are nearly 0 or 1, so many gradients have the same rounding error
     coherent: bool = False  # terms of sums are equal, and so are their errors
+    tensor_cores: bool = False  # multiply: they truncate sums
 
     @property
     def u(self) -> float:
@@ -57,7 +62,17 @@ class Arithmetic:
 
 def product_error(x: Tensor, w: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of the sums of ``x @ w.T`` in any order of summation: each partial sum is rounded."""
-    return sum_error(x.shape[-1], x.square() @ w.square().T, x @ w.T, how)
+    squares, total = x.square() @ w.square().T, x @ w.T
+    error = sum_error(x.shape[-1], squares, total, how)
+    if how.tensor_cores:
+        # Differences of the partial sums of random terms from a straight line.
+        error = error + truncation(x.shape[-1], KAPPA * (squares / 3).sqrt(), how)
+    return error
+
+
+def truncation(count: int, total: Tensor, how: Arithmetic) -> Tensor:
+    """Return the mean error of a sum that tensor cores compute, for partial sums that grow to `total` on a line."""
+    return how.u * (count / PRODUCTS_OF_INSTRUCTION / 2 if how.tensor_cores else 0.0) * total
 
 
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
@@ -91,7 +106,8 @@ class Logits:
         temperature: float | Tensor = 1.0,
         given: Tensor | None = None,
     ) -> None:
-        self.u = u = how.u
+        self.u, self.how = how.u, how
+        u = how.u
         products = [x @ w.T for x, w in terms] if given is None else [given]
         a = torch.stack(products).sum(0) + (0.0 if bias is None else bias)
         sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
@@ -99,6 +115,11 @@ class Logits:
         if given is None:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
             error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
+        # Tensor cores truncate towards 0, so that this error does not cancel in sums.
+        drift = torch.zeros_like(a)
+        for (x, _), product in zip(terms, products, strict=False):  # Without a head there are no terms.
+            drift = drift + truncation(x.shape[-1], product, how)
+        error = error + drift.abs()
         cap = 1.0 if softcap is None else softcap
         self.scale = max(torch.as_tensor(abs(logit_scale) / temperature).flatten().tolist(), default=0.0)
         scaled = logit_scale * a / cap
@@ -108,6 +129,7 @@ class Logits:
         self.jacobian = logit_scale * slope / temperature
         # The formula of tanh subtracts from 1, so that its error is absolute.
         of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
+        self.drift = self.jacobian * drift
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
         self.djacobian = CHAIN * u * self.jacobian.abs()
         by_tanh = torch.zeros_like(a) if softcap is None else abs(logit_scale) / temperature * 2.0 * tanh.abs()
@@ -123,10 +145,8 @@ class Logits:
         below = self.z.amax(-1, keepdim=True) - self.z  # what exponentials are computed from
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
-        # Roundings of exponentials, of their sum, and of its logarithm.
-        exponentials = KAPPA * u * (self.p * (1.0 + below)).square().sum(-1).sqrt()
-        self.dsum = exponentials + u * (_sum_steps(a.shape[-1], how) + self.log_sum)
-        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum
+        self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
+        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + (self.p * self.drift).sum(-1).abs()
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
         # The logits of candidates are computed as log-probability + log-sum-exp.
         sizes = self.logp.abs() + self.below + self.lse[:, None].abs() + self.z.abs()
@@ -137,10 +157,18 @@ class Logits:
         share = self.p * (self.logp + self.entropy[:, None])
         spread = (self.p * below).sum(-1)
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + rounding
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + (share * self.drift).sum(-1).abs() + rounding
         # The oracle subtracts logits from the log-sum-exp.
-        self.of_oracle = unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
+        self.of_oracle = (
+            4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
+        )
         self.dentropy = self.dentropy + self.of_oracle
+
+    def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
+        """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
+        exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
+        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5
+        return exponentials + how.u * (_sum_steps(p.shape[-1], how) + of_tiles + log_sum)
 
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
@@ -150,14 +178,17 @@ class Logits:
     def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
         """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
         squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
+        of_squares = (-2.0 * self.below).logsumexp(-1)
         found = {
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
             "lse": self.dlse + self.of_oracle,
-            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1),
+            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1) + self.drift.mean(-1).abs(),
             "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
-            + 4.0 * self.dsum
-            + self.u * (squares * self.logp.abs()).sum(-1) * 4.0
+            + 2.0 * ((squares - self.p) * self.drift).sum(-1).abs()
+            + 2.0 * self.dsum
+            + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
+            + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
             + 2.0 * self.of_oracle,
         }
         return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
@@ -174,6 +205,7 @@ class RowGradient:
     dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
     ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
     is_candidate: Tensor | None = None  # (N, V)
+    roundings: float = CHAIN  # of `softmax` and `direct`, which are products of factors
     smoothed: bool = False  # by label smoothing: `direct` has all classes
 
 
@@ -192,8 +224,11 @@ class Gradients:
         self.value = self.smooth + self.direct
         terms = size + row.direct.abs()
         # Errors of the classes, which are independent.
-        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
-        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
+        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + row.roundings * u * terms)
+        factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None and t.numel()]
+        largest = torch.stack([t.abs().amax() for t in factors]).amax() if factors else 0.0
+        # Exponentials below the normal numbers may be 0, before they are multiplied.
+        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
@@ -203,10 +238,11 @@ class Gradients:
             # Exponentials, without the targets' classes. With label smoothing the gradient is rounded after them.
             others = self.smooth.abs() if row.smoothed else self.smooth.abs().masked_fill(row.direct != 0, 0.0)
             rounded = self.value.abs() + others if row.smoothed else torch.maximum(self.value.abs(), others)
-            error = error + KAPPA * unit(how.gradients) * rounded
-        if how.has_subnormal and len(terms):
-            factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
-            error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
+            error = error + KAPPA * (2.0 if how.one_hot else 1.0) * unit(how.gradients) * rounded
+            if row.smoothed:  # the same number for nearly all classes, with the same error
+                self.equal = self.equal + unit(how.gradients) * self.direct.abs()
+        if how.has_subnormal:
+            error = error + 2.0**-25 * logits.scale * largest
         self.independent = error
         # In a row of equal logits the rounding errors are equal, too.
         is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
@@ -248,10 +284,11 @@ class Gradients:
         """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""
         how = self.how
         squares = squares + product_error(left, right, how).square()
+        drift = truncation(left.shape[-1], (smooth + direct).abs(), how)
         if how.sums != how.rows:
             size = left.square() @ right.square().T + (smooth + direct).square()
             squares = squares + (KAPPA * unit(how.sums)) ** 2 * how.parts * size
-        return squares.sqrt() + CHAIN * how.u * (smooth.abs() + direct.abs()) + how.rounded(smooth + direct)
+        return squares.sqrt() + drift + CHAIN * how.u * (smooth.abs() + direct.abs()) + how.rounded(smooth + direct)
 
 
 @dataclass
@@ -261,6 +298,7 @@ class Loss:
     gradient: RowGradient  # for an upstream gradient of 1, without token weights and divisors of the z-loss
     cross_entropy: Tensor
     dcross_entropy: Tensor
+    drift: Tensor  # the part of the error that does not cancel in sums over rows
     z_loss: Tensor
     dz_loss: Tensor
 
@@ -289,12 +327,13 @@ def loss_of_rows(
         RowGradient(softmax[:, None], direct),
         target * nll + each * every,
         error,
+        (derivative * logits.drift).sum(-1),
         z_loss * lse.square(),
         2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
     )
 
 
 def sum_of_rows(losses: Tensor, errors: Tensor, how: Arithmetic) -> Tensor:
-    """Return the error of a sum over rows."""
+    """Return the error of a sum over rows, for independent errors."""
     total = errors.sum() if how.coherent else errors.square().sum().sqrt()
     return total + how.u * _sum_steps(len(losses), how) * losses.abs().sum()

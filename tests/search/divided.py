@@ -24,8 +24,8 @@ DEFAULTS: Call = {**defaults(**LOSS, **HEAD), "processes": 2, "sequence_parallel
 DEFAULTS |= {"slices": False, "budget": None, "second": False}
 
 
-def draw(rng: random.Random, device: str) -> Call:
-    call = arguments.draw_head(rng, device)
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
+    call = arguments.draw_head(rng, rng, device)
     processes = rng.randint(2, MOST)
     in_sequence = rng.random() < 0.3
     length = processes * rng.randint(1, 4) if in_sequence else rng.randint(1, 12)

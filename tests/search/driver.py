@@ -23,6 +23,7 @@ REGRESSIONS = Path(__file__).resolve().parents[1] / "regressions.txt"
 # Intervals of error / bound, from 0 to 1, in which `Errors` counts.
 STEPS = 1000
 SHRINKING_SECONDS = 60.0
+SAME_KERNELS = 40  # calls on a GPU
 MOST_FAILURES = 30  # a run with more has one cause
 
 
@@ -90,7 +91,8 @@ class Kind:
 
     Attributes:
         defaults: the value of each argument; a call has the arguments that differ.
-        draw: returns a random call for a device, "cpu" or "cuda".
+        draw: returns a random call for a device, "cpu" or "cuda". The second of the two generators draws the arguments
+            that decide which kernels are compiled. On a GPU it has one state for SAME_KERNELS calls.
         check: runs a call on a device and compares all results, with `Errors.compare`. Raises Mismatch for a wrong
             result, Refused for a call that is not possible; any other exception is a failure, too.
         simpler: yields calls that are simpler than a call.
@@ -99,7 +101,7 @@ class Kind:
 
     name: str
     defaults: Mapping[str, Any]
-    draw: Callable[[random.Random, str], Call]
+    draw: Callable[[random.Random, random.Random, str], Call]
     check: Callable[[Call, str, Errors], None]
     simpler: Callable[[Call, Mapping[str, Any]], Iterator[Call]] | None = None
     share: float = 1.0
@@ -204,13 +206,17 @@ class Search:
         """Draw calls for some seconds, or a number of calls. Print failures, and keep them."""
         end, number = time.monotonic() + seconds, 0
         while time.monotonic() < end and number != count and len(self.failures) < MOST_FAILURES:
-            rng = random.Random(f"{seed}.{number}")
+            rng = compiled = random.Random(f"{seed}.{number}")
+            if self.device == "cuda":
+                compiled = random.Random(f"{seed} {number // SAME_KERNELS}")
             number += 1
-            (kind,) = rng.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
-            call = {k: v for k, v in kind.draw(rng, self.device).items() if v != kind.defaults[k]}
+            (kind,) = compiled.choices(list(self.kinds.values()), [each.share for each in self.kinds.values()])
+            call = {k: v for k, v in kind.draw(rng, compiled, self.device).items() if v != kind.defaults[k]}
             failure = self.try_call(kind, call)
             if failure is None:
                 continue
+            if self.device == "cuda":  # Calls with the same kernels would fail, too.
+                number += -number % SAME_KERNELS
             call, failure = kind.shrink(call, failure, self.device)
             line = kind.line(call)
             self.failures.append(line)

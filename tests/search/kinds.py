@@ -15,6 +15,8 @@ MODULES = {
     "logits": "tests.search.logits",
     "softmax": "tests.search.softmax",
     "logprobs": "tests.search.logprobs",
+    "divergence": "tests.search.divergence",
+    "fp8": "tests.search.fp8",
     "lazy": "tests.search.lazy",
     "divided": "tests.search.divided",
 }

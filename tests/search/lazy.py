@@ -25,7 +25,7 @@ def program_of(call: Mapping[str, Any]) -> fuzz.Program:
     return fuzz.Program(setup, full["steps"], full["roots"], full["read_first"])
 
 
-def draw(rng: random.Random, device: str) -> Call:
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
     return call_of(fuzz.draw(rng.randrange(1 << 40)))
 
 

@@ -14,21 +14,21 @@ from tests.search.arguments import LOSS, Expected, defaults
 from tests.search.driver import Call, Errors, Kind
 
 
-def draw(rng: random.Random, device: str) -> Call:
-    call = arguments.draw_loss(rng, device)
-    tokens = arguments.size(rng, max(1, min(arguments.most_logits(call, device) // call["vocab"], 2000)))
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
+    call, most = arguments.draw_loss(rng, compiled, device)
+    tokens = arguments.smaller(rng, compiled, arguments.size(compiled, max(1, min(most // call["vocab"], 2000))))
     batch = rng.randint(1, 3)
     shapes: list[tuple[int, ...]] = [(batch, -(-tokens // batch))] * 9
     leading = rng.choice([*shapes, (), (tokens,), (0, 3), (2, 1, 3)])
-    layout = rng.choice(list(LAYOUTS))
+    layout = compiled.choice(list(LAYOUTS))
     return {
         **call,
         "leading": leading,
         "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "layout": layout,
-        "inplace": (LAYOUTS[layout][2] or len(leading) != 2) and rng.random() < 0.5,
-        "grad": rng.random() < 0.85,
-        "weigh": call["token_weight"] and rng.random() < 0.5,
+        "inplace": compiled.random() < 0.5 and (LAYOUTS[layout][2] or len(leading) != 2),
+        "grad": compiled.random() < 0.85,
+        "weigh": compiled.random() < 0.5 and call["token_weight"],
     }
 
 

@@ -30,15 +30,15 @@ DEFAULTS: Call = {
 }
 
 
-def draw(rng: random.Random, device: str) -> Call:
-    call = arguments.draw_head(rng, device)
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
+    call = arguments.draw_head(rng, compiled, device)
     more = {
-        "outputs": tuple(name for name in OUTPUTS if rng.random() < 0.35) or ("logprob",),
-        "candidates": rng.choice([0, 0, 1, 5, 75]),
-        "top_k": min(call["vocab"], rng.choice([0, 0, 1, 4])),
-        "row_temperature": rng.random() < 0.15,
+        "outputs": tuple(name for name in OUTPUTS if compiled.random() < 0.35) or ("logprob",),
+        "candidates": compiled.choice([0, 0, 1, 5, 75]),
+        "top_k": min(call["vocab"], compiled.choice([0, 0, 1, 4])),
+        "row_temperature": compiled.random() < 0.15,
         "retained": rng.random() < 0.1,
-        "unused": tuple(name for name in DIFFERENTIABLE if rng.random() < 0.2),
+        "unused": tuple(name for name in DIFFERENTIABLE if compiled.random() < 0.2),
     }
     return {name: value for name, value in call.items() if name in DEFAULTS} | more
 

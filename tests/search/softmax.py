@@ -23,30 +23,30 @@ DEFAULTS: Call = {
 DEFAULTS |= {"sizes": (3, 5), "dim": 1, "seed": 0, "layout": "contiguous", "upstream": "contiguous"}
 
 
-def draw(rng: random.Random, device: str) -> Call:
-    backend = rng.choice(["torch", "triton"])
-    sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
-    dim = rng.randrange(len(sizes))
-    sizes[dim] = arguments.size(rng, 300 if device == "cpu" else 40_000)
-    rows = rng.choice([1, 1, 2, 8])
-    blocks = (rng.random() < 0.5, rows, rng.choice([1, 2]), rng.choice([1, 2]) if rows == 1 else 1)
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
+    backend = compiled.choice(["torch", "triton"])
+    sizes = [compiled.randint(1, 4) for _ in range(compiled.randint(1, 4))]
+    dim = compiled.randrange(len(sizes))
+    sizes[dim] = arguments.smaller(rng, compiled, arguments.size(compiled, 300 if device == "cpu" else 40_000), 1 / 8)
+    rows = compiled.choice([1, 1, 2, 8])
+    blocks = (compiled.random() < 0.5, rows, compiled.choice([1, 2]), compiled.choice([1, 2]) if rows == 1 else 1)
     # PyTorch's backend calls PyTorch's functions, whose intermediate results on a CPU are in half precision.
     dtypes = list(DTYPES)[: 2 if backend == "torch" and device == "cpu" else 4]
-    dtype, result = rng.choice(dtypes), rng.choice([None, None, *dtypes])
+    dtype, result = compiled.choice(dtypes), compiled.choice([None, None, *dtypes])
     if device == "cpu" and {dtype, result} == {"float64", "bfloat16"}:
         result = None  # Triton's interpreter cannot convert these
     return {
-        "function": rng.choice(list(FUNCTIONS)),
+        "function": compiled.choice(list(FUNCTIONS)),
         "backend": backend,
         "dtype": dtype,
         "result": result,
         "sizes": tuple(sizes),
-        "dim": dim - len(sizes) * rng.randint(0, 1),
+        "dim": dim - len(sizes) * compiled.randint(0, 1),
         "seed": rng.randrange(1 << 20),
         "std": rng.choice([0.0, 0.1, 2.0, 30.0]),
-        "layout": rng.choice(list(LAYOUTS)),
-        "upstream": rng.choice(list(LAYOUTS)),
-        "launch": blocks if backend == "triton" and device == "cpu" and rng.random() < 0.5 else (),
+        "layout": compiled.choice(list(LAYOUTS)),
+        "upstream": compiled.choice(list(LAYOUTS)),
+        "launch": blocks if backend == "triton" and device == "cpu" and compiled.random() < 0.5 else (),
     }
 
 

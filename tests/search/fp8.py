@@ -1,0 +1,83 @@
+"""Random calls whose gradients have E4M3 products (`ChunkOptions.grad_dtype`). docs/fp8.md says what is rounded."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce.backends.contract import LARGE_SHARE
+from flce.backends.e4m3 import PEAK
+from tests import interpreted_e4m3
+from tests.search import linear_loss
+from tests.search.bounds import KAPPA, Arithmetic, Gradients, Logits, RowGradient
+from tests.search.driver import Call, Errors, Kind
+
+DEFAULTS: Call = {**linear_loss.KIND.defaults, "grad_dtype": "float8_e4m3fn", "dtype": "bfloat16", "hidden": 16}
+# The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
+U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
+
+
+class E4M3Gradients(Gradients):
+    """Gradients of logits, rounded to bfloat16 and to E4M3."""
+
+    def __init__(self, logits: Logits, row: RowGradient, how: Arithmetic) -> None:
+        super().__init__(logits, row, how)
+        sums = self.smooth.abs().sum(1, keepdim=True)
+        # The gradient of the target may be in the sum, and sums are predicted from samples: a factor of 2.
+        self.scale = 2.0 * (self.smooth.abs() + self.direct.abs()).sum(1, keepdim=True) / PEAK
+        self.small = self.smooth.abs().masked_fill(self.smooth.abs() > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
+
+    def times_weight(self, w: Tensor) -> Tensor:
+        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * SUBNORMAL / LARGEST
+        return super().times_weight(w) + self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
+
+    def transposed_times(self, x: Tensor) -> Tensor:
+        # The scales of rows are factors of x before x is rounded.
+        scaled = self.scale * x.abs()
+        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * SUBNORMAL / LARGEST
+        of_step = KAPPA * (self.small / self.scale.clamp(min=1e-300)).square().sum(0).sqrt()[:, None] * 2.0 * step
+        found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))
+        return super().transposed_times(x) + found + of_step
+
+    def _of_e4m3(self, small: Tensor, scale: Tensor, right: Tensor, step: Tensor) -> Tensor:
+        """Return the error of ``left @ right`` by rounding both. `step`: largest error of small numbers of `right`."""
+        squares = (U * small + SUBNORMAL * scale).square() @ right.square()
+        squares = squares + small.square() @ (U * right.abs() + step).square()
+        # Errors of nearly equal numbers are nearly equal.
+        return KAPPA * squares.sqrt() + U * (small @ right).abs() + U * small.sum(1, keepdim=True) * right.mean(0).abs()
+
+
+def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
+    call = linear_loss.draw(rng, compiled, device)
+    backends = ["torch", "torch", "torch", "hopper"] if device == "cpu" else ["triton"]
+    backend = compiled.choice(backends)
+    if backend == "hopper":
+        call |= {"vocab": min(call["vocab"], 100), "leading": (rng.randint(1, 16),), "shift": 0}
+    return {
+        **call,
+        "dtype": "bfloat16",
+        "backend": backend,
+        "hidden": compiled.choice([16, 32, 64] if device == "cpu" else [16, 64, 256, 512]),
+        "adapter_ranks": (),
+        "label_smoothing": 0.0,
+        "strategy": "auto",
+        "grads": compiled.choice(["xw", "xw", "xwt", "x", "w"]),
+        "mode": "retained" if call["mode"] == "retained" else "eager",
+        "schedule": None,
+        "logits_dtype": None,
+        "accum_dtype": None,
+        "grad_dtype": "float8_e4m3fn",
+    }
+
+
+def check(call: Call, device: str, errors: Errors) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu" and call["backend"] == "hopper":
+            interpreted_e4m3.fix_interpreter(patch)
+        linear_loss.check(call, device, errors, E4M3Gradients)
+
+
+KIND = Kind("fp8", DEFAULTS, draw, check, share=0.5)
