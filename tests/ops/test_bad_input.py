@@ -96,7 +96,7 @@ SCALARS: list[Case] = [
     ),
     *(
         (ValueError, f"softcap must be None or a finite number > 0, got {value}", {"softcap": value})
-        for value in (0.0, -30.0, math.inf, math.nan)
+        for value in (0.0, -30.0, float("inf"), math.nan)
     ),
     *(
         (ValueError, f"temperature must be a finite number > 0, got {value}", {"temperature": value})
