@@ -32,10 +32,7 @@ def test_oldest_and_newest_versions(package: str) -> None:
 
 def test_hashed_versions_are_the_constraints() -> None:
     """Check that CI installs with hashes, and that `scripts/versions.sh write ci` has followed constraints.txt."""
-
-    def pins(file: str) -> set[str]:
-        found = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / file).read_text(), re.M)
-        return {pin.lower().replace("_", "-") for pin in found}
-
-    assert pins("constraints.txt") <= pins("requirements-ci.txt")
+    texts = [(ROOT / name).read_text().lower().replace("_", "-") for name in ("constraints.txt", "requirements-ci.txt")]
+    ours, hashed = (set(re.findall(r"^([\w.-]+==[\w.]+)", text, re.M)) for text in texts)
+    assert ours <= hashed
     assert 'HASHES: "1"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
