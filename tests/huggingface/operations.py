@@ -233,7 +233,7 @@ lazy  {y} = {x}.log_softmax(-1).clone()
 lazy  {y} = {x}.log_softmax(-1)[bits({x}.shape[:-1])]
 lazy  {y} = {x}.float().log_softmax(-1)
 lazy  {y} = F.log_softmax({x}, -1)
-lazy  {y} = F.log_softmax({x}, -1)
+lazy  {y} = torch.log_softmax(input={x}, dim=-1)
 lazy  {y} = F.log_softmax({x}, dim=-1, dtype=torch.float64)
 lazy  {y} = F.log_softmax(3.0 * torch.tanh({l} / 3.0), dim=-1, dtype=torch.float32)[:, 1:].half()
 real  {y} = {x}.log_softmax(-1) * 2
@@ -257,6 +257,7 @@ real  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
 real  {y} = {x}.softmax(-1) * {o}.log_softmax(-1)
 real  {y} = {x}.softmax(-1) * {x} * {x}
 real  {y} = {x}.softmax(-1) / {x}
+real  {y} = {x}.softmax(-1) / noise({x}.shape[:-1]).abs().unsqueeze(-1)
 real  {y} = {x}.scatter(-1, chosen({x}), {n})
 real  {y} = {g} @ noise(({g}.shape[-1], 2))
 """
@@ -433,6 +434,7 @@ lazy  note({x}.layout, {x}.is_sparse)
 lazy  note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), hash({x}) == hash({x}))
 real  note({x}[..., 0].flatten()[0].item())
 lazy  note(torch.broadcast_tensors(chosen({x}), {x})[0])
+real  {y} = torch.broadcast_tensors({x}, noise((2, *{x}.shape)))[0]
 real  note({x}.grad_fn is None)
 lazy  note(len({x}[:0].unbind(0)), len(list({x}[torch.zeros({x}.shape[:1], dtype=torch.bool)])))
 lazy  note(flce.cross_entropy({g}, labels({g}), stats=('lse', 'logprob', 'entropy', 'argmax', 'correct'), shift=1)[1:])

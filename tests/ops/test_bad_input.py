@@ -96,7 +96,7 @@ SCALARS: list[Case] = [
     ),
     *(
         (ValueError, f"softcap must be None or a finite number > 0, got {value}", {"softcap": value})
-        for value in (0.0, -30.0, math.inf, math.nan)
+        for value in (0.0, -30.0, float("inf"), math.nan)
     ),
     *(
         (ValueError, f"temperature must be a finite number > 0, got {value}", {"temperature": value})
@@ -353,7 +353,6 @@ def test_bad_input_of_all_losses(
         ),
         (TypeError, "max_workspace_bytes must be None, an int or a size, got bytes", {"max_workspace_bytes": b""}),
         (ValueError, "chunk_rows must be > 0, got 0", {"chunk_rows": 0}),
-        (ValueError, "chunk_rows must be > 0, got -8", {"chunk_rows": -8}),
         (TypeError, "chunk_rows must be None or an int, got str", {"chunk_rows": "4"}),
         (ValueError, "strategy must be 'auto', 'tokens' or 'vocab', got 'rows'", {"strategy": "rows"}),
         (ValueError, "accum_dtype must be …got torch.float16", {"accum_dtype": torch.float16}),
@@ -403,6 +402,8 @@ def test_inplace_of_a_module() -> None:
         (TypeError, "options must be None or a flce.ChunkOptions, got dict", {"options": {"chunk_rows": 1}}),
         (ValueError, "device must be a device such as 'cuda' or 'cpu', got 'toaster'", {"device": "toaster"}),
         (TypeError, "got torch.int64", {"dtype": torch.int64}),
+        (ValueError, "accum_dtype must be …got torch.bfloat16 with", {"options": flce.ChunkOptions(accum_dtype=bf16)}),
+        (ValueError, "logits_dtype must be …got torch.bfloat16", {"options": flce.ChunkOptions(logits_dtype=bf16)}),
         (TypeError, "dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16", {"dtype": "bfloat16"}),
     ],
     ids=str,
@@ -420,11 +421,6 @@ def test_an_error_leaves_nothing_behind(backend: str) -> None:
     with pytest.raises(IndexError):
         flce.fused_linear_cross_entropy(**{**arguments, "target": torch.full((N,), V)})
     assert torch.equal(flce.fused_linear_cross_entropy(**arguments), expected)
-
-
-def test_ignored_target_outside_is_no_error(backend: str) -> None:
-    for ignore_index in (-1, V, -100, 10**6):
-        assert flce.fused_linear_cross_entropy(**good(ignore_index=ignore_index, target=at(2, ignore_index))).isfinite()
 
 
 def test_a_budget_in_words() -> None:

@@ -205,6 +205,12 @@ def bad_input() -> None:
     target = torch.tensor([0, 7, 3])
     with pytest.raises(IndexError, match=r"7 at position 1.*target < 7"):
         flce.cross_entropy(p.input[:, start:stop], target, process_group=world, vocab_size=7)
+    even = make((3,), 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flce.engine.vectors.can_read_values", lambda device: False)  # as on a GPU
+        own = even.input[:, 2 * rank : 2 * rank + 2]
+        loss = flce.cross_entropy(own, torch.tensor([0, 6, 3]), process_group=world, vocab_size=6, reduction="none")
+        assert torch.as_tensor(loss).isnan().tolist() == [False, True, False]
     # 3, 3 and 1 classes without vocab_size: an error in all processes, for any range of targets.
     for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):

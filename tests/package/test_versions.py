@@ -28,3 +28,11 @@ def test_oldest_and_newest_versions(package: str) -> None:
     readme = (ROOT / "README.md").read_text()
     by_hand = BY_HAND.get(package)
     assert f"{oldest} to {newest}{f' ({by_hand} only by hand)' if by_hand else ''}" in readme
+
+
+def test_hashed_versions_are_the_constraints() -> None:
+    """Check that CI installs with hashes, and that `scripts/versions.sh write ci` has followed constraints.txt."""
+    texts = [(ROOT / name).read_text().lower().replace("_", "-") for name in ("constraints.txt", "requirements-ci.txt")]
+    ours, hashed = (set(re.findall(r"^([\w.-]+==[\w.]+)", text, re.M)) for text in texts)
+    assert ours <= hashed
+    assert 'HASHES: "1"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

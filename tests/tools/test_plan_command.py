@@ -222,6 +222,10 @@ def test_memory_of_training_options() -> None:
     adam = rehearsed(Training(1), tie_word_embeddings=False)
     more = adam.step(512, STOCK).peak_bytes - plain.step(512, STOCK).peak_bytes
     assert more == pytest.approx(2 * weights, rel=0.01)
+    mixed = rehearsed(Training(1, torch.float32, torch.bfloat16, optimizer="none"), tie_word_embeddings=False)
+    for variant in (STOCK, PATCHED):  # autocast copies the head and its input
+        copies = mixed.step(512, variant).parts["loss"] - plain.step(512, variant).parts["loss"]
+        assert copies == head + 512 * 64 * 2
 
 
 def test_a_budget_of_the_loss() -> None:
