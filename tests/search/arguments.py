@@ -106,7 +106,9 @@ def draw_loss(rng: random.Random, compiled: random.Random, device: str) -> tuple
     for name, (default, *others) in OPTIONS.items():
         call[name] = rng.choice(others) if compiled.random() < rare else default
     call["stats"] = tuple(name for name in STATS if compiled.random() < 0.15)
-    call["backend"] = compiled.choices(LOSS["backend"], [60, 12, 10, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[0]
+    call["backend"] = compiled.choices(LOSS["backend"], [60, 12, 10, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[
+        0
+    ]
     most = MAX_LOGITS[call["backend"]]
     if device == "cuda":
         (most,) = compiled.choices(MAX_LOGITS_ON_GPU, [20, 30, 30, 18, 2])
@@ -332,9 +334,7 @@ class Rows:
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
-    def __init__(
-        self, p: Problem, upstream: Tensor, how: Arithmetic, gradients: type[Gradients] = Gradients
-    ) -> None:
+    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic, gradients: type[Gradients] = Gradients) -> None:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
