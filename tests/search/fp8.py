@@ -15,7 +15,9 @@ from tests.search import linear_loss
 from tests.search.bounds import KAPPA, Arithmetic, Gradients, Logits, RowGradient
 from tests.search.driver import Call, Errors, Kind
 
-DEFAULTS: Call = {**linear_loss.KIND.defaults, "grad_dtype": "float8_e4m3fn", "dtype": "bfloat16", "hidden": 16}
+E4M3_CALL = {"grad_dtype": "float8_e4m3fn", "dtype": "bfloat16", "label_smoothing": 0.0, "adapter_ranks": ()}
+E4M3_CALL |= {"strategy": "auto", "schedule": None, "logits_dtype": None, "accum_dtype": None}
+DEFAULTS: Call = {**linear_loss.KIND.defaults, **E4M3_CALL, "hidden": 16}
 # The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
 U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
 
@@ -29,8 +31,7 @@ class E4M3Gradients(Gradients):
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
         sums = sizes.sum(1, keepdim=True)
         self.scale = 2.0 * sums / PEAK
-        # If probabilities differ by less than a step of E4M3, their errors depend on the sign of the difference, which is
-        # correlated with the operands.
+        # If probabilities differ by less than a step of E4M3, their errors are correlated with the operands.
         spread = (logits.z - logits.z.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
         self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0)
         self.small = sizes.masked_fill(sizes > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
@@ -63,18 +64,11 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         call |= {"vocab": min(call["vocab"], 100), "leading": (rng.randint(1, 16),), "shift": 0}
     return {
         **call,
-        "dtype": "bfloat16",
+        **E4M3_CALL,
         "backend": backend,
         "hidden": compiled.choice([16, 32, 64] if device == "cpu" else [16, 64, 256, 512]),
-        "adapter_ranks": (),
-        "label_smoothing": 0.0,
-        "strategy": "auto",
         "grads": compiled.choice(["xw", "xw", "xwt", "x", "w"]),
         "mode": "retained" if call["mode"] == "retained" else "eager",
-        "schedule": None,
-        "logits_dtype": None,
-        "accum_dtype": None,
-        "grad_dtype": "float8_e4m3fn",
     }
 
 
