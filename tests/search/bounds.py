@@ -42,6 +42,7 @@ class Arithmetic:
     has_subnormal: bool = False  # gradients or exponentials in memory are float16
     one_hot: bool = False  # most probabilities are nearly 0 or 1, so many gradients have the same rounding error
     coherent: bool = False  # terms of sums are equal, and so are their errors
+    headroom: float = 0.0  # of the reference of exponentials above the largest logit
     tensor_cores: bool = False  # multiply: they truncate sums
 
     @property
@@ -90,6 +91,15 @@ def _sum_steps(count: int, how: Arithmetic) -> float:
     """Return the additions that an entry of a vector takes part in: programs add in trees. Sums of tiles are added one
     after the other, with errors that cancel, unless the terms are equal."""
     return count if how.coherent else math.log2(max(count, 1)) + 1.0
+
+
+def tree_sum_error(terms: Tensor, how: Arithmetic) -> Tensor:
+    """Return the error of the sum of positive terms over the last dimension, which programs add in a tree. A level with
+    2^-j of the terms in each partial sum adds 2^-j sum^2 + (sum of squares) to the square."""
+    steps, total = _sum_steps(terms.shape[-1], how), terms.sum(-1)
+    if how.coherent:
+        return how.u * steps * total
+    return KAPPA * how.u * (4.0 * total.square() + steps * terms.square().sum(-1)).sqrt()
 
 
 class Logits:
@@ -142,7 +152,8 @@ class Logits:
         self.lse = self.z.logsumexp(-1)
         self.logp = self.z - self.lse[:, None]
         self.p = self.logp.exp()
-        below = self.z.amax(-1, keepdim=True) - self.z  # what exponentials are computed from
+        # Exponentials are computed from the difference from a reference.
+        below = self.z.amax(-1, keepdim=True) - self.z + how.headroom
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
         self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
@@ -159,16 +170,16 @@ class Logits:
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
         self.dentropy = (share * self.dz).square().sum(-1).sqrt() + (share * self.drift).sum(-1).abs() + rounding
         # The oracle subtracts logits from the log-sum-exp.
-        self.of_oracle = (
-            4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how) * (self.lse.abs() + self.z.abs().amax(-1))
-        )
+        steps_of_oracle = 4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how)
+        self.of_oracle = steps_of_oracle * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
     def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
         """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
         exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
-        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5
-        return exponentials + how.u * (_sum_steps(p.shape[-1], how) + of_tiles + log_sum)
+        # Many small sums of tiles may be less than half a unit in the last place of the sum.
+        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5 if how.tiles < 4096 else how.tiles
+        return exponentials + tree_sum_error(p, how) + how.u * (of_tiles + log_sum)
 
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
@@ -250,7 +261,7 @@ class Gradients:
         # Errors of the row, common to its classes: of the normalizer, of the entropy, of the log-sum-exp as a factor.
         common = size if row.entropy is not None else smooth
         # If logits are equal, the roundings of their exponentials are equal, too.
-        of_rows = logits.dlog_sum + u * (3.0 + logits.log_sum)
+        of_rows = logits.dlog_sum + CHAIN * u
         self.common = [(common * jacobian, torch.expm1(of_rows.clamp(max=50.0)))]
         if row.entropy is not None:
             self.common.append((p * row.entropy * jacobian, logits.dentropy))
@@ -336,4 +347,4 @@ def loss_of_rows(
 def sum_of_rows(losses: Tensor, errors: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of a sum over rows, for independent errors."""
     total = errors.sum() if how.coherent else errors.square().sum().sqrt()
-    return total + how.u * _sum_steps(len(losses), how) * losses.abs().sum()
+    return total + tree_sum_error(losses.abs(), how)

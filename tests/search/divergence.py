@@ -27,7 +27,6 @@ DEFAULTS: Call = {
     "teacher_bias": False,
     "teacher_softcap": None,
     "teacher_logit_scale": 1.0,
-    "near": 0.0,  # relative distance of the teacher from the student, or 0 for another teacher
     "outputs": ("divergence",),
 }
 
@@ -162,15 +161,12 @@ def check(call: Call, device: str, errors: Errors) -> None:
     exact = dict(zip(found, grads, strict=True))
     exact = {name: rows.to_positions(grad) if name[0] in "xa" else grad for name, grad in exact.items()}
     of_kl, of_y, of_entropy = (ups.get(name, zero).abs()[:, None] for name in OUTPUTS)
-    terms = {
-        "forward_kl": student.p + other.p,
-        "reverse_kl": student.p * (1.0 + ratio + divergence.detach()[:, None]),
-    }.get(call["kind"], student.p * (1.0 + ratio + divergence.detach()[:, None]))
-    classes = torch.zeros_like(student.p).scatter(1, y[:, None], 1.0)
-    terms = of_kl * terms + of_y * (student.p + classes)
+    own = student.p * (1.0 + ratio + divergence.detach()[:, None])
+    terms = of_kl * (student.p + other.p if call["kind"] == "forward_kl" else own)
+    terms = terms + of_y * (student.p + torch.zeros_like(student.p).scatter(1, y[:, None], 1.0))
     terms = terms + of_entropy * student.p * (student.logp.abs() + student.entropy[:, None] + 1.0)
-    common = (of_kl * bound[:, None] + of_entropy * student.dentropy[:, None]) / (student.scale or 1.0) * student.scale
-    gradients = DivergenceGradients(student, other, value / 1.0, terms, common, replace(how, roundings=1))
+    common = of_kl * bound[:, None] + of_entropy * student.dentropy[:, None]
+    gradients = DivergenceGradients(student, other, value, terms, common, replace(how, roundings=1))
     rows.compare_gradients(errors, prefix, gradients, found, exact)
 
 

@@ -15,7 +15,9 @@ from tests.search import linear_loss
 from tests.search.bounds import KAPPA, Arithmetic, Gradients, Logits, RowGradient
 from tests.search.driver import Call, Errors, Kind
 
-DEFAULTS: Call = {**linear_loss.KIND.defaults, "grad_dtype": "float8_e4m3fn", "dtype": "bfloat16", "hidden": 16}
+E4M3_CALL = {"grad_dtype": "float8_e4m3fn", "dtype": "bfloat16", "label_smoothing": 0.0, "adapter_ranks": ()}
+E4M3_CALL |= {"strategy": "auto", "schedule": None, "logits_dtype": None, "accum_dtype": None}
+DEFAULTS: Call = {**linear_loss.KIND.defaults, **E4M3_CALL, "hidden": 16}
 # The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
 U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
 
@@ -25,14 +27,19 @@ class E4M3Gradients(Gradients):
 
     def __init__(self, logits: Logits, row: RowGradient, how: Arithmetic) -> None:
         super().__init__(logits, row, how)
-        sums = self.smooth.abs().sum(1, keepdim=True)
-        # The gradient of the target may be in the sum, and sums are predicted from samples: a factor of 2.
-        self.scale = 2.0 * (self.smooth.abs() + self.direct.abs()).sum(1, keepdim=True) / PEAK
-        self.small = self.smooth.abs().masked_fill(self.smooth.abs() > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
+        # A tile has exponentials, or gradients with the targets' entries. A sum may be predicted from samples.
+        sizes = torch.maximum(self.smooth.abs(), self.value.abs())
+        sums = sizes.sum(1, keepdim=True)
+        self.scale = 2.0 * sums / PEAK
+        # If probabilities differ by less than a step of E4M3, their errors are correlated with the operands.
+        spread = (logits.z - logits.z.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
+        self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0)
+        self.small = sizes.masked_fill(sizes > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
 
     def times_weight(self, w: Tensor) -> Tensor:
         step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * SUBNORMAL / LARGEST
-        return super().times_weight(w) + self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
+        found = self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
+        return super().times_weight(w) + found + U * (self.correlated * self.small) @ w.abs()
 
     def transposed_times(self, x: Tensor) -> Tensor:
         # The scales of rows are factors of x before x is rounded.
@@ -40,14 +47,13 @@ class E4M3Gradients(Gradients):
         step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * SUBNORMAL / LARGEST
         of_step = KAPPA * (self.small / self.scale.clamp(min=1e-300)).square().sum(0).sqrt()[:, None] * 2.0 * step
         found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))
-        return super().transposed_times(x) + found + of_step
+        return super().transposed_times(x) + found + of_step + U * (self.correlated * self.small).T @ x.abs()
 
     def _of_e4m3(self, small: Tensor, scale: Tensor, right: Tensor, step: Tensor) -> Tensor:
         """Return the error of ``left @ right`` by rounding both. `step`: largest error of small numbers of `right`."""
         squares = (U * small + SUBNORMAL * scale).square() @ right.square()
         squares = squares + small.square() @ (U * right.abs() + step).square()
-        # Errors of nearly equal numbers are nearly equal.
-        return KAPPA * squares.sqrt() + U * (small @ right).abs() + U * small.sum(1, keepdim=True) * right.mean(0).abs()
+        return KAPPA * squares.sqrt() + U * (small @ right).abs()
 
 
 def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
@@ -58,18 +64,11 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         call |= {"vocab": min(call["vocab"], 100), "leading": (rng.randint(1, 16),), "shift": 0}
     return {
         **call,
-        "dtype": "bfloat16",
+        **E4M3_CALL,
         "backend": backend,
         "hidden": compiled.choice([16, 32, 64] if device == "cpu" else [16, 64, 256, 512]),
-        "adapter_ranks": (),
-        "label_smoothing": 0.0,
-        "strategy": "auto",
         "grads": compiled.choice(["xw", "xw", "xwt", "x", "w"]),
         "mode": "retained" if call["mode"] == "retained" else "eager",
-        "schedule": None,
-        "logits_dtype": None,
-        "accum_dtype": None,
-        "grad_dtype": "float8_e4m3fn",
     }
 
 

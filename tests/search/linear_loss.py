@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import flce
+from flce.backends.contract import EXPONENTIAL_HEADROOM
+from flce.engine.schedules.unnormalized import Unnormalized
 from flce.testing.problem import Problem
 from tests import forced
 from tests.helpers import plan_for
@@ -33,10 +35,8 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         call |= {"dtype": "float32", "logits_dtype": None, "accum_dtype": None}
     if mode in ("compiled", "graph") and (call["beyond"] is not None or call["skip_ignored"] is True):
         mode = "eager"
-    force = compiled.random() < (0.75 if device == "cpu" else 0.3) and call["backend"] == (
-        "hopper" if device == "cpu" else "triton"
-    )
-    if force and mode in ("eager", "retained"):
+    share = {("cpu", "hopper"): 0.75, ("cuda", "triton"): 0.3}.get((device, call["backend"]), 0.0)
+    if compiled.random() < share and mode in ("eager", "retained"):
         call |= {"dtype": "bfloat16", "label_smoothing": 0.0, "beyond": None, "schedule": "unnormalized"}
         call |= {"logits_dtype": None, "accum_dtype": None, "strategy": "auto"}
         call["reduction"] = "mean" if call["reduction"] == "none" else call["reduction"]
@@ -210,9 +210,13 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
             check_again(step, results, plan if device == "cuda" and call["layout"] == "contiguous" else None)
     loss, output, got = results
     is_e4m3 = plan is not None and type(plan.schedule).__name__.startswith("E4M3")
-    how = arguments.arithmetic(call, rounded, parts)
+    headroom = (
+        EXPONENTIAL_HEADROOM[torch.bfloat16] if isinstance(getattr(plan, "schedule", None), Unnormalized) else 0.0
+    )
+    how = arguments.arithmetic(call, rounded, parts, headroom=headroom)
     if is_e4m3:  # Its tiles are emulated in bfloat16.
-        expected = Expected(rounded, upstream, replace(how, gradients=torch.bfloat16), of_e4m3)
+        how = replace(how, gradients=torch.bfloat16, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16])
+        expected = Expected(rounded, upstream, how, of_e4m3)
     else:
         expected = Expected(rounded, upstream, how)
     prefix = f"{'fp8' if is_e4m3 else 'operator'} {str(rounded.input.dtype).removeprefix('torch.')}"

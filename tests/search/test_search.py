@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 KEPT = driver.regressions()
 # Random calls of `make test`. tests/huggingface/test_fuzz.py runs the programs of the kind `lazy`.
-COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60}
+COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60, "divergence": 30, "fp8": 20}
 
 
 @pytest.fixture(autouse=True)
