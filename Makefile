@@ -6,6 +6,7 @@
 #
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
 #   ENV=current         use $(PYTHON) with its installed packages; nothing is created or installed
+#   HASHES=1            install requirements-ci.txt, and refuse a file of another SHA-256 hash; with CUDA libraries
 #   WORKERS=2           processes of the tests
 #   ARCHITECTURES=others  for test-models: the architectures that `make test` leaves out, instead of all
 #   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner",
@@ -37,13 +38,20 @@ help:
 setup: $(READY)
 
 # torch is installed first, so that no other package installs another version of it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt requirements-ci.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	    || { echo "flce needs Python 3.10 or newer: make $(MAKECMDGOALS) PYTHON=python3.12, say" >&2; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+ifdef HASHES
+	sed -n '/^setuptools==/,/[^\\]$$/p' requirements-ci.txt >$(VENV)/build.txt
+	$(VENV)/bin/python -m pip install --quiet --require-hashes --requirement $(VENV)/build.txt
+	$(VENV)/bin/python -m pip install --quiet --require-hashes --no-build-isolation --requirement requirements-ci.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+else
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+endif
 	@touch $@
 
 demo: $(READY)
@@ -105,9 +113,9 @@ docs: $(READY)
 # separate environment.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
-	.cache/build/bin/python -m pip install --quiet build==1.6.1 cyclonedx-bom==7.5.0
+	.cache/build/bin/python -m pip install --quiet --require-hashes --requirement requirements-dist.txt
 	rm -rf dist sbom
-	.cache/build/bin/python -m build
+	.cache/build/bin/python -m build --no-isolation
 	mkdir sbom
 	sed -n '/^dependencies/,/^]/ s/^ *"\([a-z]*>=[0-9.]*\).*/\1/p' pyproject.toml | .cache/build/bin/cyclonedx-py requirements \
 	    --pyproject pyproject.toml --mc-type library --output-reproducible -o sbom/flce.cdx.json -

@@ -1,7 +1,8 @@
 """Time and workspace of `flce.linear_divergence`, the bare products, and kernels for distillation.
 
-The teacher has the sizes of the student. A KL needs six products, "jsd" eight: two of them repeat the logits of both
-models. Liger's loss is one number, and its gradients are computed in forward, with four products.
+The teacher has the sizes of the student. A KL needs six products. TRL computes "jsd" with eight: two of them repeat the
+logits of both models. flce computes "jsd" with six, unless its budget is small. Liger's loss is one number, and its
+gradients are computed in forward, with four products.
 """
 
 from __future__ import annotations

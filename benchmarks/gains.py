@@ -20,7 +20,11 @@ from flce.core.sizes import GIB
 Figure = Callable[[Entry, BenchResult], str]  # the text of a result, NONE without a figure
 LIGERS_LOSS = {"liger-loss": "Liger's loss", "stock": "stock"}
 IN_A_MODEL = {"liger": "all of Liger", **LIGERS_LOSS}
-OURS_IN_A_MODEL = {"ours-budget-256": "in 256 MiB of workspace", "ours-liger-layers": "with Liger's layers"}
+OURS_IN_A_MODEL = {
+    "ours-budget-256": "in 256 MiB of workspace",
+    "ours-liger-layers": "with Liger's layers",
+    "ours-e4m3-liger-layers": "with Liger's layers and FP8 gradients",
+}
 OF_A_HEAD = {
     "torch-compile": "`torch.compile`",
     "torch-kernel": "PyTorch's `linear_cross_entropy`",  # if PyTorch is new enough
@@ -90,11 +94,11 @@ FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
 STEPS = (
     Gain(
         f"{model}, 4 x 8192 tokens{', no checkpointing' * (not checkpointing)}: tokens/s (peak GiB)",
-        *(MODEL, "model-h200-pages.json", speed_and_peak, IN_A_MODEL),
+        *(MODEL, "model-fp8-h100.json" if checkpointing else "model-h200-pages.json", speed_and_peak, IN_A_MODEL),
         *({**FULL, "model": model, "checkpointing": checkpointing}, OURS_IN_A_MODEL),
     )
     for checkpointing in (True, False)
-    for model in (LLAMA, QWEN)
+    for model in (LLAMA, QWEN, *(["Gemma-3-270m"] * checkpointing))
 )
 GAINS = (
     Gain(f"{LONGEST_SEQUENCE}, tokens", *CARD, FULL),

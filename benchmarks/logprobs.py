@@ -168,7 +168,8 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter, get_ready = operator.prepare(case, device)
 
     def get_ready_and_record_plan(contender: OperatorContender, result: BenchResult) -> ReadyContender:
-        """Enter the contender and record the larger of its plans: one of forward, one of the gradients."""
+        """Enter the contender and record the workspace of its plans: one of forward, one of the gradients. The memory
+        of the returned gradients is free in forward."""
         plans: list[ChunkPlan] = []
 
         def record_plan(*call: Any) -> ChunkPlan:
@@ -178,7 +179,9 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
         with mock.patch.object(ops, "plan_for_problem", record_plan):
             ready = get_ready(contender, result)
         if contender.family != "peer":
-            result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
+            returned = [plan.case.returned_bytes for plan in plans]
+            peaks = [plan.workspace_bytes + size for plan, size in zip(plans, returned, strict=True)]
+            result.planned_bytes = max(peaks) - max(returned) if plans else None
         return ready
 
     return meter, get_ready_and_record_plan

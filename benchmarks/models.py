@@ -39,9 +39,11 @@ def configured(*values: Any, positions: int = 131072, **others: Any) -> dict[str
 LLAMA: dict[str, Any] = {"head_dim": 64, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
 WIDE = LLAMA | {"head_dim": 128, "tie_word_embeddings": False}
 QWEN: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+GEMMA: dict[str, Any] = {"head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 512, "query_pre_attn_scalar": 256}
 ARCHITECTURES = {
     "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
     "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
+    "Gemma-3-270m": configured("gemma3_text", 640, 18, 4, 1, 2048, 262144, positions=32768, **GEMMA),
     "Llama-3-8B, 2 layers": configured("llama", 4096, 2, 32, 8, 14336, 128256, **WIDE),
     "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
     "tiny-llama, untied": configured("llama", 32, 2, 4, 2, 64, 2000, positions=128, tie_word_embeddings=False),
@@ -162,9 +164,21 @@ def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: 
 
 
 @contextlib.contextmanager
-def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
-    with liger(model, fused_linear_cross_entropy=False), ours(model):
+def ours_and_ligers_layers(model: nn.Module, **options: Any) -> Iterator[None]:
+    with liger(model, fused_linear_cross_entropy=False), ours(model, **options):
         yield
+
+
+@contextlib.contextmanager
+def torchao_and_ligers_layers(model: Any) -> Iterator[None]:
+    """Replace the head by torchao's float8 linear with the same weight. The three products then have E4M3 operands."""
+    head = model.get_output_embeddings()
+    with liger(model, fused_linear_cross_entropy=False):
+        model.set_output_embeddings(importlib.import_module("torchao.float8").convert_to_float8_training(head))
+        try:
+            yield
+        finally:
+            model.set_output_embeddings(head)
 
 
 needs_peft = needs_package("peft", "peft", cuda=False)
@@ -186,13 +200,22 @@ CONTENDERS = [
     peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
     ModelContender("stock", "stock", "stock", contextlib.nullcontext),
 ]
+in_e4m3 = functools.partial(ours_and_ligers_layers, grad_dtype=torch.float8_e4m3fn)
+# Measured only if a case names them.
+NAMED = [
+    peer("ours-e4m3-liger-layers", "flce, FP8 gradients, with Liger's layers", in_e4m3),
+    replace(
+        peer("torchao", "stock, torchao's float8 head (not compiled), with Liger's layers", torchao_and_ligers_layers),
+        unavailable=needs_package("torchao.float8", "torchao"),
+    ),
+]
 
 
 def contenders_of(case: ModelCase) -> list[ModelContender]:
     """Return the contenders of a case: the first (flce), one for each budget, and the others."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    found = list(select_contenders(CONTENDERS, case.contenders))
+    found = list(select_contenders([*CONTENDERS, *NAMED], case.contenders) if case.contenders else CONTENDERS)
     for mib in reversed(case.budgets_mib):
         applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
         found.insert(1, ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
@@ -206,6 +229,7 @@ TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
 QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "liger", "ours-liger-layers", "stock"))
+IN_E4M3 = replace(QUOTED, contenders=(*(QUOTED.contenders or ()), *(contender.name for contender in NAMED)))
 # Without checkpointing the peak is in the loss, so a budget lowers it. Stock has 118 GiB there.
 SETTINGS: list[dict[str, Any]] = [{}, {"checkpointing": False, "budgets_mib": (256,)}, {"lora_rank": 16}]
 PRESETS: dict[str, Callable[[], Plan]] = {
@@ -215,6 +239,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     # For README.md and docs/performance.md.
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
     "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
+    # For README.md: gradient products in E4M3. Two minutes.
+    "h200-fp8": lambda: plan_cases([replace(IN_E4M3, model=m) for m in (*MODELS, "Gemma-3-270m")], 3, 2.0),
 }
 
 

@@ -41,17 +41,18 @@ BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 IN_GIB = ("ours", *map(budget_name, (256, 512, 1024, 2048)))
 # Gradient products with operands in E4M3. With a standard deviation of 4 a token has 20 large probabilities.
-FP8_NAMES = ("floor", "ours", "ours-e4m3")
+FP8_LABEL = "fp8"
+FP8_NAMES = ("floor", "ours", "ours-e4m3", "torchao")
 FP8 = [
     *(
-        OperatorCase(*shape, logits_std=1.0, contenders=FP8_NAMES, label="fp8")
+        OperatorCase(*shape, logits_std=1.0, contenders=FP8_NAMES, label=FP8_LABEL)
         for shape in (*HEADS, (4096, 8192, 128256), NARROW, (16384, 640, 262144))
     ),
     *(
-        OperatorCase(*shape, mode="frozen-head", logits_std=1.0, contenders=FP8_NAMES, label="fp8")
+        OperatorCase(*shape, mode="frozen-head", logits_std=1.0, contenders=FP8_NAMES, label=FP8_LABEL)
         for shape in (HEADS[0], HEADS[2])
     ),
-    OperatorCase(*MAIN, contenders=FP8_NAMES, label="fp8"),
+    OperatorCase(*MAIN, contenders=FP8_NAMES, label=FP8_LABEL),
 ]
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 

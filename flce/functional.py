@@ -542,7 +542,7 @@ def plan(
             processes. The workspace does not include the gathered input and the memory of its gradient before the
             gradient is scattered.
         teacher_hidden_size: H of the teacher's head, of the same dtype. The plan is the plan of `linear_divergence`.
-            "jsd" computes two more products in the same workspace. `stats` are "logprob" and "entropy".
+            "jsd" with a small budget or with `shards` has two more products. `stats` are "logprob" and "entropy".
 
     Returns:
         A `ChunkPlan`. ``.workspace_bytes`` is the peak of memory above the inputs and the returned gradients, from the

@@ -16,6 +16,7 @@
 #     pages        for README.md and docs/performance.md, in one run: curve, training steps of two models in three
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-pages  of the part pages only the training steps; three minutes and a half
+#     model-fp8    training steps with FP8 gradients, and with torchao's float8 head; two minutes and a half
 #     model-short  training steps of a whole model, 4 x 8192 tokens
 #     model        training steps of whole models; in a separate call
 #     logits       losses of rows as long as vocabularies; half a minute
@@ -275,6 +276,7 @@ for name in $parts; do
             ;;
         exact) benchmark exact operator h200-exact 240 ;;
         model-pages) benchmark model model h200-pages 225 ;;
+        model-fp8) benchmark model model h200-fp8 150 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086

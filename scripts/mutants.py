@@ -46,7 +46,7 @@ def mutants(files: list[Path], left_out: list[str]) -> list[Any]:
 def copy_repository() -> None:
     """Create a copy for this worker, in which the tests run."""
     folder = CACHE / f"copy-{os.getpid()}"
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "dist")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     os.chdir(folder)
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

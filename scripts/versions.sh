@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Runs tests with other versions of PyTorch, Triton and Transformers than the versions of constraints.txt.
 #
-#   scripts/versions.sh newest           the versions of constraints-newest.txt
-#   scripts/versions.sh oldest           the versions of constraints-oldest.txt, the oldest that pyproject.toml allows
-#   scripts/versions.sh write newest     ask the package index for the newest versions, and write constraints-newest.txt
+#   scripts/versions.sh newest           the versions of requirements-newest.txt
+#   scripts/versions.sh oldest           the versions of requirements-oldest.txt, the oldest that pyproject.toml allows
+#   scripts/versions.sh write newest     ask the package index for the newest versions, and write requirements-newest.txt
 #   scripts/versions.sh write oldest
+#   scripts/versions.sh write ci         write requirements-ci.txt: the versions of constraints.txt, with hashes
+#   scripts/versions.sh write dist       write requirements-dist.txt: the packages of make dist, with hashes
 #
 #   PYTHON=python3.12              the Python to build the environments with
 #   WORKERS=2                      processes that the tests run in
@@ -18,39 +20,29 @@ python=${PYTHON:-python3}
 tests=${TESTS:-tests/package/test_import.py tests/core/test_private_names.py tests/package/test_versions.py tests/search tests/huggingface}
 with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest pytest-timeout pytest-xdist matplotlib rich typer)
 
-packages_of() { # the packages of an environment, and the versions on which the other versions depend
-    case $1 in
-        newest) echo "${with[@]}" trl ;;
-        oldest) echo "${with[@]}" torch==2.11.0 triton==3.6.0 transformers==4.56.2 'numpy<2.4' ;;
-        *) echo "versions.sh: expected newest or oldest, got '$1'" >&2 && exit 2 ;;
-    esac
-}
+which=${!#}
+options=(--python-version 3.11 -)
+case $which in
+    newest) packages=("${with[@]}" trl) ;;
+    oldest) packages=("${with[@]}" torch==2.11.0 triton==3.6.0 transformers==4.56.2 'numpy<2.4') ;;
+    ci) packages=() options=(--python-version 3.10 --constraint constraints.txt --extra dev pyproject.toml) ;;
+    dist) packages=(build==1.6.1 cyclonedx-bom==7.5.0 setuptools==84.2.1) ;;
+    *) echo "versions.sh: expected newest or oldest, or write newest, oldest, ci or dist, got '$*'" >&2 && exit 2 ;;
+esac
 
-write() {
-    local scratch packages
-    scratch=$(mktemp -d)
-    read -ra packages <<<"$(packages_of "$1")"
-    "$python" -m venv "$scratch"
-    "$scratch/bin/python" -m pip install --quiet --upgrade "${packages[@]}"
-    {
-        echo "# Written by scripts/versions.sh write $1, for the tests of make test-$1."
-        # A local build has a suffix, such as +cpu, that the package index does not have.
-        "$scratch/bin/python" -m pip freeze | sed 's/+[a-z0-9.]*$//' | grep -v ' @ '
-    } >"constraints-$1.txt"
-    rm -r "$scratch"
-}
-
-if [[ ${1:-} == write ]]; then
-    write "${2:-newest}"
+if [[ $1 == write ]]; then # versions and hashes of all packages and of what they need, for each platform
+    "$python" -m venv .cache/uv
+    .cache/uv/bin/python -m pip install --quiet uv==0.13.9
+    printf '%s\n' "${packages[@]}" | .cache/uv/bin/uv pip compile --quiet --no-python-downloads --universal --upgrade \
+        --generate-hashes --no-annotate --custom-compile-command "scripts/versions.sh write $which" \
+        --output-file "requirements-$which.txt" "${options[@]}"
     exit
 fi
-which=${1:-newest}
-read -ra packages <<<"$(packages_of "$which")"
 venv=.cache/$which
-if [[ ! constraints-$which.txt -ot $venv/.installed || ! -e $venv/.installed ]]; then
+if [[ ! requirements-$which.txt -ot $venv/.installed || ! -e $venv/.installed ]]; then
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --constraint "constraints-$which.txt" "${packages[@]}"
+    "$venv/bin/python" -m pip install --quiet --require-hashes --requirement "requirements-$which.txt"
     touch "$venv/.installed"
 fi
 read -ra tests <<<"$tests"

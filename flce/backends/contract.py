@@ -491,7 +491,7 @@ class Backend(Protocol):
     ) -> None:  # fmt: skip
         """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
         over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic. product: (rows, H)
-        float32, may be overwritten, not read in rows whose scale is 0; index: rows of `out`; None: the same rows."""
+        float32 or float16, may be overwritten or be `out`, not read in rows whose scale is 0; index: rows of `out`."""
 
     def finish_sharded_rows(
         self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None

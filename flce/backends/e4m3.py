@@ -40,7 +40,7 @@ def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     if out.transposed is not None:
         out.transposed.zero_()[:, :num_rows] = rounded.t()
     out.scales.copy_(factor.reciprocal().masked_fill_(factor == 0.0, 0.0))
-    gather_entries(tile, out.entries)
+    out.entries.values.copy_(tile.gather(1, classes.long().clamp_(max=vocab_size - 1)))
 
 
 def row_factors(sums: Tensor) -> Tensor:
@@ -51,11 +51,6 @@ def row_factors(sums: Tensor) -> Tensor:
     """
     octaves = torch.arange(len(sums), device=sums.device) % 64 * (-1 / 64)
     return torch.where(sums < LEAST_SUM, 0.0, PEAK * torch.exp2(octaves) / sums)
-
-
-def gather_entries(tile: Tensor, entries: Entries) -> None:
-    """Read the values of entries of a tile."""
-    entries.values.copy_(tile.gather(1, entries.numbers.long().clamp_(max=tile.shape[1] - 1)))
 
 
 def normalize_quantized(
@@ -90,7 +85,7 @@ def add_entries(
     product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor, out: Tensor,
     index: Tensor | None, accumulate: bool = False,
 ) -> None:  # fmt: skip
-    product.mul_(col_scales)
+    product = product.float().mul_(col_scales)
     if row_scales is not None:
         product.mul_(row_scales[:, None]).masked_fill_((row_scales == 0.0)[:, None], 0.0)
     if entries.bounds is None:

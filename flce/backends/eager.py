@@ -332,7 +332,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
         # exp(z) z is 0 where z is -inf
         merged[ENTROPY_SUM] = relative.mul_(exps).nan_to_num_(0.0).sum(1)
     if "log_sum_sq_prob" in spec.stats:
-        merged[SQUARE_SUM] = torch.linalg.vector_norm(exps, dim=1).square_()
+        merged[SQUARE_SUM] = _sum_of_squares(exps)
     if before is not None:
         shift = torch.where(before[MAX] == -torch.inf, 0.0, before[MAX] - safe_max)
         decay = torch.where(before[MAX] == -torch.inf, 0.0, shift.exp())
@@ -344,6 +344,16 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
         if "log_sum_sq_prob" in spec.stats:
             merged[SQUARE_SUM] += decay.square() * before[SQUARE_SUM]
     return merged, exps
+
+
+def _sum_of_squares(x: Tensor, block: int = 256) -> Tensor:
+    """Return the sums over the columns of (rows, cols), without a copy of `x`.
+
+    On CPUs a norm adds one number after the other, so its error grows with the number of columns.
+    """
+    blocks = x.shape[1] // block
+    of_blocks = torch.linalg.vector_norm(x[:, : blocks * block].unflatten(1, (blocks, block)), dim=2)
+    return of_blocks.square_().sum(1) + torch.linalg.vector_norm(x[:, blocks * block :], dim=1).square_()
 
 
 def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:

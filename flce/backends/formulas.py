@@ -257,8 +257,11 @@ def merge_divergences(states: Tensor, kind: str) -> Tensor:
 
 
 def finish_divergence(rows: Tensor, kind: str) -> None:
-    """Turn the statistics of all classes into normalizers, KL and mean weight, in place."""
+    """Turn the statistics of all classes into normalizers, KL and mean weight, in place. For "jsd" into normalizers."""
     sums, sign = rows[_SUMS], -1.0 if kind == "forward_kl" else 1.0
+    if kind == "jsd":
+        rows[_SUMS], rows[DIVERGENCE:] = sums.log(), 0.0
+        return
     rows[DIVERGENCE] /= sums[0 if kind == "forward_kl" else 1]
     sums.log_()
     rows[DIVERGENCE] += (sums[0] - sums[1]) * sign
@@ -280,14 +283,11 @@ def divergence_terms(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tens
 
 
 def log_ratios(s: Tensor, t: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Return s and t relative to each other, or for "jsd" relative to the log-probabilities of the mixture."""
-    return mixture_logprobs(s, t, beta) if kind == "jsd" else (s - t, t - s)
-
-
-def mixture_logprobs(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return s - log m and t - log m from the log-probabilities s and t of student and teacher, with the mixture m =
-    (1 - beta) p + beta q. Small differences of s and t lose no digits."""
-    difference = student - teacher
+    """Return s and t relative to each other, or for "jsd" relative to the logarithm of the mixture (1 - beta) p + beta
+    q. Small differences of s and t lose no digits."""
+    difference = s - t
+    if kind != "jsd":
+        return difference, -difference
     below, above = torch.where(difference < 0.0, difference, 0.0), torch.where(difference < 0.0, 0.0, difference)
     share = (difference < 0.0).to(difference.dtype) * (1.0 - 2.0 * beta) + beta  # of the less probable of the two
     shared = -torch.log1p(share * torch.expm1(below - above))

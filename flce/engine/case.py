@@ -55,6 +55,7 @@ ROW_MULTIPLE = 128
 # | others of about that size     | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
+TEACHER_ROWS, TEACHER_BYTES = 512, 300 << 20  # With a teacher: as many logits as 512 full rows have, at most 300 MiB.
 # Maximum number of tokens of a chunk for statistics if logits stay in registers. The fused product then allocates 33
 # MiB for 128,256 classes.
 STATISTICS_ROWS_IN_REGISTERS = 8192
@@ -307,6 +308,8 @@ class Case:
             return rows, cols
         is_gradient = self.needs.any and (in_registers or not dtypes.can_overlap(rows, cols))
         tile_bytes = rows * padded_cols(cols) * (dtypes.logits_grad if is_gradient else dtypes.logits).itemsize
+        if self.teacher is not None:
+            limit = max(limit, min(TEACHER_ROWS * padded_cols(self.vocab_size) * dtypes.logits.itemsize, TEACHER_BYTES))
         available_bytes = min(limit, max(tile_bytes, self.returned_bytes))
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
@@ -316,7 +319,10 @@ class Case:
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
-        return rows, min(self.vocab_size, width // multiple * multiple or width)
+        cols = min(self.vocab_size, width // multiple * multiple or width)
+        full_rows = rows * cols // padded_cols(self.vocab_size)
+        has_mixture = getattr(self.spec, "divergence", None) == "jsd" and self.sharding is None
+        return (full_rows, self.vocab_size) if has_mixture and full_rows >= ROW_MULTIPLE else (rows, cols)
 
     @functools.cached_property
     def returned_bytes(self) -> int:

@@ -18,50 +18,46 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import E4M3, ENTRY_SLOTS, Entries, QuantizedTile
-from flce.core.gemm import padded_cols
+from flce.core.gemm import e4m3_scale, padded_cols
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.borrowing import borrow_as
 from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
-from flce.engine.sums import build_dw_sums
+from flce.engine.sums import DwSum, build_dw_sums, finish_sums
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A product for dX has the tokens of a group,
-    a product for dW the tokens of a chunk."""
+    """Numbers of tokens of a chunk, of a group of its tiles, and of a tile. A group is in memory for dX, a chunk is in
+    memory transposed for dW."""
 
     rows: int
     group_rows: int
     tile_rows: int
 
 
-def compute_gradients(
-    ctx: PassContext, sizes: ChunkSizes, compute_tile: Callable[[slice, QuantizedTile], None]
-) -> None:
+def compute_gradients(ctx: PassContext, sizes: ChunkSizes, compute: Callable[[slice, QuantizedTile], None]) -> None:
     """Compute dX and dW of the head."""
-    gradients = _Gradients(ctx, sizes)
+    dw_sums = build_dw_sums(ctx, sizes.rows)
+    gradients = _Gradients(ctx, sizes, dw_sums.get(0))
     for chunk in ctx.chunks(sizes.rows):
         for group in ctx.split_range(chunk, sizes.group_rows):
             for tokens in ctx.split_range(group, sizes.tile_rows):
-                compute_tile(tokens, gradients.tile(chunk, group, tokens))
+                compute(tokens, gradients.tile(chunk, group, tokens))
             gradients.finish_group(chunk, group)
         gradients.finish_chunk(chunk)
-    gradients.finish()
+    finish_sums(dw_sums)
 
 
 class _Gradients:
     """Operands and sums of `compute_gradients`."""
 
-    def __init__(self, ctx: PassContext, sizes: ChunkSizes) -> None:
-        self._context, self._rows, rows = ctx, sizes.rows, sizes.rows
+    def __init__(self, ctx: PassContext, sizes: ChunkSizes, dw_sum: DwSum | None) -> None:
+        self._context, self._dw_sum, self._is_single, rows = ctx, dw_sum, ctx.is_single_chunk(sizes.rows), sizes.rows
         self._weight: Tensor | None = None
         self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
-        self._dw_sum = build_dw_sums(ctx, rows).get(0)
         self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
-        self._transposed = None
-        if self._dw_sum is not None:
-            self._transposed = ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
+        self._transposed = None if dw_sum is None else ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
         self._classes = ctx.new(rows, ENTRY_SLOTS, dtype=torch.int32)
         self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
         self._row_scales = ctx.new(rows, dtype=torch.float32)
@@ -101,7 +97,7 @@ class _Gradients:
         if self._weight is None:
             ctx, weight = self._context, self._context.terms[0].weight
             shape = weight.shape[1], padded_cols(len(weight))
-            can_borrow = self._dw_sum is not None and ctx.is_single_chunk(self._rows) and shape[1] <= 2 * len(weight)
+            can_borrow = self._dw_sum is not None and self._is_single and shape[1] <= 2 * len(weight)
             self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(*shape, dtype=E4M3)
             ctx.backend.quantize_transposed(weight, None, None, self._weight, self._weight_scales)
         return self._weight
@@ -116,24 +112,23 @@ class _Gradients:
         x = slice_rows(x, chunk) if index is None else x
         scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
         ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
+        scales.mul_(1.0 / e4m3_scale(inner))
         bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
         numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
         ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
-        first_class, memory = 0, self._group  # The group is not needed anymore.
-        if memory.numel() < BLOCK_BYTES:
-            memory = ctx.new(min(BLOCK_BYTES, 4 * hidden * ctx.vocab_size), dtype=torch.uint8)
+        # The group is not needed anymore. One chunk has its products in the memory of dW.
+        first_class, memory = 0, self._group
+        if memory.numel() < BLOCK_BYTES and not self._is_single:
+            memory = ctx.new(min(BLOCK_BYTES, 2 * hidden * ctx.vocab_size), dtype=torch.uint8)
         for total in sums:
-            for block in ctx.split_range(slice(0, len(total)), memory.numel() // (4 * hidden)):
+            memory = total if self._is_single else memory
+            for block in ctx.split_range(slice(0, len(total)), memory.nbytes // (2 * hidden)):
                 classes = offset_slice(block, first_class)
-                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float32)
+                # 8 times as precise as the result, so that it may cancel with entries.
+                product = borrow_as(memory, (block.stop - block.start, hidden), torch.float16)
                 ctx.matmul(self._transposed[classes, :inner], scaled.t(), out=product)
                 entries = Entries(bounds[classes.start : classes.stop + 1], numbers, values)
                 out = slice_rows(total, block)
                 ctx.backend.add_entries(product, None, scales, entries, x, out, None, is_started)
             first_class += len(total)
-
-    def finish(self) -> None:
-        """Round dW after the last chunk."""
-        if self._dw_sum is not None:
-            self._dw_sum.finish()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, Teacher, TileCall, TileClasses
+from flce.backends.formulas import finish_divergence
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -50,6 +51,7 @@ class PassContext:
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
         teacher: the teacher of a divergence.
+        has_mixture: True if the terms of "jsd" were summed with the statistics, because a tile has all classes.
     """
 
     local: LocalProblem
@@ -62,6 +64,7 @@ class PassContext:
     candidate_grads: CandidateGrads | None = None
     top_k: TopK | None = None
     teacher: Teacher | None = None
+    has_mixture: bool = False
 
     def __post_init__(self) -> None:
         self.problem: LinearCrossEntropyProblem = self.local.problem
@@ -319,37 +322,37 @@ class PassContext:
     def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
         (at least as many rows, some columns), one block after the other; or in registers."""
-        call, state = self.statistics_call(tokens), None
+        call, state, teacher = self.statistics_call(tokens), None, self.teacher
         if self.in_registers:
             self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
-        if logits.shape[1] < self.vocab_size and self._needs_statistics:
+        needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
+        if logits.shape[1] < self.vocab_size and needs_statistics:
             state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            tile = self.tile_classes(block)._replace(keep_logits=self.teacher is not None)
-            if self._needs_statistics:
+            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None)
+            if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
-            if self.teacher is not None:
-                self._compare_with_teacher(block_logits, xs[-1], tokens, call._replace(tile=tile))
+            if teacher is not None:
+                self._compare(block_logits, xs[-1], tokens, call._replace(tile=tile))
 
-    @property
-    def _needs_statistics(self) -> bool:
-        """False if the teacher's rows have all statistics. The second pass of "jsd" repeats no statistics."""
-        return self.teacher is None or (bool(self.problem.spec.stats) and self.teacher.kind != "jsd")
-
-    def _compare_with_teacher(
-        self, logits: Tensor, teacher_x: Tensor, tokens: slice, call: TileCall, grad: Tensor | None = None
-    ) -> None:
-        """Compute the teacher's logits of a tile, and run `Backend.divergence`."""
+    def _compare(self, logits: Tensor, x: Tensor, tokens: slice, call: TileCall, grad: Tensor | None = None) -> None:
+        """Compute the teacher's logits of a tile from its hidden states `x`, and run `Backend.divergence`."""
         assert self.teacher is not None
         teacher_logits = self.new_tile(len(logits), call.tile.cols, accumulation_dtype(self.teacher.weight.dtype))
-        self.matmul(teacher_x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
-        self.backend.divergence(logits, teacher_logits, call, self.teacher.select_rows(tokens), grad)
+        self.matmul(x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
+        teacher = self.teacher.select_rows(tokens)
+        self.backend.divergence(logits, teacher_logits, call, teacher, grad)
+        has_rows = call.tile.cols == self.vocab_size and not self.local.is_sharded
+        self.has_mixture = has_rows and teacher.kind != self.problem.spec.divergence  # type: ignore[attr-defined]
+        if self.has_mixture:  # The statistics for "jsd" are complete.
+            finish_divergence(teacher.rows, "jsd")
+            self.backend.divergence(logits, teacher_logits, call, teacher._replace(kind="jsd"))
 
     def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
         """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
@@ -364,7 +367,7 @@ class PassContext:
                     self.backend.gradient(logits, grad, call)
                 else:
                     teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
-                    self._compare_with_teacher(logits, teacher_x, block_tokens, call, grad)
+                    self._compare(logits, teacher_x, block_tokens, call, grad)
         if self.candidate_grads is not None:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start

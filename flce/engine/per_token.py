@@ -8,8 +8,8 @@ its logits z is
     p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + S) + g_divergence * (w - mean of w under p)),
     plus g_logprob at the target and g_candidates at the candidates.
 
-(The derivative of S = -sum(p * l) in z is -p * (l + S).) `Backend.divergence` defines w. "jsd" needs the
-normalizers of student and teacher before it can be summed, so forward computes the logits of both twice.
+(The derivative of S = -sum(p * l) in z is -p * (l + S).) `Backend.divergence` defines w. "jsd" needs the normalizers
+of both models before it can be summed: if no tile has all classes of its rows, forward computes all logits twice.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flce.backends import contract
 from flce.backends.contract import (
-    DIVERGENCE,
-    DIVERGENCE_FACTOR,
-    DIVERGENCE_SLOTS,
     ENTROPY,
     LEAST_LOGPROB,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
-    MEAN_WEIGHT,
-    NORMALIZER_SLOTS,
     OFFSET,
     ROW_GRADIENT_SLOTS,
     SOFTMAX,
-    STUDENT,
     TARGET,
     RowOutputs,
     Teacher,
@@ -103,8 +98,8 @@ def forward(
     local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
     if problem.teacher is not None:
-        rows = runtime.arena.new((DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
-        rows[:DIVERGENCE:NORMALIZER_SLOTS] = -torch.inf  # the offsets
+        rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
+        rows[: contract.DIVERGENCE : contract.NORMALIZER_SLOTS] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
     context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
@@ -113,17 +108,17 @@ def forward(
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
-        context.local.merge_divergences(rows, teacher.kind)
-        finish_divergence(rows, teacher.kind)
-        if spec.divergence == "jsd":  # The terms are summed in a second pass over the logits.
+        if not context.has_mixture:
+            context.local.merge_divergences(rows, teacher.kind)
+            finish_divergence(rows, str(spec.divergence))
+        if spec.divergence == "jsd" and not context.has_mixture:  # The terms are summed in a second pass.
             context.teacher = Teacher.from_problem(problem, rows)
-            rows[DIVERGENCE:] = 0.0
             plan.schedule.forward(context)
-            context.local.sum_over_processes(rows[DIVERGENCE:])
+            context.local.sum_over_processes(rows[contract.DIVERGENCE :])
         if not context.problem.spec.stats:
-            outputs.normalizer.copy_(rows[STUDENT : STUDENT + NORMALIZER_SLOTS])
+            outputs.normalizer.copy_(rows[contract.STUDENT : contract.STUDENT + contract.NORMALIZER_SLOTS])
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
-        divergence = teacher_rows[DIVERGENCE].clone()
+        divergence = teacher_rows[contract.DIVERGENCE].clone()
     if candidates is not None:
         ids = selection.take(candidates)
         values = _subtract_normalizer(_candidate_logits(context, ids), outputs.normalizer)
@@ -228,8 +223,8 @@ def _compute_row_gradient(
         factors[SOFTMAX] -= factors[ENTROPY] * saved.entropy
     if upstream.divergence is not None:
         assert saved.teacher_rows is not None
-        factors[DIVERGENCE_FACTOR] += zero_ignored(upstream.divergence)
-        factors[SOFTMAX] -= factors[DIVERGENCE_FACTOR] * saved.teacher_rows[MEAN_WEIGHT]
+        factors[contract.DIVERGENCE_FACTOR] += zero_ignored(upstream.divergence)
+        factors[SOFTMAX] -= factors[contract.DIVERGENCE_FACTOR] * saved.teacher_rows[contract.MEAN_WEIGHT]
     factors[SOFTMAX].masked_fill_(valid & ~is_class(target, problem.vocab_size), torch.nan)
     return factors
 

@@ -207,13 +207,10 @@ class CountingBackend:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
-    def divergence(
-        self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Tensor | None = None
-    ) -> None:
+    def divergence(self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Any = None) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
         if self.case.backend == "torch":
-            tile = max(logits, teacher_logits, key=lambda logits: logits.itemsize)
-            self.add_scratch(eager.divergence_bytes(tile, self.case.device_type))
+            self.add_scratch(max(eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits)))
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)

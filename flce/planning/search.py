@@ -1,7 +1,7 @@
 """The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
 * **Without a budget** the plan follows a rule: see `defaults`. The workspace is at most `MEMORY_SHARE` of the device's
-  memory; if the default needs more, this is the budget.
+  memory; if the default needs more, this is the budget. Chunks with E4M3 operands may be smaller, see `_limit_e4m3`.
 * **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
   (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
@@ -63,8 +63,8 @@ def make_plan(c: Case) -> ChunkPlan:
     plan = _default_or_fastest(c)
     if plan is not None:
         return plan
-    smallest = _smallest_plan(c)
-    if c.options.max_workspace_bytes is None:
+    smallest, budget = _smallest_plan(c), c.options.max_workspace_bytes
+    if budget is None or smallest.workspace_bytes <= int(budget):
         return smallest
     raise BudgetError(c, smallest.workspace_bytes)
 
@@ -78,6 +78,7 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
     # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
+        default = _limit_e4m3(default)
         if c.device.memory is None:
             return default
         budget = int(c.device.memory * MEMORY_SHARE)
@@ -89,6 +90,17 @@ def _default_or_fastest(c: Case) -> ChunkPlan | None:
         if fastest is not None:
             return fastest
     return None
+
+
+def _limit_e4m3(plan: ChunkPlan) -> ChunkPlan:
+    """Return a plan with at most 1.5 times the workspace of bfloat16 operands, or 1 GiB more, by smaller chunks with
+    E4M3 operands. Return `plan` if there is none, or if gradients are deferred: E4M3 operands alone may need more."""
+    c, kind = plan.case, type(plan.schedule)
+    if not kind.multiplies_e4m3 or kind.deferred or c.options.chunk_rows is not None:
+        return plan
+    without = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
+    limit = int(max(1.5 * without, without + (1 << 30)))
+    return plan if plan.workspace_bytes <= limit else _best_plan_of_schedule(c, kind, kind.sizes(c), limit) or plan
 
 
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:

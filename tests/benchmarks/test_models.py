@@ -139,6 +139,7 @@ def test_architectures_have_the_sizes_of_their_names(architecture):
         model = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     expected = {"Llama-3.2-1B": 1_235_814_400, "Qwen3-0.6B": 596_049_920, "tiny-llama": 2_000 * 32 + 18_592}
+    expected["Gemma-3-270m"] = 268_098_176
     expected["Llama-3-8B, 2 layers"] = 8_030_261_248 - 30 * 218_112_000  # layers less than Llama-3-8B
     expected["tiny-llama, untied"] = 2 * 2_000 * 32 + 18_592
     assert count == expected[architecture]

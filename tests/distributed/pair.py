@@ -46,8 +46,7 @@ class World:
             self._start()
         for end in self._ends:
             end.send((function.__module__, function.__qualname__, args, kwargs))
-        ends = self._ends[:survivors]
-        results = [end.recv() if end.poll(CALL_TIMEOUT) else ("no answer", None) for end in ends]
+        results = [_answer(end) for end in self._ends[:survivors]]
         failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(results) if text is not None]
         if failures:
             self.close()  # other processes may wait for the failed process
@@ -74,6 +73,13 @@ class World:
             child_end.close()
             self._processes.append(process)
             self._ends.append(parent_end)
+
+
+def _answer(end: Connection) -> tuple[str | None, Any]:
+    try:
+        return end.recv() if end.poll(CALL_TIMEOUT) else ("no answer", None)
+    except EOFError:
+        return "the process died", None
 
 
 def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> None:

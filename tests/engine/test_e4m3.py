@@ -14,7 +14,7 @@ import flce
 from flce.backends import load_backend
 from flce.backends.contract import E4M3, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile
 from flce.core.device_record import KNOWN_KINDS
-from flce.core.gemm import matmul
+from flce.core.gemm import e4m3_scale, matmul
 from flce.engine.e4m3 import ChunkSizes
 from flce.planning import search
 from flce.testing.models import tiny_model
@@ -298,6 +298,29 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float8" not in str(default)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 4096, 128256),
+        (8192, 4096, 128256),
+        (4096, 8192, 128256),
+        (8192, 3584, 152064),
+        (8192, 2304, 256000),
+        (16384, 1024, 151936),
+        (16384, 640, 262144),
+    ],
+    ids=str,
+)
+def test_workspace_is_not_much_larger(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 1.5 times the default's workspace, or 1 GiB more."""
+    monkeypatch.undo()
+    for grads in ("xw", "x"):
+        cases = [case_on_hopper(*shape, grads=grads, grad_dtype=grad_dtype) for grad_dtype in (E4M3, None)]
+        plan, default = map(search.make_plan, cases)
+        assert plan.schedule.multiplies_e4m3
+        assert plan.workspace_bytes <= max(1.5 * default.workspace_bytes, default.workspace_bytes + (1 << 30))
+
+
 @pytest.mark.parametrize("budget", [0.3, 0.6, 0.9])
 def test_budgets(budget: float, emulated: None) -> None:
     problem = problem_of(torch.device("cpu"), vocab=2000)
@@ -338,8 +361,13 @@ def test_patched_models(emulated: None) -> None:
     assert 0.0 < relative_error(grads[1], grads[0]) <= 5e-3
 
 
-def test_products_on_a_cpu() -> None:
-    a, b = (torch.randn(n, 48, generator=torch.Generator().manual_seed(n)).to(E4M3) for n in (5, 7))
-    out = torch.empty(5, 7)
-    matmul(a, b.t(), out)
-    torch.testing.assert_close(out, a.float() @ b.float().t())
+@pytest.mark.parametrize("largest", [False, True])
+def test_products(largest: bool, device: torch.device) -> None:
+    """Products with float16 results have a scale, with which the largest sums are finite."""
+    a, b = (torch.randn(n, 2048, generator=torch.Generator().manual_seed(n), device="cpu") for n in (32, 48))
+    a, b = ((x.fill_(448.0) if largest else x).to(device, E4M3) for x in (a, b))
+    exact = a.double() @ b.double().t()
+    for dtype, scale in ((torch.float32, 1.0), (torch.float16, e4m3_scale(2048))):
+        out = torch.empty(32, 48, dtype=dtype, device=device)
+        matmul(a, b.t(), out)
+        assert relative_error(out.double() / scale, exact) <= 1e-3

@@ -23,6 +23,7 @@ FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
         (s / 2).log_softmax(-1), (t / 2).log_softmax(-1), log_target=True, reduction="sum"
     ),
     "none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1),
+    "sum of none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(),
     "mean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="mean"),
     "module": lambda s, t: torch.nn.KLDivLoss(reduction="batchmean", log_target=True)(
         F.log_softmax(s, -1), F.log_softmax(t, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import flce
 from flce.backends.eager import divergence_bytes
 from flce.core.problem import DIVERGENCES
 from flce.engine import case
+from flce.planning.search import make_plan
 from flce.testing.oracle import dense_logits
 from flce.testing.problem import relative_error
 from tests.hopper import logits_dtypes_on_a_gpu
@@ -375,6 +377,18 @@ def test_bad_input(name: str) -> None:
     }
     with pytest.raises(error, match=message):
         flce.linear_divergence(**arguments)
+
+
+@pytest.mark.parametrize("budget, products", [(None, 2), ("256MiB", 2), ("48MiB", 4)])
+def test_products_of_jsd(budget: str | None, products: int) -> None:
+    """Unless the budget is small, forward computes the statistics and the terms from the same logits."""
+    n, hidden, vocab, options = 4096, 2048, 128256, flce.ChunkOptions(max_workspace_bytes=budget)
+    how: Any = {"device_kind": "H200", "options": options, "input_grad": False, "weight_grad": False}
+    plan = flce.plan(n, hidden, vocab, torch.bfloat16, teacher_hidden_size=hidden, **how)
+    spec = replace(plan.case.spec, divergence="jsd", beta=0.5)  # type: ignore[call-arg]
+    jsd = make_plan(replace(plan.case, spec=spec))
+    assert round(jsd.flops / (2 * n * hidden * vocab)) == products
+    assert jsd.workspace_bytes <= plan.workspace_bytes
 
 
 def test_temporary_memory_is_bounded() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(flce.__file__).parents[1]
 
 
 def pinned(environment: str, package: str) -> str:
-    found = re.search(rf"^{package}==(\S+)$", (ROOT / f"constraints-{environment}.txt").read_text(), re.M)
+    found = re.search(rf"^{package}==(\S+) ", (ROOT / f"requirements-{environment}.txt").read_text(), re.M)
     assert found
     return found[1]
 

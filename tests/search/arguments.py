@@ -21,7 +21,7 @@ from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
 from tests.hopper import plan_as_on_hopper
 from tests.ops.test_softmax import LAYOUTS
-from tests.search.bounds import Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
+from tests.search.bounds import CHAIN, Arithmetic, Gradients, Logits, Loss, RowGradient, loss_of_rows, sum_of_rows
 from tests.search.driver import Call, Errors, Mismatch
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -251,7 +251,9 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
     on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
     equal_rows = bool(call.get("offset")) and call["hidden"] == 1
-    saturated = 4.0 * (call["softcap"] or math.inf) <= call["std"] * abs(call["logit_scale"])
+    std = call["std"] * abs(call["logit_scale"]) * max(1.0, call.get("rows_times", 1.0))
+    saturated = 4.0 * (call["softcap"] or math.inf) <= std
+    has_least_tiles = call.get("beyond") is not None
     return Arithmetic(
         result=result,
         rows=rows,
@@ -260,9 +262,15 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
+        tiles=call["vocab"] // (1 if call["backend"] == "torch" else 64) if has_least_tiles else 1,
+        one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,
-        coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
+        coherent=call["std"] == 0.0
+        or saturated
+        or equal_rows
+        or (std > 15.0 and bool(call.get("large_columns")))
+        or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
     )
@@ -369,9 +377,18 @@ class Expected:
             softmax + of_lse * logits.lse[:, None],
             direct,
             of_lse=of_lse if kwargs["z_loss"] else None,
+            roundings=CHAIN + self.num_factors(),
             smoothed=kwargs["label_smoothing"] > 0.0,
         )
         self.gradients = gradients(logits, gradient, how)
+
+    def num_factors(self) -> int:
+        """Return the number of factors of a row's gradient that are not 1."""
+        kwargs = self.p.kwargs
+        names = ("softcap", "label_smoothing", "logit_scale", "temperature")
+        given = [kwargs[name] not in (None, 0.0, 1.0) for name in names]
+        given += [t is not None for t in (kwargs.get("weight"), self.p.token_weight)]
+        return sum(given) + (kwargs["reduction"] == "mean")
 
     def compare_losses(self, errors: Errors, prefix: str, loss: Tensor, output: Any, stats: Sequence[str]) -> None:
         """Compare the loss, and the statistics of a call with statistics."""

@@ -36,9 +36,11 @@ class Arithmetic:
     gradients: torch.dtype  # of the gradients of logits in memory
     sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
     parts: int = 1
+    tiles: int = 1  # of classes, whose sums of exponentials are added one after the other
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
     has_subnormal: bool = False  # gradients or exponentials in memory are float16
+    one_hot: bool = False  # most probabilities are nearly 0 or 1, so many gradients have the same rounding error
     coherent: bool = False  # terms of sums are equal, and so are their errors
     headroom: float = 0.0  # of the reference of exponentials above the largest logit
     tensor_cores: bool = False  # multiply: they truncate sums
@@ -114,7 +116,8 @@ class Logits:
         temperature: float | Tensor = 1.0,
         given: Tensor | None = None,
     ) -> None:
-        self.u = u = how.u
+        self.u, self.how = how.u, how
+        u = how.u
         products = [x @ w.T for x, w in terms] if given is None else [given]
         a = torch.stack(products).sum(0) + (0.0 if bias is None else bias)
         sizes = sum(product.abs() for product in products) + (0.0 if bias is None else bias.abs())
@@ -153,9 +156,7 @@ class Logits:
         below = self.z.amax(-1, keepdim=True) - self.z + how.headroom
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
-        # Roundings of exponentials, of their sum, and of its logarithm.
-        exponentials = KAPPA * u * (self.p * (1.0 + below)).square().sum(-1).sqrt()
-        self.dsum = exponentials + tree_sum_error(self.p, how) + u * self.log_sum
+        self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
         self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + (self.p * self.drift).sum(-1).abs()
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
         # The logits of candidates are computed as log-probability + log-sum-exp.
@@ -173,6 +174,12 @@ class Logits:
         self.of_oracle = steps_of_oracle * (self.lse.abs() + self.z.abs().amax(-1))
         self.dentropy = self.dentropy + self.of_oracle
 
+    def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
+        """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
+        exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
+        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5
+        return exponentials + tree_sum_error(p, how) + how.u * (of_tiles + log_sum)
+
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
         size = self.logp.gather(1, column).abs() + self.below.gather(1, column)
@@ -181,6 +188,7 @@ class Logits:
     def results(self, target: Tensor, candidates: Tensor | None = None) -> dict[str, Tensor]:
         """Return the errors of the results of tokens, by name. `target`: (N,); `candidates`: (N, K)."""
         squares, steps = (2.0 * self.logp).softmax(-1), self.u * (self.z.shape[1] + 4.0)
+        of_squares = (-2.0 * self.below).logsumexp(-1)
         found = {
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
@@ -188,8 +196,9 @@ class Logits:
             "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1) + self.drift.mean(-1).abs(),
             "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
             + 2.0 * ((squares - self.p) * self.drift).sum(-1).abs()
-            + 4.0 * self.dsum
-            + self.u * (squares * self.logp.abs()).sum(-1) * 4.0
+            + 2.0 * self.dsum
+            + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
+            + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
             + 2.0 * self.of_oracle,
         }
         return found if candidates is None else {**found, "candidate_logprob": self.dlogprob(candidates.clamp(min=0))}
@@ -206,6 +215,7 @@ class RowGradient:
     dsoftmax: Tensor | None = None  # (N, 1) error of `softmax`, if it is a sum
     ddirect: Tensor | None = None  # (N, V) error of `direct`, if it is a sum
     is_candidate: Tensor | None = None  # (N, V)
+    roundings: float = CHAIN  # of `softmax` and `direct`, which are products of factors
     smoothed: bool = False  # by label smoothing: `direct` has all classes
 
 
@@ -224,8 +234,11 @@ class Gradients:
         self.value = self.smooth + self.direct
         terms = size + row.direct.abs()
         # Errors of the classes, which are independent.
-        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + CHAIN * u * terms)
-        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * how.upstream
+        error = jacobian.abs() * (size * torch.expm1(logits.dlogp.clamp(max=50.0)) + row.roundings * u * terms)
+        factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None and t.numel()]
+        largest = torch.stack([t.abs().amax() for t in factors]).amax() if factors else 0.0
+        # Exponentials below the normal numbers may be 0, before they are multiplied.
+        error = error + terms * logits.djacobian + self.tiny(how) * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
@@ -235,10 +248,11 @@ class Gradients:
             # Exponentials, without the targets' classes. With label smoothing the gradient is rounded after them.
             others = self.smooth.abs() if row.smoothed else self.smooth.abs().masked_fill(row.direct != 0, 0.0)
             rounded = self.value.abs() + others if row.smoothed else torch.maximum(self.value.abs(), others)
-            error = error + KAPPA * unit(how.gradients) * rounded
-        if how.has_subnormal and len(terms):
-            factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None]
-            error = error + 2.0**-25 * logits.scale * torch.stack([t.abs().amax() for t in factors]).amax()
+            error = error + KAPPA * (2.0 if how.one_hot else 1.0) * unit(how.gradients) * rounded
+            if row.smoothed:  # the same number for nearly all classes, with the same error
+                self.equal = self.equal + unit(how.gradients) * self.direct.abs()
+        if how.has_subnormal:
+            error = error + 2.0**-25 * logits.scale * largest
         self.independent = error
         # In a row of equal logits the rounding errors are equal, too.
         is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
@@ -254,6 +268,11 @@ class Gradients:
             self.common.append((p * jacobian, row.dsoftmax[:, 0]))
         if row.of_lse is not None:
             self.common.append((p * row.of_lse * jacobian, logits.dlse))
+
+    @staticmethod
+    def tiny(how: Arithmetic) -> float:
+        """Return the number below which exponentials, times the logarithm of their probability, may be 0."""
+        return 16.0 * torch.finfo(how.rows).tiny * math.exp(how.headroom)
 
     def element(self) -> Tensor:
         """Return the error of the gradient of each logit."""

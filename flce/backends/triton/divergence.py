@@ -15,12 +15,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.contract import Teacher, TileCall
-from flce.backends.triton.launch import VECTOR_BYTES, WARP, Launch, build_launch, overlap_options, thread_options
-from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, log1p, logit_gradient, transform
+from flce.backends.triton.launch import VECTOR_BYTES, Launch, build_launch, overlap_options, thread_options
+from flce.backends.triton.math import LN_2, LOG2_E, load_normalizer, load_row_gradient, logit_gradient, transform
 from flce.core.problem import DIVERGENCES, accumulation_dtype
 
-# Warps of a program, and vectors of a thread in a block.
-WARPS, PARTS = 8, 2
+# Vectors of a block, and warps of a program. Statistics have reductions over a block: fewer warps wait for each other.
+VECTORS, STATISTICS_WARPS, WARPS = 512, 8, 16
 
 # A kernel can read only global variables that are constexpr.
 _STUDENT = tl.constexpr(contract.STUDENT)
@@ -37,8 +37,9 @@ def _log_ratios(s, t, beta, KIND: tl.constexpr):
     """Return s and t relative to each other, or for "jsd" relative to the mixture, see `formulas.log_ratios`."""
     difference = s - t
     if KIND == _JSD:
-        share = tl.where(difference >= 0.0, beta, 1.0 - beta)
-        shared = -log1p(share * (tl.exp2(-tl.abs(difference) * LOG2_E) - 1.0))
+        less = tl.where(difference >= 0.0, beta, 1.0 - beta) * (tl.exp2(-tl.abs(difference) * LOG2_E) - 1.0)
+        rest = 1.0 + less
+        shared = (rest - 1.0) - less - tl.log2(rest) * LN_2  # -log(1 + less), corrected for the rounding of the rest
         return shared + tl.minimum(difference, 0.0), shared - tl.maximum(difference, 0.0)
     else:
         return difference, -difference
@@ -172,8 +173,8 @@ def divergence(
         "KIND": DIVERGENCES.index(teacher.kind),
         "HAS_TEACHER_SCALE": teacher.spec.scale != 1.0,
         "HAS_TEACHER_SOFTCAP": teacher.spec.softcap is not None,
-        "BLOCK": WARP * WARPS * PARTS * (VECTOR_BYTES // logits.element_size()),
-        **thread_options(logits.device, WARPS),
+        "BLOCK": VECTORS * (VECTOR_BYTES // logits.element_size()),
+        **thread_options(logits.device, STATISTICS_WARPS if grad is None and teacher.kind != "jsd" else WARPS),
         **overlap_options(logits.device),
     }
     yield build_launch(

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile, TileCall
-from flce.backends.e4m3 import LEAST_SUM, gather_entries, row_factors
+from flce.backends.e4m3 import LEAST_SUM, row_factors
 from flce.backends.triton.entries import row_products
 from flce.backends.triton.exponentials import FLAG_STRIDE
 from flce.backends.triton.launch import Launch, build_launch, thread_options
@@ -32,13 +32,10 @@ ROWS, COLS = 128, 64
 # Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
 # column with a larger magnitude is rounded again.
 LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
-# Columns and entries per step of `add_entries_kernel`, and sums per step of `find_large_kernel`.
-SUM_COLS, SUM_ENTRIES, PARTIALS = 1024, 8, 512
-_LARGE_SHARE = tl.constexpr(float(LARGE_SHARE))
-_SLOTS = tl.constexpr(ENTRY_SLOTS)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
-_LEAST_SUM = tl.constexpr(LEAST_SUM)
+# Columns, or half as many, and entries per step of `add_entries_kernel`; sums per step of `find_large_kernel`.
+SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 8, 512
+_LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOTS)
+_E4M3_MAX, _FLAG_STRIDE, _LEAST_SUM = tl.constexpr(E4M3_MAX), tl.constexpr(FLAG_STRIDE), tl.constexpr(LEAST_SUM)
 
 
 @triton.jit(do_not_specialize=["rows", "vocab_size"])
@@ -145,9 +142,8 @@ def quantize_kernel(
         places = place[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
         x = tl.load(x_ptr + places, mask=exists, other=0.0).to(tl.float32)
         if HAS_PARTIAL:
-            tl.store(
-                partial_ptr + tl.program_id(1).to(tl.int64) * rows + row, tl.sum(tl.abs(x), axis=1), mask=row < rows
-            )
+            sums_ptr = partial_ptr + tl.program_id(1).to(tl.int64) * rows + row
+            tl.store(sums_ptr, tl.sum(tl.abs(x), axis=1), mask=row < rows)
         if HAS_FACTOR:
             x *= tl.load(factor_ptr + row, mask=row < rows, other=0.0)[:, None]
         if not IS_RETRY:
@@ -192,8 +188,7 @@ def add_entries_kernel(
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = column < hidden
     scale = tl.load(col_scales_ptr + column, mask=mask, other=0.0)
-    product = tl.load(product_ptr + row * hidden + column, mask=mask, other=0.0)
-    total = product * scale
+    total = tl.load(product_ptr + row * hidden + column, mask=mask, other=0.0).to(tl.float32) * scale
     if HAS_ROW_SCALES:
         row_scale = tl.load(row_scales_ptr + row)
         # A row without a gradient may have a product of NaN.
@@ -229,7 +224,7 @@ def quantize_tile(tile: Tensor, out: QuantizedTile) -> None:
     peak, work = torch.zeros_like(limit, dtype=torch.int32), torch.ones(8, dtype=torch.int32, device=tile.device)
     partial = sums.new_empty(triton.cdiv(tile.shape[1], COLS), len(tile))
     run(_quantize_tile, tile, out, row_factors(sums), limit, peak, partial, work)
-    gather_entries(tile, out.entries)
+    out.entries.values.copy_(tile.gather(1, out.entries.numbers.long().clamp_(max=tile.shape[1] - 1)))
 
 
 def _quantize_tile(
@@ -270,7 +265,7 @@ def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: Til
     classes, (bias, spec) = entries.numbers.long(), (call.inputs.bias, call.spec)
     run(row_products, x, weight, classes, entries.values.zero_())
     a = entries.values if bias is None else entries.values.add_(bias[classes.clamp_(max=len(weight) - 1)])
-    z = a.mul_(spec.scale)
+    z = a if spec.scale == 1.0 else a.mul_(spec.scale)
     if spec.softcap is not None:
         z = z.tanh_()
         jacobian = (1.0 - z * z).mul_(spec.scale * spec.cap)
@@ -303,9 +298,10 @@ def add_entries(
     index: Tensor | None, accumulate: bool = False,
 ) -> Iterator[Launch]:  # fmt: skip
     num_rows, hidden = product.shape
+    cols = SUM_COLS if hidden > SUM_COLS // 2 else SUM_COLS // 2
     yield build_launch(
-        add_entries_kernel, (num_rows, triton.cdiv(hidden, SUM_COLS)), None,
-        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": SUM_COLS, **thread_options(out.device, 4)},
+        add_entries_kernel, (num_rows, triton.cdiv(hidden, cols)), None,
+        {"ACCUMULATE": accumulate, "ENTRIES": SUM_ENTRIES, "COLS": cols, **thread_options(out.device, cols // 256)},
         product=product, row_scales=row_scales, col_scales=col_scales, **entries._asdict(), table=table,
         place=index, out=out, hidden=hidden, table_rows=len(table),
     )  # fmt: skip

@@ -1,8 +1,4 @@
-"""Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`.
-
-A chunk is divided into groups of fewer tokens. The chunk is stored in E4M3, transposed for dW, and one group is stored
-in E4M3 for dX.
-"""
+"""Schedules whose products for dX and dW have E4M3 operands (`ChunkOptions.grad_dtype`), see `engine/e4m3.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from flce.backends.contract import QuantizedTile
 from flce.core.slices import slice_rows
-from flce.engine.borrowing import BLOCK_MULTIPLE
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
 from flce.engine.e4m3 import ChunkSizes, compute_gradients
 from flce.engine.exponentials import Exponentials
@@ -18,17 +13,18 @@ from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
 
-# The least number of tokens of a group, if there are as many. With fewer, the products read the weight too often.
-GROUP_ROWS = 4096
+# The maximum number of tokens of a group, and columns of a block of a vendor's product with E4M3 operands.
+GROUP_ROWS, BLOCK_COLS = 4096, 128
 # Number of tokens of a tile whose gradient of the logits is in memory before it is rounded.
 TILE_ROWS = 1024
 
 
 def chunk_sizes(c: Case, rows: int) -> ChunkSizes:
-    """Return the sizes for chunks of `rows`. A group has at least GROUP_ROWS tokens, as many that the blocks of its dX,
-    ROW_MULTIPLE x BLOCK_MULTIPLE, nearly fill whole waves, one block for each multiprocessor."""
-    wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_MULTIPLE)) * ROW_MULTIPLE
-    group_rows = min(rows, ceil_div(GROUP_ROWS, wave_rows) * wave_rows)
+    """Return the sizes for chunks of `rows`. Groups are equal, and the blocks of their dX, ROW_MULTIPLE x BLOCK_COLS,
+    nearly fill whole waves, one block for each multiprocessor."""
+    wave_rows = max(1, c.device.multiprocessors // ceil_div(c.hidden_sizes[0], BLOCK_COLS)) * ROW_MULTIPLE
+    num_groups = ceil_div(rows, max(1, GROUP_ROWS // wave_rows) * wave_rows)
+    group_rows = min(rows, ceil_div(ceil_div(rows, num_groups), ROW_MULTIPLE) * ROW_MULTIPLE)
     return ChunkSizes(rows, group_rows, min(group_rows, TILE_ROWS))
 
 

@@ -163,11 +163,6 @@ _WEIGHTED: dict[Form, Form] = {
 }  # fmt: skip
 
 
-def _times_teacher(normal_form: NormalForm, _: Any) -> NormalForm | None:
-    is_ratio = normal_form.form == "log ratio"
-    return normal_form._replace(form="log ratio weighted by the teacher") if is_ratio else None
-
-
 class Update(NamedTuple):
     """An operation on the normal form (None: it only rounds or copies), and the same operation on real logits."""
 
@@ -187,7 +182,10 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
     "sub_row": Update(_normalised_by_row, torch.sub),
     "times": Update(_times, torch.mul),
     "sub_teacher": Update(lambda form, _: form._replace(form="log ratio"), torch.sub),
-    "times_teacher": Update(_times_teacher, lambda z, teacher: z * teacher.exp()),
+    "times_teacher": Update(
+        lambda form, _: form._replace(form="log ratio weighted by the teacher") if form.form == "log ratio" else None,
+        lambda z, teacher: z * teacher.exp(),
+    ),
     "clone": Update(None, lambda z, _: z.clone()),
     "to": Update(None, Tensor.to),
 }

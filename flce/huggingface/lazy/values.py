@@ -104,10 +104,12 @@ def sum_over_vocabulary(
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     form = state.normal_form.form
-    require_lazy(is_class_dim(state, dim) and form not in ("logits", "probabilities"))
+    sums_all = dim is None and state.teacher is not None
+    require_lazy((sums_all or is_class_dim(state, dim)) and form not in ("logits", "probabilities"))
     state = state if dtype is None else to_dtype(state, dtype)
     if state.teacher is not None:
-        return _with_kept_dim(state, divergences.sum_of_terms(state), keepdim)
+        values = divergences.sum_of_terms(state)
+        return values.sum() if sums_all else _with_kept_dim(state, values, keepdim)
     if form == "log-probabilities":
         value = _sum_of_logprobs(state)
     else:
