@@ -109,7 +109,7 @@ def compute_gradient_scale(p: RowProblem, scale: Tensor, upstream: Tensor | None
     """
     peak, ignored = scale * p.spec.typical_gradient, p.target == p.spec.ignore_index
     if p.class_weight is not None:
-        peak = peak * p.class_weight.abs().max()
+        peak = peak * torch.linalg.vector_norm(p.class_weight, torch.inf)  # without a copy of the weights
     for factor in (p.token_weight, upstream):
         if factor is not None and factor.numel():
             peak = peak * factor.masked_fill(ignored, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()

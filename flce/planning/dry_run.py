@@ -287,9 +287,11 @@ class CountingBackend:
         self.add_pass(x, x, *outputs, launches=5)
         self._add_e4m3_scratch(x)
 
-    def sort_entries(self, entries: contract.Entries, *args: Any) -> None:
+    def sort_entries(self, entries: contract.Entries, index: Tensor | None, out: contract.Entries) -> None:
         self.add_pass(*[entries.numbers] * 8, launches=10)
-        self.add_scratch(entries.numbers.numel() * contract.SORT_ENTRY_BYTES)
+        count, classes = entries.numbers.numel(), out.bounds.numel() if out.bounds is not None else 0
+        # While the entries are sorted, or while the sorted entries and their order are searched for each class.
+        self.add_scratch(max(count * contract.SORT_ENTRY_BYTES, 20 * count + 4 * classes))
 
     def add_entries(self, product: Tensor, *args: Any, **options: Any) -> None:
         self.add_pass(product, product)

@@ -266,7 +266,11 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,
-        coherent=call["std"] == 0.0 or saturated or equal_rows or call.get("layout") in ("expanded", "one column"),
+        coherent=call["std"] == 0.0
+        or saturated
+        or equal_rows
+        or (std > 15.0 and bool(call.get("large_columns")))
+        or call.get("layout") in ("expanded", "one column"),
         roundings=1 + (call["reduction"] != "none" and call["upstream"] != 1.0),
         **more,
     )

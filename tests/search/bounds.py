@@ -239,7 +239,7 @@ class Gradients:
         factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None and t.numel()]
         largest = torch.stack([t.abs().amax() for t in factors]).amax() if factors else 0.0
         # Exponentials below the normal numbers may be 0, before they are multiplied.
-        error = error + terms * logits.djacobian + torch.finfo(how.rows).tiny * (how.upstream + largest)
+        error = error + terms * logits.djacobian + self.tiny(how) * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
@@ -269,6 +269,11 @@ class Gradients:
             self.common.append((p * jacobian, row.dsoftmax[:, 0]))
         if row.of_lse is not None:
             self.common.append((p * row.of_lse * jacobian, logits.dlse))
+
+    @staticmethod
+    def tiny(how: Arithmetic) -> float:
+        """Return the number below which exponentials, times the logarithm of their probability, may be 0."""
+        return 16.0 * torch.finfo(how.rows).tiny * math.exp(how.headroom)
 
     def element(self) -> Tensor:
         """Return the error of the gradient of each logit."""

@@ -33,7 +33,7 @@ class E4M3Gradients(Gradients):
         self.scale = 2.0 * sums / PEAK
         # If probabilities differ by less than a step of E4M3, their errors are correlated with the operands.
         spread = (logits.z - logits.z.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
-        self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0)
+        self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0, min=float(how.coherent))
         self.small = sizes.masked_fill(sizes > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
 
     def times_weight(self, w: Tensor) -> Tensor:
