@@ -93,12 +93,13 @@ def test_our_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plans_are_noted() -> None:
-    """The larger plan of forward and backward is recorded, for flce only."""
+    """The workspace of forward and backward is recorded, for flce only. The gradients' memory is free in forward."""
     names = ("floor", "ours", "ours-all", "ours-forward")
     entry = LOGPROBS.measure(TINY, CPU, Effort(1, 1.0), select_contenders(CONTENDERS, names))
     sizes = {result.contender: result.planned_bytes or 0 for result in entry.results}
     assert sizes["floor"] == 0
-    assert sizes["ours-all"] > sizes["ours"] == sizes["ours-again"] >= sizes["ours-forward"] > 0
+    assert sizes["ours-all"] > sizes["ours"] == sizes["ours-again"] > 0
+    assert sizes["ours-forward"] > 0
 
 
 def test_trls_gradients_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
