@@ -70,8 +70,6 @@ LARGE_SHARE = 238
 ENTRY_SLOTS = 256
 # Bytes for each row that `fused_exponentials` allocates for E4M3: its sample, its entries' classes, z and dz/da.
 E4M3_ROW_BYTES = 2 * 1024 + 24 * ENTRY_SLOTS
-# Bytes for each entry that `sort_entries` allocates.
-SORT_ENTRY_BYTES = 36
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -98,6 +96,11 @@ FUSED_PRODUCT_FIELDS = frozenset(
 # Statistics that `fused_exponentials` computes. With ``reduction="none"`` the schedule calls `fused_statistics`,
 # which computes all of them.
 EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
+
+
+def sort_scratch_bytes(entries: int, classes: int) -> int:
+    """Return the bytes that `sort_entries` allocates: to sort the entries, or to search the sorted ones for a class."""
+    return max(36 * entries, 20 * entries + 4 * classes)
 
 
 def fused_product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:

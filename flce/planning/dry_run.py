@@ -290,8 +290,7 @@ class CountingBackend:
     def sort_entries(self, entries: contract.Entries, index: Tensor | None, out: contract.Entries) -> None:
         self.add_pass(*[entries.numbers] * 8, launches=10)
         count, classes = entries.numbers.numel(), out.bounds.numel() if out.bounds is not None else 0
-        # While the entries are sorted, or while the sorted entries and their order are searched for each class.
-        self.add_scratch(max(count * contract.SORT_ENTRY_BYTES, 20 * count + 4 * classes))
+        self.add_scratch(contract.sort_scratch_bytes(count, classes))
 
     def add_entries(self, product: Tensor, *args: Any, **options: Any) -> None:
         self.add_pass(product, product)

@@ -114,6 +114,7 @@ def test_random_programs(processes: World) -> None:
     from tests.search import divided
 
     for seed in range(40):
-        call = {**divided.DEFAULTS, **divided.draw(random.Random(seed), random.Random(seed), "cpu")}
+        rng = random.Random(seed)
+        call = {**divided.DEFAULTS, **divided.draw(rng, rng, "cpu")}
         found = set(processes.run(divided.program, call)) - {None, "refused"}
         assert not found, f"{found}: {divided.KIND.line(call)}"

@@ -121,7 +121,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
     monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "SORT_ENTRY_BYTES", 0)
+    monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "E4M3_ROW_BYTES", 0)
 
 
