@@ -183,6 +183,13 @@ def least_budget(with_one_byte: Callable[[], Any]) -> int:
     return 1
 
 
+def run_within_budget(call: Call, p: Problem, forward: Callable[[int | None], Any]) -> Any:
+    """Return the result of ``forward(max_workspace_bytes)`` with the budget of a call."""
+    if call["beyond"] is None or not p.target.numel():
+        return forward(None)
+    return forward(call["beyond"] + least_budget(lambda: forward(1)))
+
+
 LOSS_ARGUMENTS = ("reduction", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "shift")
 MAKE_PROBLEM = (*LOSS_ARGUMENTS, "ignore_index", "class_weight", "token_weight", "vocab", "std")
 

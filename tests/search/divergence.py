@@ -108,10 +108,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
         )
 
     with arguments.backend(call["backend"]):
-        budget = None
-        if call["beyond"] is not None and p.target.numel():
-            budget = call["beyond"] + arguments.least_budget(lambda: forward(1))
-        out = forward(budget)
+        out = arguments.run_within_budget(call, p, forward)
         upstream = {
             name: torch.randn(shape, generator=g, dtype=torch.float64).to(getattr(out, name)) * call["upstream"]
             for name in call["outputs"]

@@ -209,16 +209,13 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
             # A plan does not include copies of operands that are not aligned.
             check_again(step, results, plan if device == "cuda" and call["layout"] == "contiguous" else None)
     loss, output, got = results
-    is_e4m3 = plan is not None and type(plan.schedule).__name__.startswith("E4M3")
-    headroom = (
-        EXPONENTIAL_HEADROOM[torch.bfloat16] if isinstance(getattr(plan, "schedule", None), Unnormalized) else 0.0
-    )
-    how = arguments.arithmetic(call, rounded, parts, headroom=headroom)
+    is_e4m3 = plan is not None and plan.schedule.multiplies_e4m3
+    has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, Unnormalized))
+    how = arguments.arithmetic(call, rounded, parts)
+    how = replace(how, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16] if has_reference else 0.0)
     if is_e4m3:  # Its tiles are emulated in bfloat16.
-        how = replace(how, gradients=torch.bfloat16, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16])
-        expected = Expected(rounded, upstream, how, of_e4m3)
-    else:
-        expected = Expected(rounded, upstream, how)
+        how = replace(how, gradients=torch.bfloat16)
+    expected = Expected(rounded, upstream, how, of_e4m3 if is_e4m3 else Gradients)
     prefix = f"{'fp8' if is_e4m3 else 'operator'} {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])
     expected.compare_gradients(errors, prefix, got)

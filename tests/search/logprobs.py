@@ -69,10 +69,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
         )
 
     with arguments.backend(call["backend"]):
-        budget = None
-        if call["beyond"] is not None and p.target.numel():
-            budget = call["beyond"] + arguments.least_budget(lambda: forward(1))
-        out = forward(budget)
+        out = arguments.run_within_budget(call, p, forward)
         upstream = {
             name: torch.randn(value.shape, generator=g, dtype=torch.float64).to(value) * call["upstream"]
             for name in DIFFERENTIABLE
