@@ -68,8 +68,8 @@ E4M3_MAX = 448.0
 # target's entry have ENTRY_SLOTS slots.
 LARGE_SHARE = 238
 ENTRY_SLOTS = 256
-# Bytes for each row that `fused_exponentials` allocates for E4M3: its sample, its entries' classes, z and dz/da.
-E4M3_ROW_BYTES = 2 * 1024 + 24 * ENTRY_SLOTS
+# Classes whose logits predict the sum of each row of a tile in E4M3.
+E4M3_SAMPLES = 1024
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -96,6 +96,12 @@ FUSED_PRODUCT_FIELDS = frozenset(
 # Statistics that `fused_exponentials` computes. With ``reduction="none"`` the schedule calls `fused_statistics`,
 # which computes all of them.
 EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
+
+
+def e4m3_row_bytes(vocab_size: int) -> int:
+    """Return the bytes for each row that `fused_exponentials` allocates for E4M3: its sample, in bfloat16, and its
+    entries' classes, z and dz/da."""
+    return 2 * min(vocab_size, E4M3_SAMPLES) + 24 * ENTRY_SLOTS
 
 
 def sort_scratch_bytes(entries: int, classes: int) -> int:

@@ -233,7 +233,7 @@ class CountingBackend:
         self.add_pass(launches=1)
 
     def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
-        planes, launches, row_bytes = (1, 10, 0) if args[-1] is None else (2, 20, contract.E4M3_ROW_BYTES)
+        planes, launches, row_bytes = (1, 10, 0) if args[-1] is None else (2, 20, contract.e4m3_row_bytes(len(weight)))
         for tile in exps or [weight.t()]:
             self.add_product(len(x), tile.shape[1], x.shape[1])
         self.add_pass(launches=launches)

@@ -139,12 +139,13 @@ def test_samples_that_mislead(case: str, hopper: None, device: torch.device, mon
 
 
 @pytest.mark.gpu
-@parametrize_pairs(**PAIRS)
+@parametrize_pairs(**PAIRS, vocab=[5003, 5008])
 def test_on_a_gpu(
-    extras: str, skip: bool, rows: int | None, grads: str, hopper: None, device: torch.device, monkeypatch: Any
-) -> None:
+    extras: str, skip: bool, rows: int | None, grads: str, vocab: int, hopper: None, device: torch.device,
+    monkeypatch: Any,
+) -> None:  # fmt: skip
     monkeypatch.undo()
-    problem = problem_of(device, **{"leading": (2, 700), "hidden": 256, "vocab": 5003, **EXTRAS[extras]})
+    problem = problem_of(device, **{"leading": (2, 700), "hidden": 256, "vocab": vocab, **EXTRAS[extras]})
     options = options_of(skip_ignored=skip, chunk_rows=rows and 10 * rows)
     outcomes = [check(problem, options, grads) for _ in range(2)]
     for name in ("loss", "grad_input", "grad_weight"):
@@ -152,10 +153,10 @@ def test_on_a_gpu(
         assert first is None or torch.equal(first, second)
 
 
-def test_the_backends_round_alike(device: torch.device, triton_backend: str) -> None:
+@pytest.mark.parametrize("vocab", [150, 160])
+def test_the_backends_round_alike(vocab: int, device: torch.device, triton_backend: str) -> None:
     """Large entries have slots, in order; all other entries are rounded to E4M3."""
-    g = torch.Generator().manual_seed(0)
-    rows, vocab = 70, 150
+    g, rows = torch.Generator().manual_seed(0), 70
     tile = (torch.randn(rows, 192, generator=g) * 2.0).exp()
     tile[1], tile[2, 7] = 0.0, 1e4
     tile[3, :20], tile[4, 5] = -300.0, math.nan

@@ -158,7 +158,8 @@ class Logits:
         self.below = below
         self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
         self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + (self.p * self.drift).sum(-1).abs()
-        self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs()
+        # With a reference the exponential of the target is also a factor: at most 1.5 times the headroom below it.
+        self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs() + 1.5 * u * how.headroom
         # The logits of candidates are computed as log-probability + log-sum-exp.
         sizes = self.logp.abs() + self.below + self.lse[:, None].abs() + self.z.abs()
         self.of_candidates = by_tanh * u * (2.0 * CHAIN + sizes * temperature / cap)
@@ -273,7 +274,7 @@ class Gradients:
     @staticmethod
     def tiny(how: Arithmetic) -> float:
         """Return the number below which exponentials, times the logarithm of their probability, may be 0."""
-        return 16.0 * torch.finfo(how.rows).tiny * math.exp(how.headroom)
+        return 100.0 * torch.finfo(how.rows).tiny * math.exp(how.headroom)
 
     def element(self) -> Tensor:
         """Return the error of the gradient of each logit."""
@@ -293,6 +294,8 @@ class Gradients:
     def transposed_times(self, x: Tensor) -> Tensor:
         """Return the error of dW = gradient.T @ x, (V, H). Errors of rows are independent."""
         squares = added((self.independent + self._of_rows()).T, x, self.how).square()
+        if self.how.headroom:  # The factors of rows multiply x, which is rounded again.
+            squares = squares + added(KAPPA * unit(self.how.gradients) * self.smooth.abs().T, x, self.how).square()
         of_sums = self._of_sums(squares, self.value.T, x.T, self.smooth.T @ x, self.direct.T @ x)
         return self.equal.T @ x.abs() + of_sums
 
@@ -339,11 +342,15 @@ def loss_of_rows(
         spread = logits.log_sum + 2.0 * logits.below.amax(-1)
         error = error + each * weights.sum() * (logits.dsum + u * _sum_steps(classes, how) * spread)
     lse = logits.lse
+    drift = (derivative * logits.drift).sum(-1)
+    if how.headroom:  # Another product, without drift, has computed the logit of the target.
+        of_others = (derivative * logits.drift).scatter(1, y[:, None], 0.0).sum(-1)
+        drift = torch.where(of_others.abs() > drift.abs(), of_others, drift)
     return Loss(
         RowGradient(softmax[:, None], direct),
         target * nll + each * every,
         error,
-        (derivative * logits.drift).sum(-1),
+        drift,
         z_loss * lse.square(),
         2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
     )

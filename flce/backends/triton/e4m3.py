@@ -155,10 +155,10 @@ def quantize_kernel(
         if HAS_MATRIX:
             tl.store(matrix_ptr + row.to(tl.int64)[:, None] * matrix_stride + column[None, :], rounded, mask=exists)
         if HAS_TRANSPOSED:
-            # Transposed in float16: faster, and Triton 3.6 has transposed blocks of E4M3 wrongly.
-            rounded = tl.trans(rounded.to(tl.float16)).to(tl.float8e4nv)
-            places = column.to(tl.int64)[:, None] * transposed_stride + row[None, :]
-            tl.store(transposed_ptr + places, rounded, mask=(column < cols)[:, None] & (row < padded_rows)[None, :])
+            # Not with `tl.trans`: Triton 3.6 then stores wrong bytes if the kernel also stores `matrix`.
+            places = column.to(tl.int64)[None, :] * transposed_stride + row[:, None]
+            mask = (column < cols)[None, :] & (row < padded_rows)[:, None]
+            tl.store(transposed_ptr + places, rounded, mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_rows"])

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import QuantizedTile, TargetTerms, TileCall, TileClasses
+from flce.backends.contract import E4M3_SAMPLES, QuantizedTile, TargetTerms, TileCall, TileClasses
 from flce.backends.triton import e4m3, product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
@@ -31,8 +31,6 @@ from flce.core.gemm import ALIGNMENT
 
 # Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
-# The same for E4M3: these samples predict the sum of each row.
-E4M3_SAMPLES = 1024
 # Elements of a row of hidden states per step. On an H200 512 to 4096 are equally fast.
 BLOCK = 1024
 # Sums for each target: rows and columns per step, and targets that are compared per step. Microseconds on an H200 for
