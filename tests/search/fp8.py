@@ -20,6 +20,8 @@ E4M3_CALL |= {"strategy": "auto", "schedule": None, "logits_dtype": None, "accum
 DEFAULTS: Call = {**linear_loss.KIND.defaults, **E4M3_CALL, "hidden": 16}
 # The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
 U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
+# A logit that is further above all logits of a sample of classes is out of the range of exponentials.
+MAX_ABOVE_SAMPLE = 88.0
 
 
 class E4M3Gradients(Gradients):
@@ -30,7 +32,11 @@ class E4M3Gradients(Gradients):
         # A tile has exponentials, or gradients with the targets' entries. Samples predict a sum, which is multiplied by 4.
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
         sums = sizes.sum(1, keepdim=True)
-        self.scale = 8.0 * sums / PEAK
+        predicted = 4.0 * sums
+        # Exponentials out of range: the second product is for a sum of V times the largest.
+        is_beyond = logits.z.amax(1, keepdim=True) - logits.z.mean(1, keepdim=True) > MAX_ABOVE_SAMPLE
+        predicted = torch.where(is_beyond, sizes.shape[1] * sizes.amax(1, keepdim=True), predicted)
+        self.scale = 2.0 * predicted / PEAK
         # If probabilities differ by less than a step of E4M3, their errors are correlated with the operands.
         spread = (logits.z - logits.z.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
         self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0, min=float(how.coherent))

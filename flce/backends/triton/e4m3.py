@@ -7,7 +7,9 @@ entries down to S / 2^20 have all digits. `find_large_kernel` then sets large en
 The product does not know S. Its factor is for four times the sum that a sample of classes predicts. If this is too
 large, small entries lose digits: at most log2(4V / 1024) = 10 (V = 262144), and only if a class of the sample has most
 of S. If it is too small, more entries are large. If a row has more large entries than slots, `find_large_kernel` sets
-the factor for S, and the product is computed again (as `exponentials.py` describes).
+the factor for S, and the product is computed again (as `exponentials.py` describes). If exponentials of a row are out
+of range, because a logit is 88 above the sample, S is unknown: the second factor is for V, the largest possible S, and
+small entries may lose log2(V) digits.
 """
 
 from __future__ import annotations
