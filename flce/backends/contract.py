@@ -104,6 +104,11 @@ def e4m3_row_bytes(vocab_size: int) -> int:
     return 2 * min(vocab_size, E4M3_SAMPLES) + 24 * ENTRY_SLOTS
 
 
+def gathered_entries_bytes(rows: int) -> int:
+    """Return the bytes that `quantize_tile` allocates for the entries' classes, and for their values in bfloat16."""
+    return rows * ENTRY_SLOTS * (8 + 2)
+
+
 def sort_scratch_bytes(entries: int, classes: int) -> int:
     """Return the bytes that `sort_entries` allocates: to sort the entries, or to search the sorted ones for a class."""
     return max(36 * entries, 20 * entries + 4 * classes)

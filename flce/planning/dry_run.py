@@ -277,7 +277,8 @@ class CountingBackend:
 
     def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
         self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
-        self.add_scratch(contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4))
+        scratch = contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4)
+        self.add_scratch(scratch + contract.gathered_entries_bytes(len(tile)))
         self._add_e4m3_scratch(tile)
 
     def normalize_quantized(self, *args: Any) -> None:

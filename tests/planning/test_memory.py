@@ -123,6 +123,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "e4m3_row_bytes", lambda vocab_size: 0)
+    monkeypatch.setattr(contract, "gathered_entries_bytes", lambda rows: 0)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "skipping"])

@@ -534,6 +534,9 @@ def test_blocks_of_a_product() -> None:
         cost_model.product_seconds(device, 1, 1, 512, 2), rel=0.3
     )
     # 132 multiprocessors have one block each. Two more blocks take a quarter of another wave.
+    # The time to write the result is more than the time to multiply.
+    written = 2 * 65536 * 65536 / cost_model.rates(device).operand_bandwidth
+    assert cost_model.product_seconds(device, 65536, 8, 65536, 2) == pytest.approx(written, rel=0.05)
     full = cost_model.product_seconds(device, 66 * 128, 512, 4096, 2)
     assert cost_model.product_seconds(device, 67 * 128, 512, 4096, 2) > 1.2 * full
 

@@ -48,7 +48,7 @@ class Arithmetic:
     @property
     def u(self) -> float:
         # The oracle has the errors of float64, too.
-        return unit(self.rows) * (2.0 if self.rows == torch.float64 else 1.0)
+        return unit(self.rows) * (2.5 if self.rows == torch.float64 else 1.0)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return the error of rounding a result: relative, or absolute below the normal numbers."""
@@ -240,7 +240,7 @@ class Gradients:
         factors = [t for t in (row.softmax, row.direct, row.entropy) if t is not None and t.numel()]
         largest = torch.stack([t.abs().amax() for t in factors]).amax() if factors else 0.0
         # Exponentials below the normal numbers may be 0, before they are multiplied.
-        error = error + terms * logits.djacobian + self.tiny(how) * (how.upstream + largest)
+        error = error + terms * logits.djacobian + self.tiny(logits, how) * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
         self.equal = terms * logits.of_saturated
@@ -272,9 +272,9 @@ class Gradients:
             self.common.append((p * row.of_lse * jacobian, logits.dlse))
 
     @staticmethod
-    def tiny(how: Arithmetic) -> float:
+    def tiny(logits: Logits, how: Arithmetic) -> float:
         """Return the number below which exponentials, times the logarithm of their probability, may be 0."""
-        return 100.0 * torch.finfo(how.rows).tiny * math.exp(how.headroom)
+        return 100.0 * max(1.0, logits.scale) * torch.finfo(how.rows).tiny * math.exp(how.headroom)
 
     def element(self) -> Tensor:
         """Return the error of the gradient of each logit."""
@@ -320,6 +320,7 @@ class Loss:
     drift: Tensor  # the part of the error that does not cancel in sums over rows
     z_loss: Tensor
     dz_loss: Tensor
+    z_drift: Tensor
 
 
 def loss_of_rows(
@@ -353,6 +354,7 @@ def loss_of_rows(
         drift,
         z_loss * lse.square(),
         2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
+        2.0 * z_loss * lse * (logits.p * logits.drift).sum(-1),
     )
 
 

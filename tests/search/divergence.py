@@ -57,7 +57,7 @@ class DivergenceGradients(Gradients):
         self.direct = torch.zeros_like(value)
         relative = torch.expm1((student.dlogp + teacher.dlogp).clamp(max=50.0))
         error = jacobian.abs() * terms * (relative + CHAIN * how.u) + terms * student.djacobian
-        error = error + self.tiny(how) * how.upstream
+        error = error + self.tiny(student, how) * how.upstream
         if how.gradients != how.rows:
             error = error + KAPPA * unit(how.gradients) * self.value.abs()
         if how.has_subnormal and len(terms):

@@ -60,8 +60,8 @@ def in_half(p: Problem, dtype: torch.dtype) -> Problem:
     return p.map(lambda t, letter: t.to(dtype) if letter in "xwaB" else t)
 
 
-# Scalars of autograd, which a caller holds beside the workspace and the results.
-RESULT_BYTES = 4096
+# Scalars of autograd and of launches, beside the workspace and the results.
+RESULT_BYTES = 8192
 
 
 @dataclass
