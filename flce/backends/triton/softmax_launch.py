@@ -103,6 +103,9 @@ FEWEST_ONLINE_WARPS = 4
 # Vectors of a thread and tensor in one block. In backward 4 reach 158% and 2 reach 142% for 65536 columns of 16-bit
 # values; for other sizes 2 are 2% slower to 1% faster.
 ONLINE_PARTS = 4
+# Maximum elements of a vector if the columns of a tensor are not adjacent: between tensors of other layouts a block goes
+# through shared memory, 256 KiB of float64 with vectors of 8 (Triton 3.6).
+APART_VECTOR = 1
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ def _choose(
         narrow = (size == 2 and padded_cols >= NARROW_COLUMNS) or needed > MAX_WARPS
         return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
 
-    vector = 1 if preferred_rows > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
+    vector = 1 if preferred_rows > 1 else VECTOR_BYTES // (size if float64 else min(read.itemsize, written.itemsize))
     row_bytes = cols * preferred_rows * read.itemsize * tensors
     warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
     # 4 parts of float64 spill 72 bytes in backward (12.0).
@@ -257,7 +260,8 @@ def _launch(
         # With fewer slots than threads, the compiler would use the layout of the vectors: one load for each vector.
         block["SLOTS"] = max(2 * edges, 32 * launch.warps // rows if rows > 1 else 1)
     else:
-        block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector}
+        vector = launch.vector if unit else min(launch.vector, APART_VECTOR)
+        block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": vector}
         block["LONG"] = layout.cols >= 1 << 30
     kernel[(programs,)](
         *tensors,
