@@ -103,8 +103,8 @@ FEWEST_ONLINE_WARPS = 4
 # Vectors of a thread and tensor in one block. In backward 4 reach 158% and 2 reach 142% for 65536 columns of 16-bit
 # values; for other sizes 2 are 2% slower to 1% faster.
 ONLINE_PARTS = 4
-# Maximum elements of a vector if the columns of a tensor are not adjacent: between tensors of other layouts a block goes
-# through shared memory, 256 KiB of float64 with vectors of 8 (Triton 3.6).
+# Maximum elements of a vector if the columns of a tensor are not adjacent: between tensors of other layouts a block
+# goes through shared memory, 256 KiB of float64 with vectors of 8 (Triton 3.6).
 APART_VECTOR = 1
 
 
