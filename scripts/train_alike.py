@@ -41,9 +41,9 @@ RUNS: dict[str, flce.ChunkOptions | None] = {
 BFLOAT16_RUNS: dict[str, flce.ChunkOptions | None] = {"flce, E4M3": flce.ChunkOptions(grad_dtype=torch.float8_e4m3fn)}
 
 
-def token_ids(vocab: int) -> Tensor:
-    """Return the words of the documents as ids, by frequency. Id 0 is any other word."""
-    text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
+def token_ids(vocab: int, files: str) -> Tensor:
+    """Return the words of files as ids, by frequency. Id 0 is any other word. `files`: a pattern."""
+    text = "\n".join(file.read_text() for file in sorted(ROOT.glob(files)))
     words = re.findall(r"\w+|[^\w\s]", text)
     ids = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common(vocab - 1), 1)}
     return torch.tensor([ids.get(word, 0) for word in words])
@@ -60,12 +60,13 @@ def train(
     vocab: int = 16384,
     hidden: int = 256,
     batch: tuple[int, int] = (16, 128),
+    files: str = "docs/*.md",
 ) -> list[float]:
     """Return the loss of each step. `options` None: stock. `order`: the number of an order of the tokens.
 
     `seed` draws the weights and the batches.
     """
-    data, count = token_ids(vocab), batch[0] * batch[1]
+    data, count = token_ids(vocab, files), batch[0] * batch[1]
     sizes: Any = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden}
     model = tiny_model(seed=seed, **sizes, max_position_embeddings=batch[1]).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

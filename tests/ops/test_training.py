@@ -23,7 +23,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-SMALL: dict[str, Any] = {"vocab": 512, "hidden": 32, "batch": (4, 32)}
+# A text that does not change: with another text the distances are others.
+SMALL: dict[str, Any] = {"vocab": 512, "hidden": 32, "batch": (4, 32), "files": "LICENSE"}
 STEPS, ORDERS = 60, 3
 
 
@@ -36,6 +37,6 @@ def stock(dtype: str) -> list[list[float]]:
 def test_trains_alike(dtype: str, name: str, torch_backend: str) -> None:
     curve = train_alike.train(STEPS, dtype, "cpu", options=train_alike.RUNS[name], **SMALL)
     assert curve[-1] < 0.85 * curve[0]
-    assert train_alike.worst_share(curve, stock(dtype), stock("float32")) <= 1.0
-    wrong = [1.01 * loss for loss in curve]
-    assert train_alike.worst_share(wrong, stock(dtype), stock("float32")) > 3.0
+    assert train_alike.worst_share(curve, stock(dtype), stock("float32")) <= train_alike.FACTOR
+    wrong = [1.03 * loss for loss in curve]
+    assert train_alike.worst_share(wrong, stock(dtype), stock("float32")) > 2.0 * train_alike.FACTOR
