@@ -29,7 +29,8 @@ class E4M3Gradients(Gradients):
 
     def __init__(self, logits: Logits, row: RowGradient, how: Arithmetic) -> None:
         super().__init__(logits, row, how)
-        # A tile has exponentials, or gradients with the entries of targets. Samples predict a quarter of a sum.
+        # A tile has exponentials, or gradients with the entries of targets. The factor of a row is for four times the
+        # sum that a sample predicts.
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
         sums = sizes.sum(1, keepdim=True)
         predicted = 4.0 * sums
