@@ -24,6 +24,11 @@ U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
 MAX_ABOVE_SAMPLE = 88.0
 
 
+def without_large(sizes: Tensor) -> Tensor:
+    """Return the sizes of entries, with 0 for those that are certainly not rounded to E4M3."""
+    return sizes.masked_fill(sizes > 2.0 * 17 / 16 / LARGE_SHARE * sizes.sum(1, keepdim=True), 0.0)
+
+
 class E4M3Gradients(Gradients):
     """Gradients of logits, rounded to bfloat16 and to E4M3."""
 
@@ -41,7 +46,7 @@ class E4M3Gradients(Gradients):
         # If probabilities differ by less than a step of E4M3, their errors are correlated with the operands.
         spread = (logits.z - logits.z.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
         self.correlated = (2.0 * U / spread.clamp(min=U)).clamp(max=1.0, min=float(how.coherent))
-        self.small = sizes.masked_fill(sizes > 2.0 * 17 / 16 / LARGE_SHARE * sums, 0.0)
+        self.small = torch.maximum(without_large(self.smooth.abs()), without_large(self.value.abs()))
 
     def times_weight(self, w: Tensor) -> Tensor:
         step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * SUBNORMAL / LARGEST
