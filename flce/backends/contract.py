@@ -68,8 +68,9 @@ E4M3_MAX = 448.0
 # target's entry have ENTRY_SLOTS slots.
 LARGE_SHARE = 238
 ENTRY_SLOTS = 256
-# Classes whose logits predict the sum of each row of a tile in E4M3.
-E4M3_SAMPLES = 1024
+# Classes whose logits predict the sum of each row of a tile in E4M3, and rows that predict the limits of the columns of
+# a matrix that is rounded to E4M3.
+E4M3_SAMPLES, E4M3_LIMIT_ROWS = 1024, 256
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -107,6 +108,12 @@ def e4m3_row_bytes(vocab_size: int) -> int:
 def gathered_entries_bytes(rows: int) -> int:
     """Return the bytes that `quantize_tile` allocates for the entries' classes, and for their values in bfloat16."""
     return rows * ENTRY_SLOTS * (8 + 2)
+
+
+def column_limit_bytes(cols: int, has_sample: bool = False) -> int:
+    """Return the bytes that `quantize_tile` and `quantize_transposed` allocate for the limits of columns and their
+    largest numbers, and for rows that predict the limits: in bfloat16, and times a factor."""
+    return cols * (8 + 6 * E4M3_LIMIT_ROWS * has_sample)
 
 
 def sort_scratch_bytes(entries: int, classes: int) -> int:

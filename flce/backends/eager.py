@@ -48,6 +48,8 @@ ACCELERATOR_SLAB_BYTES = 64 << 20
 # Elements that are scaled at once if scaling needs temporary memory, at most two float32 vectors of this length.
 SCALE_SLAB = 1 << 17
 SCALING_BYTES = 2 * 4 * SCALE_SLAB
+# Numbers of each row of a slab that are alive while results are computed from the statistics.
+ROW_NUMBERS = 16
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
@@ -59,7 +61,7 @@ def temporary_bytes(
     spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep_logits: bool = False
 ) -> int:
     """Return an upper bound of the temporary memory of a pass over a tile, (rows, cols): the slabs that are alive at
-    once. `keep_logits`: see `TileClasses`."""
+    once, and numbers of their rows. `keep_logits`: see `TileClasses`."""
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
@@ -68,7 +70,7 @@ def temporary_bytes(
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
-    return sum(slabs) * slab_rows(device_type, rows, cols, accum.itemsize) * cols * accum.itemsize
+    return slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + ROW_NUMBERS) * accum.itemsize
 
 
 class TorchBackend:

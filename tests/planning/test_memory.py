@@ -124,6 +124,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "e4m3_row_bytes", lambda vocab_size: 0)
     monkeypatch.setattr(contract, "gathered_entries_bytes", lambda rows: 0)
+    monkeypatch.setattr(contract, "column_limit_bytes", lambda *args, **kwargs: 0)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "skipping"])

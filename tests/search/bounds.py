@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KAPPA = 3.0
+KAPPA = 4.0
 # Products that one instruction of a tensor core adds to a sum, which it truncates.
 PRODUCTS_OF_INSTRUCTION = 8
 # Roundings of a chain of elementwise operations, such as scale, tanh and temperature.
@@ -253,6 +253,10 @@ class Gradients:
             error = error + KAPPA * (2.0 if how.one_hot else 1.0) * unit(how.gradients) * rounded
             if row.smoothed:  # the same number for nearly all classes, with the same error
                 self.equal = self.equal + unit(how.gradients) * self.direct.abs()
+            # If the numbers of a row differ by less than a unit in the last place, so do not their errors.
+            spread = (logits.z - logits.z.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
+            correlated = torch.exp(-(spread / unit(how.gradients)).square())
+            self.equal = self.equal + correlated * unit(how.gradients) * rounded
         if how.has_subnormal:
             error = error + 2.0**-25 * logits.scale * largest
         self.independent = error
@@ -296,8 +300,11 @@ class Gradients:
         squares = added((self.independent + self._of_rows()).T, x, self.how).square()
         if self.how.headroom:  # The factors of rows multiply x, which is rounded again.
             squares = squares + added(KAPPA * unit(self.how.gradients) * self.smooth.abs().T, x, self.how).square()
-        of_sums = self._of_sums(squares, self.value.T, x.T, self.smooth.T @ x, self.direct.T @ x)
-        return self.equal.T @ x.abs() + of_sums
+        smooth, direct = self.smooth.T @ x, self.direct.T @ x
+        error = self.equal.T @ x.abs() + self._of_sums(squares, self.value.T, x.T, smooth, direct)
+        if self.how.headroom:  # The terms of targets may be added after the others were rounded.
+            error = error + (direct != 0) * self.how.rounded(smooth)
+        return error
 
     def _of_sums(self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor) -> Tensor:
         """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""

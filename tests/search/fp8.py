@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import LARGE_SHARE
+from flce.backends.contract import E4M3_SAMPLES, LARGE_SHARE
 from flce.backends.e4m3 import PEAK
 from tests import interpreted_e4m3
 from tests.search import linear_loss
@@ -35,10 +35,11 @@ class E4M3Gradients(Gradients):
     def __init__(self, logits: Logits, row: RowGradient, how: Arithmetic) -> None:
         super().__init__(logits, row, how)
         # A tile has exponentials, or gradients with the entries of targets. The factor of a row is for four times the
-        # sum that a sample predicts.
+        # sum that a sample of classes predicts, which may be too large.
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
-        sums = sizes.sum(1, keepdim=True)
-        predicted = 4.0 * sums
+        step = -(-sizes.shape[1] // E4M3_SAMPLES)
+        sums = torch.stack([sizes.sum(1, keepdim=True), step * sizes[:, ::step].sum(1, keepdim=True)])
+        predicted = 4.0 * sums.amax(0)
         # Exponentials out of range: the second product is for a sum of V times the largest.
         is_beyond = logits.z.amax(1, keepdim=True) - logits.z.mean(1, keepdim=True) > MAX_ABOVE_SAMPLE
         predicted = torch.where(is_beyond, sizes.shape[1] * sizes.amax(1, keepdim=True), predicted)

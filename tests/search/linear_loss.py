@@ -61,7 +61,7 @@ def in_half(p: Problem, dtype: torch.dtype) -> Problem:
 
 
 # Scalars of autograd and of launches, beside the workspace and the results.
-RESULT_BYTES = 8192
+RESULT_BYTES = 4096
 
 
 @dataclass
@@ -147,12 +147,14 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], what: str)
 
 def copied_bytes(p: Problem) -> int:
     """Return the bytes of copies that the budget does not include: a bias and class weights in the dtype of the logits,
-    and the gradient of the bias in both dtypes."""
+    the gradient of the bias in both dtypes, token weights and their gradient."""
+    weight = p.kwargs.get("token_weight")
+    token_bytes = p.target.numel() * 33 if weight is not None and weight.requires_grad else 0
     if p.input.dtype.itemsize > 2:
-        return 0
+        return token_bytes
     vectors = (p.linear_bias is not None) + (p.kwargs.get("weight") is not None)
     has_gradient = p.linear_bias is not None and p.linear_bias.requires_grad
-    return len(p.linear_weight) * (4 * vectors + 2 * has_gradient)
+    return len(p.linear_weight) * (4 * vectors + 2 * has_gradient) + token_bytes
 
 
 def check_again(step: Step, first: Results, plan: flce.ChunkPlan | None) -> None:

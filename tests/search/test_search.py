@@ -106,5 +106,5 @@ def test_bounds_are_tight() -> None:
             assert kinds.load("operator")["operator"].run(call, "cpu", errors) is None
     table = {line[:40].strip(): float(line.split()[-2]) for line in errors.table()}
     assert len(table) == 3 * 6
-    assert min(table.values()) >= 0.1, table
+    assert min(table.values()) >= 0.08, table
     assert min(share for name, share in table.items() if "gradient" in name and "32" not in name) >= 0.25, table

@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import E4M3_MAX, ENTRY_SLOTS, LARGE_SHARE, Entries, QuantizedTile, TileCall
+from flce.backends.contract import (
+    E4M3_LIMIT_ROWS,
+    E4M3_MAX,
+    ENTRY_SLOTS,
+    LARGE_SHARE,
+    Entries,
+    QuantizedTile,
+    TileCall,
+)
 from flce.backends.e4m3 import LEAST_SUM, row_factors
 from flce.backends.triton.entries import row_products
 from flce.backends.triton.exponentials import FLAG_STRIDE
@@ -31,9 +39,9 @@ from flce.backends.triton.replay import run
 
 # Rows and columns of a block of `quantize_kernel`.
 ROWS, COLS = 128, 64
-# Rows whose largest magnitudes, times this factor, are the limits of the columns of a matrix that is transposed. A
-# column with a larger magnitude is rounded again.
-LIMIT_ROWS, LIMIT_FACTOR, LEAST_LIMIT = 256, 8.0, 1e-30
+# The largest magnitudes of E4M3_LIMIT_ROWS rows, times this factor, are the limits of the columns of a matrix that is
+# transposed. A column with a larger magnitude is rounded again.
+LIMIT_FACTOR, LEAST_LIMIT = 8.0, 1e-30
 # Columns, or half as many, and entries per step of `add_entries_kernel`; sums per step of `find_large_kernel`.
 SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 8, 512
 _LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOTS)
@@ -278,7 +286,7 @@ def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: Til
 
 
 def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor) -> None:
-    step = triton.cdiv(len(x) if index is None else len(index), LIMIT_ROWS)
+    step = triton.cdiv(len(x) if index is None else len(index), E4M3_LIMIT_ROWS)
     sample = x[::step] if index is None else x[index[::step]]
     sample = sample if factor is None else sample * factor[::step, None]
     torch.linalg.vector_norm(sample, torch.inf, dim=0, dtype=torch.float32, out=scales)
