@@ -18,7 +18,7 @@ KAPPA = 4.0
 # Products that one instruction of a tensor core adds to a sum, which it truncates.
 PRODUCTS_OF_INSTRUCTION = 8
 # Roundings of a chain of elementwise operations, such as scale, tanh and temperature.
-CHAIN = 2.0
+CHAIN = 3.0
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -76,6 +76,16 @@ def truncation(count: int, total: Tensor, how: Arithmetic) -> Tensor:
     return how.u * (count / PRODUCTS_OF_INSTRUCTION / 2 if how.tensor_cores else 0.0) * total
 
 
+def correlation(x: Tensor, rounding: Tensor) -> Tensor:
+    """Return the share of the rounding errors of a row that is equal: all, if most of its numbers differ by less than a
+    unit in the last place. `rounding`: largest errors."""
+    if not x.numel():
+        return torch.zeros_like(x)
+    distance = (x - x.median(-1, keepdim=True).values).abs().median(-1, keepdim=True).values
+    size = rounding.median(-1, keepdim=True).values
+    return torch.exp(-(distance / size.clamp(min=1e-300)).square())
+
+
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
     """Return the error of sums of `count` terms. `squares`: of the terms, added."""
     error = KAPPA * how.u * (count * (squares / 2 + total.square() / 3)).sqrt()
@@ -125,6 +135,10 @@ class Logits:
         if given is None:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
             error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
+        equal = torch.zeros_like(a)
+        if how.logits != how.rows:
+            rounding = len(terms) * unit(how.logits) * torch.as_tensor(sizes)
+            equal = rounding if how.coherent else rounding * correlation(a, rounding)
         # Tensor cores truncate towards 0, so that this error does not cancel in sums.
         drift = torch.zeros_like(a)
         for (x, _), product in zip(terms, products, strict=False):  # Without a head there are no terms.
@@ -141,6 +155,7 @@ class Logits:
         of_cap = 0.0 if softcap is None else CHAIN * u * cap / temperature
         self.drift = self.jacobian * drift
         self.dz = self.jacobian.abs() * error + CHAIN * u * self.z.abs() + of_cap
+        self.equal = self.jacobian.abs() * equal
         self.djacobian = CHAIN * u * self.jacobian.abs()
         by_tanh = torch.zeros_like(a) if softcap is None else abs(logit_scale) / temperature * 2.0 * tanh.abs()
         if softcap is not None:
@@ -157,7 +172,11 @@ class Logits:
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
         self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
-        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + (self.p * self.drift).sum(-1).abs()
+        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + self.of_equal(self.p)
+        # The largest error of a logit is a bound, too, if it is so large that derivatives are no bounds.
+        largest = self.dz.amax(-1)
+        self.beyond = torch.where(largest > 1.0, largest, 0.0)
+        self.dlog_sum = torch.maximum(self.dlog_sum, self.beyond)
         # With a reference the exponential of the target is also a factor: at most 1.5 times the headroom below it.
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs() + 1.5 * u * how.headroom
         # The logits of candidates are computed as log-probability + log-sum-exp.
@@ -169,7 +188,8 @@ class Logits:
         share = self.p * (self.logp + self.entropy[:, None])
         spread = (self.p * below).sum(-1)
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + (share * self.drift).sum(-1).abs() + rounding
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + self.of_equal(share) + rounding
+        self.dentropy = self.dentropy + math.log(max(a.shape[-1], 1)) * (self.beyond > 0.0)
         # The oracle subtracts logits from the log-sum-exp.
         steps_of_oracle = 4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how)
         self.of_oracle = steps_of_oracle * (self.lse.abs() + self.z.abs().amax(-1))
@@ -181,6 +201,10 @@ class Logits:
         # Many small sums of tiles may be less than half a unit in the last place of the sum.
         of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5 if how.tiles < 4096 else how.tiles
         return exponentials + tree_sum_error(p, how) + how.u * (of_tiles + log_sum)
+
+    def of_equal(self, derivative: Tensor) -> Tensor:
+        """Return the errors of rows by errors of logits that do not cancel. `derivative`: with respect to logits."""
+        return (derivative * self.drift).sum(-1).abs() + (derivative.abs() * self.equal).sum(-1)
 
     def dlogprob(self, column: Tensor) -> Tensor:
         """Return the errors of log-probabilities of classes, (N, K). Another product may have computed the logits."""
@@ -195,9 +219,11 @@ class Logits:
             "logprob": self.dlogprob(target[:, None])[:, 0],
             "entropy": self.dentropy,
             "lse": self.dlse + self.of_oracle,
-            "mean_logit": self.dz.square().mean(-1).sqrt() + steps * self.z.abs().mean(-1) + self.drift.mean(-1).abs(),
+            "mean_logit": self.dz.square().mean(-1).sqrt()
+            + steps * self.z.abs().mean(-1)
+            + self.of_equal(torch.full_like(self.z, 1.0 / max(self.z.shape[1], 1))),
             "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
-            + 2.0 * ((squares - self.p) * self.drift).sum(-1).abs()
+            + 2.0 * self.of_equal(squares - self.p)
             + 2.0 * self.dsum
             + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
             + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
@@ -243,7 +269,7 @@ class Gradients:
         error = error + terms * logits.djacobian + self.tiny(logits, how) * (how.upstream + largest)
         if row.ddirect is not None:
             error = error + jacobian.abs() * row.ddirect
-        self.equal = terms * logits.of_saturated
+        self.equal = terms * logits.of_saturated + jacobian.abs() * size * torch.expm1(logits.equal.clamp(max=50.0))
         if row.is_candidate is not None:
             self.equal = self.equal + terms * logits.of_candidates * row.is_candidate
         if how.gradients != how.rows:
@@ -253,10 +279,9 @@ class Gradients:
             error = error + KAPPA * (2.0 if how.one_hot else 1.0) * unit(how.gradients) * rounded
             if row.smoothed:  # the same number for nearly all classes, with the same error
                 self.equal = self.equal + unit(how.gradients) * self.direct.abs()
-            # If the numbers of a row differ by less than a unit in the last place, so do not their errors.
-            spread = (logits.z - logits.z.mean(-1, keepdim=True)).square().mean(-1, keepdim=True).sqrt()
-            correlated = torch.exp(-(spread / unit(how.gradients)).square())
-            self.equal = self.equal + correlated * unit(how.gradients) * rounded
+            for numbers in (self.value, self.smooth):
+                rounding = unit(how.gradients) * numbers.abs()
+                self.equal = self.equal + correlation(numbers, rounding) * rounding
         if how.has_subnormal:
             error = error + 2.0**-25 * logits.scale * largest
         self.independent = error
@@ -343,7 +368,8 @@ def loss_of_rows(
     nll = -logits.logp.gather(1, y[:, None])[:, 0]
     every = (weights * -logits.logp).sum(-1)
     derivative = logits.p * softmax[:, None] + direct
-    error = (derivative * logits.dz).square().sum(-1).sqrt() + (target + each * weights.sum()) * logits.of_oracle
+    error = (derivative * logits.dz).square().sum(-1).sqrt()
+    error = error + (target + each * weights.sum()) * (logits.of_oracle + 2.0 * logits.beyond)
     below = logits.below.gather(1, y[:, None])[:, 0]
     error = error + target * (logits.dsum + u * (nll + below))
     if label_smoothing:
@@ -354,6 +380,10 @@ def loss_of_rows(
     if how.headroom:  # Another product, without drift, has computed the logit of the target.
         of_others = (derivative * logits.drift).scatter(1, y[:, None], 0.0).sum(-1)
         drift = torch.where(of_others.abs() > drift.abs(), of_others, drift)
+    z_drift = 2.0 * z_loss * lse * (logits.p * logits.drift).sum(-1)
+    if how.logits != how.rows:
+        drift = drift.abs() + (derivative.abs() * logits.equal).sum(-1)
+        z_drift = z_drift.abs() + 2.0 * z_loss * lse.abs() * (logits.p * logits.equal).sum(-1)
     return Loss(
         RowGradient(softmax[:, None], direct),
         target * nll + each * every,
@@ -361,7 +391,7 @@ def loss_of_rows(
         drift,
         z_loss * lse.square(),
         2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
-        2.0 * z_loss * lse * (logits.p * logits.drift).sum(-1),
+        z_drift,
     )
 
 

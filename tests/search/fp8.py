@@ -20,6 +20,8 @@ E4M3_CALL |= {"strategy": "auto", "schedule": None, "logits_dtype": None, "accum
 DEFAULTS: Call = {**linear_loss.KIND.defaults, **E4M3_CALL, "hidden": 16}
 # The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
 U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
+# The largest number of a column of an operand is at least 1 / LIMIT_FACTOR of the number that becomes LARGEST.
+LIMIT_FACTOR = 8.0
 # A logit that is further above all logits of a sample of classes is out of the range of exponentials.
 MAX_ABOVE_SAMPLE = 88.0
 
@@ -50,14 +52,14 @@ class E4M3Gradients(Gradients):
         self.small = torch.maximum(without_large(self.smooth.abs()), without_large(self.value.abs()))
 
     def times_weight(self, w: Tensor) -> Tensor:
-        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * SUBNORMAL / LARGEST
+        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
         found = self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
         return super().times_weight(w) + found + U * (self.correlated * self.small) @ w.abs()
 
     def transposed_times(self, x: Tensor) -> Tensor:
         # The scales of rows are factors of x before x is rounded.
         scaled = self.scale * x.abs()
-        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * SUBNORMAL / LARGEST
+        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
         of_step = KAPPA * (self.small / self.scale.clamp(min=1e-300)).square().sum(0).sqrt()[:, None] * 2.0 * step
         found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))
         return super().transposed_times(x) + found + of_step + U * (self.correlated * self.small).T @ x.abs()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flce
 from flce.backends.contract import EXPONENTIAL_HEADROOM
-from flce.engine.schedules.unnormalized import Unnormalized
+from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.testing.problem import Problem
 from tests import forced
 from tests.helpers import plan_for
@@ -149,7 +149,7 @@ def copied_bytes(p: Problem) -> int:
     """Return the bytes of copies that the budget does not include: a bias and class weights in the dtype of the logits,
     the gradient of the bias in both dtypes, token weights and their gradient."""
     weight = p.kwargs.get("token_weight")
-    token_bytes = p.target.numel() * 33 if weight is not None and weight.requires_grad else 0
+    token_bytes = 0 if weight is None else p.target.numel() * (33 if weight.requires_grad else 4)
     if p.input.dtype.itemsize > 2:
         return token_bytes
     vectors = (p.linear_bias is not None) + (p.kwargs.get("weight") is not None)
@@ -212,7 +212,7 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
             check_again(step, results, plan if device == "cuda" and call["layout"] == "contiguous" else None)
     loss, output, got = results
     is_e4m3 = plan is not None and plan.schedule.multiplies_e4m3
-    has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, Unnormalized))
+    has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed)))
     how = arguments.arithmetic(call, rounded, parts)
     how = replace(how, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16] if has_reference else 0.0)
     if is_e4m3:  # Its tiles are emulated in bfloat16.
