@@ -271,7 +271,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
-        tiles=call["vocab"] // (1 if call["backend"] == "torch" else 64) if has_least_tiles else 1,
+        tiles=call["vocab"] // (1 if call["backend"] == "torch" else 16) if has_least_tiles else 1,
         one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,

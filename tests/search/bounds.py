@@ -83,7 +83,7 @@ def correlation(x: Tensor, rounding: Tensor) -> Tensor:
         return torch.zeros_like(x)
     distance = (x - x.median(-1, keepdim=True).values).abs().median(-1, keepdim=True).values
     size = rounding.median(-1, keepdim=True).values
-    return torch.exp(-(distance / size.clamp(min=1e-300)).square())
+    return 1.0 / (1.0 + (distance / size.clamp(min=1e-150)).square())
 
 
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
@@ -198,8 +198,8 @@ class Logits:
     def _of_exponentials(self, p: Tensor, below: Tensor, log_sum: Tensor, how: Arithmetic) -> Tensor:
         """Return the roundings of exponentials with the shares `p` of their sum, of the sum, and of its logarithm."""
         exponentials = KAPPA * how.u * (p * (1.0 + below)).square().sum(-1).sqrt()
-        # Many small sums of tiles may be less than half a unit in the last place of the sum.
-        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5 if how.tiles < 4096 else how.tiles
+        # Some sums of tiles are less than half a unit in the last place of the sum, so that they are lost.
+        of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5 + how.tiles / 32.0
         return exponentials + tree_sum_error(p, how) + how.u * (of_tiles + log_sum)
 
     def of_equal(self, derivative: Tensor) -> Tensor:

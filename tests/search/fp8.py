@@ -39,9 +39,13 @@ class E4M3Gradients(Gradients):
         # A tile has exponentials, or gradients with the entries of targets. The factor of a row is for four times the
         # sum that a sample of classes predicts, which may be too large.
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
-        step = -(-sizes.shape[1] // E4M3_SAMPLES)
-        sums = torch.stack([sizes.sum(1, keepdim=True), step * sizes[:, ::step].sum(1, keepdim=True)])
-        predicted = 4.0 * sums.amax(0)
+        step = max(1, -(-sizes.shape[1] // E4M3_SAMPLES))
+        without_targets = self.smooth.abs().masked_fill(row.direct != 0, 0.0)
+        sampled = step * without_targets[:, ::step].sum(1, keepdim=True)
+        sums = sizes.sum(1, keepdim=True)
+        predicted = 4.0 * torch.maximum(sums, sampled)
+        # It may also be too small: then more entries are large, and others are larger numbers of E4M3.
+        self.least_scale = torch.minimum(sums, 4.0 * sampled) / PEAK / 2.0
         # Exponentials out of range: the second product is for a sum of V times the largest.
         is_beyond = logits.z.amax(1, keepdim=True) - logits.z.mean(1, keepdim=True) > MAX_ABOVE_SAMPLE
         predicted = torch.where(is_beyond, sizes.shape[1] * sizes.amax(1, keepdim=True), predicted)
@@ -60,7 +64,8 @@ class E4M3Gradients(Gradients):
         # The scales of rows are factors of x before x is rounded.
         scaled = self.scale * x.abs()
         step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
-        of_step = KAPPA * (self.small / self.scale.clamp(min=1e-300)).square().sum(0).sqrt()[:, None] * 2.0 * step
+        entries = (self.small / self.least_scale.clamp(min=1e-300)).clamp(max=LARGEST)
+        of_step = KAPPA * entries.square().sum(0).sqrt()[:, None] * step
         found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))
         return super().transposed_times(x) + found + of_step + U * (self.correlated * self.small).T @ x.abs()
 

@@ -147,9 +147,10 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], what: str)
 
 def copied_bytes(p: Problem) -> int:
     """Return the bytes of copies that the budget does not include: a bias and class weights in the dtype of the logits,
-    the gradient of the bias in both dtypes, token weights and their gradient."""
-    weight = p.kwargs.get("token_weight")
-    token_bytes = 0 if weight is None else p.target.numel() * (33 if weight.requires_grad else 4)
+    the gradient of the bias in both dtypes, and numbers of tokens if tokens or classes have weights."""
+    number = max(4, p.input.dtype.itemsize)
+    is_weighted = any(p.kwargs.get(name) is not None for name in ("weight", "token_weight"))
+    token_bytes = is_weighted * p.target.numel() * (4 * number + 1)
     if p.input.dtype.itemsize > 2:
         return token_bytes
     vectors = (p.linear_bias is not None) + (p.kwargs.get("weight") is not None)
