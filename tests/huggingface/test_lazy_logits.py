@@ -114,6 +114,14 @@ def test_materialize_does_not_warn() -> None:
     assert pair.lazy.sigmoid().shape == real.shape  # already real: no warning
 
 
+@pytest.mark.usefixtures("fail_on_materialize")
+def test_no_classes_are_gathered() -> None:
+    pair = Pair()
+    values = pair.lazy.log_softmax(-1).gather(-1, torch.zeros(*pair.stock.shape[:-1], 0, dtype=torch.long))
+    assert values.shape == (*pair.stock.shape[:-1], 0)
+    values.sum().backward()
+
+
 def test_a_wide_bias_is_not_rounded(fused_calls: list[dict[str, Any]]) -> None:
     pair, prior = Pair(dtype=torch.bfloat16), torch.linspace(-12.3, 3.7, V)
     losses = [F.cross_entropy((x.float() + prior).view(-1, V), pair.target.view(-1)) for x in (pair.stock, pair.lazy)]

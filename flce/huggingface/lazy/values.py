@@ -29,7 +29,7 @@ def class_values(state: LazyState, index: Tensor) -> Tensor:
     first, dtype = next((i, value) for i, (name, value) in enumerate(state.ops) if name in _OPS_AFTER_LOGPROBS)
     count, normal_form = index.shape[-1], to_normal_form(state.ops[:first])
     assert normal_form is not None
-    require_lazy(0 < count <= MAX_ENTRIES)
+    require_lazy(count <= MAX_ENTRIES)
     logits = replace(state, ops=state.ops[:first], normal_form=normal_form, dtype=dtype)
     if count == 1 and index.dim() == state.ndim:
         logprob = logits.token_results("logprob", target=index.squeeze(-1)).logprob
