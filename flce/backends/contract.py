@@ -71,6 +71,8 @@ ENTRY_SLOTS = 256
 # Classes whose logits predict the sum of each row of a tile in E4M3, and rows that predict the limits of the columns of
 # a matrix that is rounded to E4M3.
 E4M3_SAMPLES, E4M3_LIMIT_ROWS = 1024, 256
+# The limits are the largest magnitudes of these rows, times this factor.
+E4M3_LIMIT_FACTOR = 8.0
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -105,15 +107,16 @@ def e4m3_row_bytes(vocab_size: int) -> int:
     return 2 * min(vocab_size, E4M3_SAMPLES) + 24 * ENTRY_SLOTS
 
 
-def gathered_entries_bytes(rows: int) -> int:
-    """Return the bytes that `quantize_tile` allocates for the entries' classes, and for their values in bfloat16."""
-    return rows * ENTRY_SLOTS * (8 + 2)
+def quantize_scratch_bytes(rows: int, cols: int) -> int:
+    """Return the bytes that `quantize_tile` allocates: the entries' classes, their values in bfloat16, and the limit and
+    the largest number of each column."""
+    return rows * ENTRY_SLOTS * (8 + 2) + 8 * cols
 
 
-def column_limit_bytes(cols: int, has_sample: bool = False) -> int:
-    """Return the bytes that `quantize_tile` and `quantize_transposed` allocate for the limits of columns and their
-    largest numbers, and for rows that predict the limits: in bfloat16, and times a factor."""
-    return cols * (8 + 6 * E4M3_LIMIT_ROWS * has_sample)
+def limit_scratch_bytes(rows: int, cols: int, is_gathered: bool, has_factor: bool) -> int:
+    """Return the bytes that `quantize_transposed` allocates for a (rows, cols) matrix: the largest number of each
+    column, and the rows that predict the limits of the columns, gathered in bfloat16, and times a factor in float32."""
+    return cols * (4 + min(rows, E4M3_LIMIT_ROWS) * (2 * is_gathered + 4 * has_factor))
 
 
 def sort_scratch_bytes(entries: int, classes: int) -> int:

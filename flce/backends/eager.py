@@ -48,8 +48,10 @@ ACCELERATOR_SLAB_BYTES = 64 << 20
 # Elements that are scaled at once if scaling needs temporary memory, at most two float32 vectors of this length.
 SCALE_SLAB = 1 << 17
 SCALING_BYTES = 2 * 4 * SCALE_SLAB
-# Numbers of each row of a slab that are alive while results are computed from the statistics.
-ROW_NUMBERS = 16
+# Numbers of each row of a slab that are allocated at once while results are computed from the statistics.
+ROW_NUMBERS = 24
+# Columns of a block of a sum of squares.
+SQUARES_BLOCK = 256
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
@@ -70,7 +72,8 @@ def temporary_bytes(
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
-    return slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + ROW_NUMBERS) * accum.itemsize
+    numbers = ROW_NUMBERS + cols // SQUARES_BLOCK * ("log_sum_sq_prob" in spec.stats)
+    return slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + numbers) * accum.itemsize
 
 
 class TorchBackend:
@@ -348,7 +351,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     return merged, exps
 
 
-def _sum_of_squares(x: Tensor, block: int = 256) -> Tensor:
+def _sum_of_squares(x: Tensor, block: int = SQUARES_BLOCK) -> Tensor:
     """Return the sums over the columns of (rows, cols), without a copy of `x`.
 
     On CPUs a norm adds one number after the other, so its error grows with the number of columns.

@@ -278,8 +278,7 @@ class CountingBackend:
     def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
         self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
         scratch = contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4)
-        scratch += contract.column_limit_bytes(tile.shape[1])
-        self.add_scratch(scratch + contract.gathered_entries_bytes(len(tile)))
+        self.add_scratch(scratch + contract.quantize_scratch_bytes(*tile.shape))
         self._add_e4m3_scratch(tile)
 
     def normalize_quantized(self, *args: Any) -> None:
@@ -287,7 +286,8 @@ class CountingBackend:
 
     def quantize_transposed(self, x: Tensor, index: Tensor | None, factor: Tensor | None, *outputs: Tensor) -> None:
         self.add_pass(x, x, *outputs, launches=5)
-        self.add_scratch(contract.column_limit_bytes(x.shape[1], has_sample=factor is not None))
+        rows, is_gathered = len(x if index is None else index), index is not None
+        self.add_scratch(contract.limit_scratch_bytes(rows, x.shape[1], is_gathered, factor is not None))
         self._add_e4m3_scratch(x)
 
     def sort_entries(self, entries: contract.Entries, index: Tensor | None, out: contract.Entries) -> None:

@@ -123,8 +123,8 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "e4m3_row_bytes", lambda vocab_size: 0)
-    monkeypatch.setattr(contract, "gathered_entries_bytes", lambda rows: 0)
-    monkeypatch.setattr(contract, "column_limit_bytes", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(contract, "quantize_scratch_bytes", lambda *args: 0)
+    monkeypatch.setattr(contract, "limit_scratch_bytes", lambda *args: 0)
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["all", "skipping"])
@@ -278,7 +278,7 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
     monkeypatch.setattr(search, "SCHEDULES", (InBlocks, *SCHEDULES))
     search.plan_for_case.cache_clear()
     problem = make_problem(leading=(61,), hidden=16, vocab=3001, dtype=torch.float32, ignored=0.2)
-    for budget, kind in ((14 << 10, InBlocks), (40 << 10, Chunks)):
+    for budget, kind in ((16 << 10, InBlocks), (40 << 10, Chunks)):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
         plan = flce.plan(61, 16, 3001, torch.float32, device="cpu", weight_grad=False, options=options)
         assert isinstance(plan.schedule, kind)

@@ -57,6 +57,8 @@ LOSS: dict[str, tuple[Any, ...]] = {
     "stats": ((),),
     "upstream": (1.0, 1.0, 1.0, 1.75, -0.5, 0.0, 1e-8, 2.0**16),
 }
+# Few tiles of the smallest plans have fewer classes.
+LEAST_TILE_CLASSES = 16
 HEAD: dict[str, tuple[Any, ...]] = {
     "leading": ((5,),),
     "hidden": (6,),
@@ -271,7 +273,7 @@ def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmeti
         sums=DTYPES[call["accum_dtype"]] if on_gpu and call.get("accum_dtype") else rows,
         parts=parts,
         upstream=max(1.0, abs(call["upstream"])),
-        tiles=call["vocab"] // (1 if call["backend"] == "torch" else 16) if has_least_tiles else 1,
+        tiles=-(-call["vocab"] // (1 if call["backend"] == "torch" else LEAST_TILE_CLASSES)) if has_least_tiles else 1,
         one_hot=std > 15.0,
         has_subnormal=on_gpu and result == torch.float16,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,

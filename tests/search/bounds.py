@@ -77,11 +77,12 @@ def truncation(count: int, total: Tensor, how: Arithmetic) -> Tensor:
 
 
 def correlation(x: Tensor, rounding: Tensor) -> Tensor:
-    """Return the share of the rounding errors of a row that is equal: all, if most of its numbers differ by less than a
-    unit in the last place. `rounding`: largest errors."""
+    """Return the share of the rounding errors of a row that is equal: 1 for equal numbers, 1/2 if their median distance
+    from their median is the median of `rounding`, the largest errors."""
     if not x.numel():
         return torch.zeros_like(x)
-    distance = (x - x.median(-1, keepdim=True).values).abs().median(-1, keepdim=True).values
+    distances = (x - x.median(-1, keepdim=True).values).abs()
+    distance = distances.kthvalue(x.shape[-1] // 2 + 1, dim=-1, keepdim=True).values  # not the lower median
     size = rounding.median(-1, keepdim=True).values
     return 1.0 / (1.0 + (distance / size.clamp(min=1e-150)).square())
 
@@ -172,11 +173,11 @@ class Logits:
         self.log_sum = self.lse - self.z.amax(-1)
         self.below = below
         self.dsum = self._of_exponentials(self.p, below, self.log_sum, how)
-        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + self.of_equal(self.p)
+        self.dlog_sum = (self.p * self.dz).square().sum(-1).sqrt() + self.dsum + self.error_of_common(self.p)
         # The largest error of a logit is a bound, too, if it is so large that derivatives are no bounds.
         largest = self.dz.amax(-1)
-        self.beyond = torch.where(largest > 1.0, largest, 0.0)
-        self.dlog_sum = torch.maximum(self.dlog_sum, self.beyond)
+        self.large_dz = torch.where(largest > 1.0, largest, 0.0)
+        self.dlog_sum = torch.maximum(self.dlog_sum, self.large_dz)
         # With a reference the exponential of the target is also a factor: at most 1.5 times the headroom below it.
         self.dlse = self.dlog_sum + 2.0 * u * self.lse.abs() + 1.5 * u * how.headroom
         # The logits of candidates are computed as log-probability + log-sum-exp.
@@ -188,8 +189,8 @@ class Logits:
         share = self.p * (self.logp + self.entropy[:, None])
         spread = (self.p * below).sum(-1)
         rounding = self.dsum * (1.0 + 2.0 * spread) + 2.0 * u * (self.log_sum + spread)
-        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + self.of_equal(share) + rounding
-        self.dentropy = self.dentropy + math.log(max(a.shape[-1], 1)) * (self.beyond > 0.0)
+        self.dentropy = (share * self.dz).square().sum(-1).sqrt() + self.error_of_common(share) + rounding
+        self.dentropy = self.dentropy + math.log(max(a.shape[-1], 1)) * (self.large_dz > 0.0)
         # The oracle subtracts logits from the log-sum-exp.
         steps_of_oracle = 4.0 * unit(torch.float64) * _sum_steps(a.shape[-1], how)
         self.of_oracle = steps_of_oracle * (self.lse.abs() + self.z.abs().amax(-1))
@@ -202,8 +203,9 @@ class Logits:
         of_tiles = KAPPA * (how.tiles / 3.0) ** 0.5 + how.tiles / 32.0
         return exponentials + tree_sum_error(p, how) + how.u * (of_tiles + log_sum)
 
-    def of_equal(self, derivative: Tensor) -> Tensor:
-        """Return the errors of rows by errors of logits that do not cancel. `derivative`: with respect to logits."""
+    def error_of_common(self, derivative: Tensor) -> Tensor:
+        """Return the errors of numbers of rows by errors that the logits of a row have in common. `derivative`: of the
+        numbers with respect to the logits."""
         return (derivative * self.drift).sum(-1).abs() + (derivative.abs() * self.equal).sum(-1)
 
     def dlogprob(self, column: Tensor) -> Tensor:
@@ -221,10 +223,11 @@ class Logits:
             "lse": self.dlse + self.of_oracle,
             "mean_logit": self.dz.square().mean(-1).sqrt()
             + steps * self.z.abs().mean(-1)
-            + self.of_equal(torch.full_like(self.z, 1.0 / max(self.z.shape[1], 1))),
+            + self.error_of_common(torch.full_like(self.z, 1.0 / max(self.z.shape[1], 1))),
             "log_sum_sq_prob": 2.0 * ((squares - self.p) * self.dz).square().sum(-1).sqrt()
-            + 2.0 * self.of_equal(squares - self.p)
+            + 2.0 * self.error_of_common(squares - self.p)
             + 2.0 * self.dsum
+            + 4.0 * self.large_dz
             + self._of_exponentials(squares, 2.0 * self.below, of_squares.abs(), self.how)
             + self.u * (4.0 * self.log_sum + (of_squares - 2.0 * self.log_sum).abs())
             + 2.0 * self.of_oracle,
@@ -352,7 +355,7 @@ class Loss:
     drift: Tensor  # the part of the error that does not cancel in sums over rows
     z_loss: Tensor
     dz_loss: Tensor
-    z_drift: Tensor
+    z_drift: Tensor  # the same of the z-loss
 
 
 def loss_of_rows(
@@ -369,7 +372,7 @@ def loss_of_rows(
     every = (weights * -logits.logp).sum(-1)
     derivative = logits.p * softmax[:, None] + direct
     error = (derivative * logits.dz).square().sum(-1).sqrt()
-    error = error + (target + each * weights.sum()) * (logits.of_oracle + 2.0 * logits.beyond)
+    error = error + (target + each * weights.sum()) * (logits.of_oracle + 2.0 * logits.large_dz)
     below = logits.below.gather(1, y[:, None])[:, 0]
     error = error + target * (logits.dsum + u * (nll + below))
     if label_smoothing:
@@ -390,7 +393,7 @@ def loss_of_rows(
         error,
         drift,
         z_loss * lse.square(),
-        2.0 * z_loss * lse.abs() * logits.dlse + 3.0 * u * z_loss * lse.square(),
+        z_loss * (2.0 * lse.abs() * logits.dlse + logits.dlse.square()) + 3.0 * u * z_loss * lse.square(),
         z_drift,
     )
 

@@ -14,7 +14,7 @@ from flce.testing.oracle import dense_logits
 from tests.ops.test_linear_divergence import OUTPUTS, divergence_of
 from tests.search import arguments
 from tests.search.arguments import HEAD, LOSS, Rows, by_letter, defaults
-from tests.search.bounds import CHAIN, KAPPA, Arithmetic, Gradients, Logits, unit
+from tests.search.bounds import CHAIN, KAPPA, Arithmetic, Gradients, Logits, correlation, unit
 from tests.search.driver import Call, Errors, Kind, Mismatch
 from tests.search.logprobs import OF_LOSSES
 
@@ -58,11 +58,13 @@ class DivergenceGradients(Gradients):
         relative = torch.expm1((student.dlogp + teacher.dlogp).clamp(max=50.0))
         error = jacobian.abs() * terms * (relative + CHAIN * how.u) + terms * student.djacobian
         error = error + self.tiny(student, how) * how.upstream
+        self.equal = terms * student.of_saturated
         if how.gradients != how.rows:
-            error = error + KAPPA * unit(how.gradients) * self.value.abs()
+            rounding = unit(how.gradients) * self.value.abs()
+            error, self.equal = error + KAPPA * rounding, self.equal + correlation(self.value, rounding) * rounding
         if how.has_subnormal and len(terms):
             error = error + 2.0**-25 * student.scale * terms.amax()
-        self.independent, self.equal = error, terms * student.of_saturated
+        self.independent = error
         self.coherence = torch.ones_like(value[:, :1])
         of_rows = student.dlog_sum + teacher.dlog_sum + how.u * (6.0 + student.log_sum + teacher.log_sum)
         self.common = [(terms * jacobian, torch.expm1(of_rows.clamp(max=50.0))), (student.p * jacobian, common[:, 0])]

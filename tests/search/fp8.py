@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import E4M3_SAMPLES, LARGE_SHARE
+from flce.backends.contract import E4M3_LIMIT_FACTOR, E4M3_SAMPLES, LARGE_SHARE
 from flce.backends.e4m3 import PEAK
+from flce.core.gemm import ALIGNMENT
 from tests import interpreted_e4m3
 from tests.search import linear_loss
 from tests.search.bounds import KAPPA, Arithmetic, Gradients, Logits, RowGradient
@@ -20,8 +21,6 @@ E4M3_CALL |= {"strategy": "auto", "schedule": None, "logits_dtype": None, "accum
 DEFAULTS: Call = {**linear_loss.KIND.defaults, **E4M3_CALL, "hidden": 16}
 # The largest relative error of rounding to E4M3, the largest error below its normal numbers, and the largest number.
 U, SUBNORMAL, LARGEST = 2.0**-4, 2.0**-10, 448.0
-# The largest number of a column of an operand is at least 1 / LIMIT_FACTOR of the number that becomes LARGEST.
-LIMIT_FACTOR = 8.0
 # A logit that is further above all logits of a sample of classes is out of the range of exponentials.
 MAX_ABOVE_SAMPLE = 88.0
 
@@ -41,11 +40,15 @@ class E4M3Gradients(Gradients):
         sizes = torch.maximum(self.smooth.abs(), self.value.abs())
         step = max(1, -(-sizes.shape[1] // E4M3_SAMPLES))
         without_targets = self.smooth.abs().masked_fill(row.direct != 0, 0.0)
-        sampled = step * without_targets[:, ::step].sum(1, keepdim=True)
+        samples = without_targets[:, ::step]
+        samples = samples[:, : max(1, samples.shape[1] // ALIGNMENT * ALIGNMENT)]
+        sampled = step * samples.sum(1, keepdim=True)
         sums = sizes.sum(1, keepdim=True)
         predicted = 4.0 * torch.maximum(sums, sampled)
-        # It may also be too small: then more entries are large, and others are larger numbers of E4M3.
-        self.least_scale = torch.minimum(sums, 4.0 * sampled) / PEAK / 2.0
+        # It may also be too small, for example because the sample is rounded. Then more entries are large, and others
+        # are larger numbers of E4M3.
+        margin = torch.exp(-(2.0**-7) * logits.z.abs().amax(1, keepdim=True))
+        self.least_scale = torch.minimum(sums, 4.0 * margin * sampled) / PEAK / 2.0
         # Exponentials out of range: the second product is for a sum of V times the largest.
         is_beyond = logits.z.amax(1, keepdim=True) - logits.z.mean(1, keepdim=True) > MAX_ABOVE_SAMPLE
         predicted = torch.where(is_beyond, sizes.shape[1] * sizes.amax(1, keepdim=True), predicted)
@@ -56,14 +59,14 @@ class E4M3Gradients(Gradients):
         self.small = torch.maximum(without_large(self.smooth.abs()), without_large(self.value.abs()))
 
     def times_weight(self, w: Tensor) -> Tensor:
-        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
+        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * E4M3_LIMIT_FACTOR * SUBNORMAL / LARGEST
         found = self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
         return super().times_weight(w) + found + U * (self.correlated * self.small) @ w.abs()
 
     def transposed_times(self, x: Tensor) -> Tensor:
         # The scales of rows are factors of x before x is rounded.
         scaled = self.scale * x.abs()
-        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
+        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * E4M3_LIMIT_FACTOR * SUBNORMAL / LARGEST
         entries = (self.small / self.least_scale.clamp(min=1e-300)).clamp(max=LARGEST)
         of_step = KAPPA * entries.square().sum(0).sqrt()[:, None] * step
         found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))
