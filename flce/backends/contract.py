@@ -108,8 +108,8 @@ def e4m3_row_bytes(vocab_size: int) -> int:
 
 
 def quantize_scratch_bytes(rows: int, cols: int) -> int:
-    """Return the bytes that `quantize_tile` allocates: the entries' classes, their values in bfloat16, and the limit and
-    the largest number of each column."""
+    """Return the bytes that `quantize_tile` allocates: the entries' classes, their values in bfloat16, and the limit
+    and the largest number of each column."""
     return rows * ENTRY_SLOTS * (8 + 2) + 8 * cols
 
 
