@@ -121,7 +121,8 @@ def limit_scratch_bytes(rows: int, cols: int, is_gathered: bool, has_factor: boo
 
 def sort_scratch_bytes(entries: int, classes: int) -> int:
     """Return the bytes that `sort_entries` allocates: to sort the entries, or to search the sorted ones for a class."""
-    return max(36 * entries, 20 * entries + 4 * classes)
+    # A stable sort has sorted classes and their order, the order before, copies of both, and CUB's counts.
+    return max(33 * entries + 8192, 20 * entries + 4 * classes)
 
 
 def fused_product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
