@@ -71,8 +71,6 @@ ENTRY_SLOTS = 256
 # Classes whose logits predict the sum of each row of a tile in E4M3, and rows that predict the limits of the columns of
 # a matrix that is rounded to E4M3.
 E4M3_SAMPLES, E4M3_LIMIT_ROWS = 1024, 256
-# The limits are the largest magnitudes of these rows, times this factor.
-E4M3_LIMIT_FACTOR = 8.0
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256

@@ -351,14 +351,15 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     return merged, exps
 
 
-def _sum_of_squares(x: Tensor, block: int = SQUARES_BLOCK) -> Tensor:
+def _sum_of_squares(x: Tensor) -> Tensor:
     """Return the sums over the columns of (rows, cols), without a copy of `x`.
 
     On CPUs a norm adds one number after the other, so its error grows with the number of columns.
     """
-    blocks = x.shape[1] // block
-    of_blocks = torch.linalg.vector_norm(x[:, : blocks * block].unflatten(1, (blocks, block)), dim=2)
-    return of_blocks.square_().sum(1) + torch.linalg.vector_norm(x[:, blocks * block :], dim=1).square_()
+    blocks = x.shape[1] // SQUARES_BLOCK
+    stop = blocks * SQUARES_BLOCK
+    of_blocks = torch.linalg.vector_norm(x[:, :stop].unflatten(1, (blocks, SQUARES_BLOCK)), dim=2)
+    return of_blocks.square_().sum(1) + torch.linalg.vector_norm(x[:, stop:], dim=1).square_()
 
 
 def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:

@@ -76,15 +76,15 @@ def truncation(count: int, total: Tensor, how: Arithmetic) -> Tensor:
     return how.u * (count / PRODUCTS_OF_INSTRUCTION / 2 if how.tensor_cores else 0.0) * total
 
 
-def correlation(x: Tensor, rounding: Tensor) -> Tensor:
-    """Return the share of the rounding errors of a row that is equal: 1 for equal numbers, 1/2 if their median distance
-    from their median is the median of `rounding`, the largest errors."""
+def equal_part(rounding: Tensor, x: Tensor) -> Tensor:
+    """Return the part of the rounding errors of a row's numbers `x` that is equal: all for equal numbers, half if their
+    median distance from their median is the median of `rounding`, the largest errors."""
     if not x.numel():
         return torch.zeros_like(x)
     distances = (x - x.median(-1, keepdim=True).values).abs()
     distance = distances.kthvalue(x.shape[-1] // 2 + 1, dim=-1, keepdim=True).values  # not the lower median
     size = rounding.median(-1, keepdim=True).values
-    return 1.0 / (1.0 + (distance / size.clamp(min=1e-150)).square())
+    return rounding / (1.0 + (distance / size.clamp(min=1e-150)).square())
 
 
 def sum_error(count: int | Tensor, squares: Tensor, total: Tensor, how: Arithmetic) -> Tensor:
@@ -135,11 +135,11 @@ class Logits:
         error = (len(products) + 1) * u * sizes if given is None else torch.zeros_like(a)
         if given is None:
             error = error + sum(product_error(x, w, how).square() for x, w in terms).sqrt()  # type: ignore[union-attr]
-            error = error + (KAPPA * len(terms) * unit(how.logits) * sizes if how.logits != how.rows else 0.0)
         equal = torch.zeros_like(a)
         if how.logits != how.rows:
             rounding = len(terms) * unit(how.logits) * torch.as_tensor(sizes)
-            equal = rounding if how.coherent else rounding * correlation(a, rounding)
+            error = error + KAPPA * rounding
+            equal = rounding if how.coherent else equal_part(rounding, a)
         # Tensor cores truncate towards 0, so that this error does not cancel in sums.
         drift = torch.zeros_like(a)
         for (x, _), product in zip(terms, products, strict=False):  # Without a head there are no terms.
@@ -283,8 +283,7 @@ class Gradients:
             if row.smoothed:  # the same number for nearly all classes, with the same error
                 self.equal = self.equal + unit(how.gradients) * self.direct.abs()
             for numbers in (self.value, self.smooth):
-                rounding = unit(how.gradients) * numbers.abs()
-                self.equal = self.equal + correlation(numbers, rounding) * rounding
+                self.equal = self.equal + equal_part(unit(how.gradients) * numbers.abs(), numbers)
         if how.has_subnormal:
             error = error + 2.0**-25 * logits.scale * largest
         self.independent = error

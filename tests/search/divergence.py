@@ -14,7 +14,7 @@ from flce.testing.oracle import dense_logits
 from tests.ops.test_linear_divergence import OUTPUTS, divergence_of
 from tests.search import arguments
 from tests.search.arguments import HEAD, LOSS, Rows, by_letter, defaults
-from tests.search.bounds import CHAIN, KAPPA, Arithmetic, Gradients, Logits, correlation, unit
+from tests.search.bounds import CHAIN, KAPPA, Arithmetic, Gradients, Logits, equal_part, unit
 from tests.search.driver import Call, Errors, Kind, Mismatch
 from tests.search.logprobs import OF_LOSSES
 
@@ -61,7 +61,7 @@ class DivergenceGradients(Gradients):
         self.equal = terms * student.of_saturated
         if how.gradients != how.rows:
             rounding = unit(how.gradients) * self.value.abs()
-            error, self.equal = error + KAPPA * rounding, self.equal + correlation(self.value, rounding) * rounding
+            error, self.equal = error + KAPPA * rounding, self.equal + equal_part(rounding, self.value)
         if how.has_subnormal and len(terms):
             error = error + 2.0**-25 * student.scale * terms.amax()
         self.independent = error

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import E4M3_LIMIT_FACTOR, E4M3_SAMPLES, LARGE_SHARE
+from flce.backends.contract import E4M3_SAMPLES, LARGE_SHARE
 from flce.backends.e4m3 import PEAK
+from flce.backends.triton.e4m3 import LIMIT_FACTOR
 from flce.core.gemm import ALIGNMENT
 from tests import interpreted_e4m3
 from tests.search import linear_loss
@@ -59,14 +60,14 @@ class E4M3Gradients(Gradients):
         self.small = torch.maximum(without_large(self.smooth.abs()), without_large(self.value.abs()))
 
     def times_weight(self, w: Tensor) -> Tensor:
-        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * E4M3_LIMIT_FACTOR * SUBNORMAL / LARGEST
+        step = (w.abs().amax(0) if len(w) else w.new_zeros(w.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
         found = self._of_e4m3(self.small, self.scale.expand_as(self.small), w, step)
         return super().times_weight(w) + found + U * (self.correlated * self.small) @ w.abs()
 
     def transposed_times(self, x: Tensor) -> Tensor:
         # The scales of rows are factors of x before x is rounded.
         scaled = self.scale * x.abs()
-        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * E4M3_LIMIT_FACTOR * SUBNORMAL / LARGEST
+        step = (scaled.amax(0) if len(x) else x.new_zeros(x.shape[1])) * LIMIT_FACTOR * SUBNORMAL / LARGEST
         entries = (self.small / self.least_scale.clamp(min=1e-300)).clamp(max=LARGEST)
         of_step = KAPPA * entries.square().sum(0).sqrt()[:, None] * step
         found = self._of_e4m3(self.small.T, self.scale.T.expand_as(self.small.T), x, torch.zeros_like(step))

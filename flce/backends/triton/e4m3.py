@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import (
-    E4M3_LIMIT_FACTOR,
     E4M3_LIMIT_ROWS,
     E4M3_MAX,
     ENTRY_SLOTS,
@@ -40,9 +39,9 @@ from flce.backends.triton.replay import run
 
 # Rows and columns of a block of `quantize_kernel`.
 ROWS, COLS = 128, 64
-# The least limit of a column of a matrix that is transposed. A column with a magnitude above its limit is rounded
-# again.
-LEAST_LIMIT = 1e-30
+# The largest magnitudes of E4M3_LIMIT_ROWS rows, times this factor, are the limits of the columns of a matrix that is
+# transposed. A column with a larger magnitude is rounded again.
+LIMIT_FACTOR, LEAST_LIMIT = 8.0, 1e-30
 # Columns, or half as many, and entries per step of `add_entries_kernel`; sums per step of `find_large_kernel`.
 SUM_COLS, SUM_ENTRIES, PARTIALS = 2048, 8, 512
 _LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOTS)
@@ -291,7 +290,7 @@ def quantize_transposed(x: Tensor, index: Tensor | None, factor: Tensor | None, 
     sample = x[::step] if index is None else x[index[::step]]
     sample = sample if factor is None else sample * factor[::step, None]
     torch.linalg.vector_norm(sample, torch.inf, dim=0, dtype=torch.float32, out=scales)
-    limit = scales.mul_(E4M3_LIMIT_FACTOR).clamp_(min=LEAST_LIMIT)
+    limit = scales.mul_(LIMIT_FACTOR).clamp_(min=LEAST_LIMIT)
     peak = torch.zeros_like(limit, dtype=torch.int32)
     run(_quantize_transposed, x, index, factor, out, limit, peak)
     torch.maximum(limit, peak.view(torch.float32), out=scales).mul_(1.0 / E4M3_MAX)

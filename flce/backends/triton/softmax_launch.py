@@ -103,9 +103,6 @@ FEWEST_ONLINE_WARPS = 4
 # Vectors of a thread and tensor in one block. In backward 4 reach 158% and 2 reach 142% for 65536 columns of 16-bit
 # values; for other sizes 2 are 2% slower to 1% faster.
 ONLINE_PARTS = 4
-# Maximum elements of a vector if the columns of a tensor are not adjacent: between tensors of other layouts a block
-# goes through shared memory, 256 KiB of float64 with vectors of 8 (Triton 3.6).
-APART_VECTOR = 1
 
 
 @dataclass(frozen=True)
@@ -260,8 +257,9 @@ def _launch(
         # With fewer slots than threads, the compiler would use the layout of the vectors: one load for each vector.
         block["SLOTS"] = max(2 * edges, 32 * launch.warps // rows if rows > 1 else 1)
     else:
-        vector = launch.vector if unit else min(launch.vector, APART_VECTOR)
-        block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": vector}
+        # If columns are not adjacent, a block goes through shared memory between layouts of tensors: 256 KiB of float64
+        # with vectors of 8 (Triton 3.6).
+        block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector if unit else 1}
         block["LONG"] = layout.cols >= 1 << 30
     kernel[(programs,)](
         *tensors,
