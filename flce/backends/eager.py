@@ -50,6 +50,9 @@ SCALE_SLAB = 1 << 17
 SCALING_BYTES = 2 * 4 * SCALE_SLAB
 # Numbers of each row of a slab that are allocated at once while results are computed from the statistics.
 ROW_NUMBERS = 24
+# Bytes of a reduction of few rows on an accelerator, whose blocks store numbers and positions: 16 for each block, of
+# which each multiprocessor has four, and one for each row.
+REDUCTION_BYTES = 16 << 10
 # Columns of a block of a sum of squares.
 SQUARES_BLOCK = 256
 
@@ -73,7 +76,8 @@ def temporary_bytes(
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
     numbers = ROW_NUMBERS + cols // SQUARES_BLOCK * ("log_sum_sq_prob" in spec.stats)
-    return slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + numbers) * accum.itemsize
+    in_slab = slab_rows(device_type, rows, cols, accum.itemsize) * (sum(slabs) * cols + numbers) * accum.itemsize
+    return in_slab + REDUCTION_BYTES * (device_type != "cpu")
 
 
 class TorchBackend:

@@ -28,8 +28,9 @@ DIVERGENCE_RESULTS = ("divergence", "logprob", "entropy")
 # Largest number of candidates, and largest `top_k`.
 MAX_ENTRIES = 256
 
-# See `LossSpec.typical_gradient`.
-TYPICAL_LSE = 32.0
+# See `LossSpec.typical_gradient`. With the headroom of FLOAT16_GRAD_PEAK, the gradient of a z-loss is in the range of
+# float16 for log-sum-exps up to the largest float16 number.
+TYPICAL_LSE = 1024.0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -122,7 +122,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
     monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "e4m3_row_bytes", lambda vocab_size: 0)
+    monkeypatch.setattr(contract, "e4m3_row_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "quantize_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "limit_scratch_bytes", lambda *args: 0)
 

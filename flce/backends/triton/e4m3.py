@@ -272,10 +272,14 @@ def find_large(
 
 def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: TileCall, entries: Entries) -> None:
     """Compute the exponentials of large entries as the product does."""
-    classes, (bias, spec) = entries.numbers.long(), (call.inputs.bias, call.spec)
-    run(row_products, x, weight, classes, entries.values.zero_())
-    a = entries.values if bias is None else entries.values.add_(bias[classes.clamp_(max=len(weight) - 1)])
-    z = a if spec.scale == 1.0 else a.mul_(spec.scale)
+    bias, spec, z = call.inputs.bias, call.spec, entries.values
+    if bias is None:
+        z.zero_()
+    else:  # The indices are int32, so they need less memory than those of the products.
+        torch.index_select(bias, 0, entries.numbers.view(-1).clamp(max=len(weight) - 1), out=z.view(-1))
+    run(row_products, x, weight, entries.numbers.long(), z)
+    if spec.scale != 1.0:
+        z.mul_(spec.scale)
     if spec.softcap is not None:
         z = z.tanh_()
         jacobian = (1.0 - z * z).mul_(spec.scale * spec.cap)
