@@ -33,7 +33,8 @@ class ChunkOptions:
             the default error. It has no effect on a CPU, if logits stay in registers, or if logits are computed
             twice (``reduction="none"``, ``strategy="vocab"``).
         accum_dtype: dtype of the sums of gradients over chunks: ``torch.float32`` or, for bfloat16 inputs,
-            ``torch.bfloat16``. bfloat16 halves this buffer and loses digits with every chunk.
+            ``torch.bfloat16``. bfloat16 halves this buffer and loses digits with every chunk: of a sum of N chunks or
+            blocks of classes, up to a share of N / 256 is lost.
         skip_ignored: True: rows whose target is `ignore_index` are removed before the matrix products. Faster if 10% or
             more of the tokens are ignored. The host must know the number of these rows: on a CPU this is free; on a GPU
             the host waits about 1 ms for the device. A schedule that can count the rows on the device computes its

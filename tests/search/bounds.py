@@ -341,6 +341,8 @@ class Gradients:
         if how.sums != how.rows:
             size = left.square() @ right.square().T + (smooth + direct).square()
             squares = squares + (KAPPA * unit(how.sums)) ** 2 * how.parts * size
+            # Parts of one sign that are below the rounding error of their sum are lost.
+            drift = drift + min(1.0, how.parts * unit(how.sums)) * smooth.abs()
         return squares.sqrt() + drift + CHAIN * how.u * (smooth.abs() + direct.abs()) + how.rounded(smooth + direct)
 
 
