@@ -327,11 +327,25 @@ class Gradients:
         squares = added((self.independent + self._of_rows()).T, x, self.how).square()
         if self.how.headroom:  # The factors of rows multiply x, which is rounded again.
             squares = squares + added(KAPPA * unit(self.how.gradients) * self.smooth.abs().T, x, self.how).square()
+        if self.how.gradients != self.how.rows:
+            squares = squares + self._of_equal_tokens(x)
         smooth, direct = self.smooth.T @ x, self.direct.T @ x
         error = self.equal.T @ x.abs() + self._of_sums(squares, self.value.T, x.T, smooth, direct)
         if self.how.headroom:  # The terms of targets may be added after the others were rounded.
             error = error + (direct != 0) * self.how.rounded(smooth)
         return error
+
+    def _of_equal_tokens(self, x: Tensor) -> Tensor:
+        """Return what the squares of rounding errors lack in dW, (V, H), because nearly equal gradients of different
+        tokens have equal errors: two of each token, of the target and of the most probable class."""
+        u, found = unit(self.how.gradients), x.new_zeros(self.value.shape[1], x.shape[1])
+        for size, column in zip(*(t.T for t in self.value.abs().topk(min(2, len(found)), dim=1)), strict=True):
+            error = KAPPA * u * size[:, None] * x.abs()
+            nearly = torch.stack((column, (size.clamp(min=1e-300).log() / u).round().long()))
+            (classes, _), group = nearly.unique(dim=1, return_inverse=True)
+            of_groups = x.new_zeros(len(classes), x.shape[1]).index_add_(0, group, error).square()
+            found.index_add_(0, classes, of_groups).index_add_(0, column, error.square(), alpha=-1.0)
+        return found.clamp(min=0.0)
 
     def _of_sums(self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor) -> Tensor:
         """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""

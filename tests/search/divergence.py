@@ -165,7 +165,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
     terms = terms + of_y * (student.p + torch.zeros_like(student.p).scatter(1, y[:, None], 1.0))
     terms = terms + of_entropy * student.p * (student.logp.abs() + student.entropy[:, None] + 1.0)
     common = of_kl * bound[:, None] + of_entropy * student.dentropy[:, None]
-    largest = max([1.0, *(each.abs().amax().item() for each in ups.values() if each.numel())])
+    largest = max(1.0, sum(each.abs().amax().item() for each in ups.values() if each.numel()))
     how = replace(how, roundings=1, upstream=largest)
     gradients = DivergenceGradients(student, other, value, terms, common, how)
     rows.compare_gradients(errors, prefix, gradients, found, exact)
