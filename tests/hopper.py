@@ -17,7 +17,7 @@ from flce.core.device_record import KNOWN_KINDS
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case
-from flce.planning import search
+from flce.planning import plan, search
 
 
 def logits_dtypes_on_a_gpu(
@@ -27,18 +27,24 @@ def logits_dtypes_on_a_gpu(
     return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
-def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plan_as_on_hopper(monkeypatch: pytest.MonkeyPatch, fused_products: bool = True) -> Iterator[None]:
     """Plan as on a Hopper GPU, also on the CPU, where half-precision logits are then possible. For fixtures."""
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     for module in ("flce.ops.linear_call", "flce.planning.device_kinds", "tests.helpers"):
-        monkeypatch.setattr(f"{module}.has_fused_products", lambda device: True)
+        monkeypatch.setattr(f"{module}.has_fused_products", lambda device: fused_products)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    search.plan_for_case.cache_clear()
+    clear_plans()
     yield
+    clear_plans()
+
+
+def clear_plans() -> None:
+    """Clear the caches of plans, whose cases keep their dtypes."""
     search.plan_for_case.cache_clear()
+    plan._cached_plan.cache_clear()
 
 
 def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:

@@ -27,7 +27,8 @@ from tests.search.driver import Call, Errors, Mismatch
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call on a CPU by backend, and on a GPU: the oracle has many float64 tensors of this size.
-MAX_LOGITS = {"torch": 30_000, "triton": 1500, "hopper": 1500, "blocks": 1500, "slabs": 30_000}
+MAX_LOGITS = {"torch": 30_000, "triton": 1500, "hopper": 1500, "blocks": 1500, "slabs": 30_000, "gpu_dtypes": 100_000}
+GPU_DTYPES = ("hopper", "gpu_dtypes")  # backends of a CPU
 MAX_LOGITS_ON_GPU = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
@@ -42,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 LOSS: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DTYPES),
-    "backend": ("torch", "triton", "hopper", "blocks", "slabs"),
+    "backend": ("torch", "triton", "hopper", "blocks", "slabs", "gpu_dtypes"),
     "vocab": (11,),
     "ignored": ("none", "none", "some", "most", "first", "last", "all"),
     "ignore_index": (-100,),
@@ -108,9 +109,8 @@ def draw_loss(rng: random.Random, compiled: random.Random, device: str) -> tuple
     for name, (default, *others) in OPTIONS.items():
         call[name] = rng.choice(others) if compiled.random() < rare else default
     call["stats"] = tuple(name for name in STATS if compiled.random() < 0.15)
-    call["backend"] = compiled.choices(LOSS["backend"], [60, 12, 10, 8, 10] if device == "cpu" else [10, 90, 0, 0, 0])[
-        0
-    ]
+    shares = [40, 12, 10, 8, 10, 20] if device == "cpu" else [10, 90, 0, 0, 0, 0]
+    (call["backend"],) = compiled.choices(LOSS["backend"], shares)
     most = MAX_LOGITS[call["backend"]]
     if device == "cuda":
         (most,) = compiled.choices(MAX_LOGITS_ON_GPU, [20, 30, 30, 18, 2])
@@ -126,7 +126,8 @@ def draw_head(rng: random.Random, compiled: random.Random, device: str) -> Call:
     of_loss, most = draw_loss(rng, compiled, device)
     call = {name: (compiled if name in COMPILED else rng).choice(values) for name, values in HEAD.items()} | of_loss
     on_cpu, half, vocab = device == "cpu", call["dtype"] in ("bfloat16", "float16"), call["vocab"]
-    tokens = smaller(rng, compiled, size(compiled, max(1, min(most // vocab, 300 if on_cpu else 8192))))
+    max_tokens = 300 if on_cpu and call["backend"] != "gpu_dtypes" else 8192
+    tokens = smaller(rng, compiled, size(compiled, max(1, min(most // vocab, max_tokens))))
     leading: tuple[int, ...] = rng.choice([(tokens,), (tokens,), (rng.randint(1, 3), -(-tokens // 3))])
     if rng.random() < 0.03:
         leading = rng.choice([(), (0,), (0, 3), (2, 0)])
@@ -153,9 +154,11 @@ def draw_head(rng: random.Random, compiled: random.Random, device: str) -> Call:
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
     """Set the backend of all calls. hopper: interpreted Triton with the plans and dtypes of a Hopper GPU; blocks:
-    interpreted Triton, with few classes at a time; slabs: PyTorch, with few rows at a time."""
+    interpreted Triton, with few classes at a time; slabs: PyTorch, with few rows at a time; gpu_dtypes: PyTorch, with
+    the dtypes of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLCE_BACKEND", {"hopper": "triton", "blocks": "triton", "slabs": "torch"}.get(name, name))
+        backends = {"hopper": "triton", "blocks": "triton", "slabs": "torch", "gpu_dtypes": "torch"}
+        patch.setenv("FLCE_BACKEND", backends.get(name, name))
         if name == "blocks":
             from flce.backends import triton
 
@@ -167,7 +170,7 @@ def backend(name: str) -> Iterator[None]:
             )
         if name == "slabs":
             patch.setattr(eager, "CPU_SLAB_BYTES", 1024)
-        plans = plan_as_on_hopper(patch) if name == "hopper" else iter(())
+        plans = plan_as_on_hopper(patch, name == "hopper") if name in GPU_DTYPES else iter(())
         next(plans, None)
         try:
             yield
@@ -260,7 +263,7 @@ def upstream_of(call: Call, p: Problem) -> Tensor:
 def arithmetic(call: Call, p: Problem, parts: int = 1, **more: Any) -> Arithmetic:
     """Return the dtypes in which a call rounds."""
     result, rows = p.input.dtype, torch.float64 if p.input.dtype == torch.float64 else torch.float32
-    on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] == "hopper")
+    on_gpu = p.has_head and (p.input.device.type == "cuda" or call["backend"] in GPU_DTYPES)
     equal_rows = bool(call.get("offset")) and call["hidden"] == 1
     std = call["std"] * abs(call["logit_scale"]) * max(1.0, call.get("rows_times", 1.0))
     saturated = 4.0 * (call["softcap"] or math.inf) <= std
