@@ -51,8 +51,8 @@ SCALING_BYTES = 2 * 4 * SCALE_SLAB
 # Numbers of each row of a slab that are allocated at once while results are computed from the statistics.
 ROW_NUMBERS = 24
 # Bytes of a reduction of few rows on an accelerator, whose blocks store numbers and positions: 16 for each block, of
-# which each multiprocessor has four, and one for each row.
-REDUCTION_BYTES = 16 << 10
+# which each of up to 400 multiprocessors has four, and one for each row.
+REDUCTION_BYTES = 32 << 10
 # Columns of a block of a sum of squares.
 SQUARES_BLOCK = 256
 

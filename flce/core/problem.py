@@ -113,10 +113,11 @@ class LossSpec:
             jacobian = self.scale * self.cap * (1.0 - tanh) * (1.0 + tanh)
         return jacobian if inverse_temperature is None else jacobian * inverse_temperature[:, None]
 
-    @property
-    def typical_gradient(self) -> float:
-        """A large but plausible gradient of a logit, for a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
-        return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
+    def typical_gradient(self, of_cross_entropy: Tensor, of_z_loss: Tensor | float = 0.0) -> Tensor:
+        """Return a large but plausible gradient of a logit for factors of the cross entropy and of the z-loss, and a
+        log-sum-exp of TYPICAL_LSE."""
+        of_logit = abs(self.logit_scale) / self.temperature
+        return of_logit * (of_cross_entropy + 2.0 * self.z_loss * TYPICAL_LSE * of_z_loss)
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def _compute_gradient_scale(
     spec, inverse_temperature = selection.problem.spec, selection.inverse_temperature
     if not row_gradient.numel():
         return row_gradient.new_ones(())
-    peak = row_gradient.nan_to_num(0.0, 0.0, 0.0).abs().max() * spec.typical_gradient
+    peak = spec.typical_gradient(row_gradient.nan_to_num(0.0, 0.0, 0.0).abs().max())
     if inverse_temperature is not None:
         peak = peak * inverse_temperature.nan_to_num(0.0, 0.0, 0.0).abs().max()
     if candidate_grads is not None:

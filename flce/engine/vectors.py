@@ -80,8 +80,8 @@ class LossScales:
         if not self.has_gradient_scale or self.for_loss is None:
             return None
         if self.upstream is None or self.upstream.dim():
-            return compute_gradient_scale(self.problem, self.for_loss[0], self.upstream)
-        return compute_gradient_scale(self.problem, self.for_loss[0] * self.upstream)
+            return compute_gradient_scale(self.problem, self.for_loss, self.upstream)
+        return compute_gradient_scale(self.problem, self.for_loss * self.upstream)
 
     def for_gradient(self) -> Tensor | None:
         """Return the scales times the gradient scale and the upstream gradient of the loss. The first call launches
@@ -95,25 +95,27 @@ class LossScales:
         return self._for_gradient
 
 
-def compute_gradient_scale(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
+def compute_gradient_scale(p: RowProblem, scales: Tensor, upstream: Tensor | None = None) -> Tensor:
     """Return the gradient scale, (), with which the largest gradient of float16 logits is near FLOAT16_GRAD_PEAK. The
     host does not wait for the device.
 
     ``1 / N``, a small weight or a small upstream gradient would make float16 gradients subnormal. Sums of them are
-    divided by the gradient scale in float32. `scale` times the gradient scale is a power of two: the gradients of many
-    targets' logits are nearly minus this number, and would otherwise all have the same rounding error.
+    divided by the gradient scale in float32. The factor of the cross entropy times the gradient scale is a power of
+    two: the gradients of many targets' logits are nearly minus this number, and would otherwise all have the same
+    rounding error.
 
     Args:
-        scale: () factor of the cross entropy.
+        scales: (3,) loss scales.
         upstream: (N,) upstream gradient of each row's loss; None: 1.
     """
-    peak, ignored = scale * p.spec.typical_gradient, p.target == p.spec.ignore_index
-    if p.class_weight is not None:
-        peak = peak * torch.linalg.vector_norm(p.class_weight, torch.inf)  # without a copy of the weights
+    of_cross_entropy, of_z_loss, _ = scales.abs()
+    if p.class_weight is not None:  # The norm does not copy the weights.
+        of_cross_entropy = of_cross_entropy * torch.linalg.vector_norm(p.class_weight, torch.inf)
+    peak, ignored = p.spec.typical_gradient(of_cross_entropy, of_z_loss), p.target == p.spec.ignore_index
     for factor in (p.token_weight, upstream):
         if factor is not None and factor.numel():
             peak = peak * factor.masked_fill(ignored, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()
-    mantissa = torch.frexp(scale)[0].abs() * 2.0
+    mantissa = torch.frexp(scales[0])[0].abs() * 2.0
     gradient_scale = floor_power_of_two(FLOAT16_GRAD_PEAK / peak)
     return torch.where((mantissa >= 1.0) & (mantissa < 2.0), gradient_scale / mantissa, gradient_scale)
 

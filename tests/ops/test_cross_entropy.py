@@ -112,6 +112,16 @@ def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.d
         assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
 
 
+@parametrize_pairs(inplace=[False, True], backend=BACKENDS)
+def test_float16_with_a_large_z_loss(inplace: bool, backend: str, device: torch.device) -> None:
+    """Class weights do not multiply the gradient of a z-loss, which grows with the log-sum-exp."""
+    for weight, z_loss, std in ((1e-4, 1e-4, 50.0), (1e-2, 1e-2, 500.0), (1.0, 1e-2, 2.0**14)):
+        p = make((16,), 64, torch.float16, device, class_weight=True, reduction="sum", z_loss=z_loss, std=std)
+        p.kwargs["weight"] *= weight
+        outcome, expected = run(p, inplace=inplace), run_oracle(p)
+        assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
+
+
 @INPLACE
 def test_under_autocast(inplace: bool, torch_backend: str) -> None:
     p = make((9,), 30, torch.float32)

@@ -34,12 +34,13 @@ class Arithmetic:
     rows: torch.dtype  # of logits, statistics and losses
     logits: torch.dtype  # of logits in memory
     gradients: torch.dtype  # of the gradients of logits in memory
-    sums: torch.dtype  # of sums of gradients over `parts` chunks or blocks
-    parts: int = 1
+    sums: torch.dtype  # of sums of dX over blocks of classes, and of dW over chunks
+    blocks: int = 1
+    chunks: int = 1
     tiles: int = 1  # of classes, whose sums of exponentials are added one after the other
     roundings: int = 1  # of a result: 2 if the upstream gradient multiplies a rounded result
     upstream: float = 1.0  # multiplies numbers that may have been subnormal, at least 1
-    has_subnormal: bool = False  # gradients or exponentials in memory are float16
+    subnormal: float = 0.0  # error of gradients in memory, in units of the largest factor: float16
     one_hot: bool = False  # most probabilities are nearly 0 or 1, so many gradients have the same rounding error
     coherent: bool = False  # terms of sums are equal, and so are their errors
     headroom: float = 0.0  # of the reference of exponentials above the largest logit
@@ -284,8 +285,7 @@ class Gradients:
                 self.equal = self.equal + unit(how.gradients) * self.direct.abs()
             for numbers in (self.value, self.smooth):
                 self.equal = self.equal + equal_part(unit(how.gradients) * numbers.abs(), numbers)
-        if how.has_subnormal:
-            error = error + 2.0**-25 * logits.scale * largest
+        error = error + how.subnormal * logits.scale * largest
         self.independent = error
         # In a row of equal logits the rounding errors are equal, too.
         is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)
@@ -319,7 +319,7 @@ class Gradients:
         squares = added(self.independent, w, self.how).square()
         for part, of_row in self.common:
             squares = squares + ((part @ w) * of_row[:, None]).square()
-        of_sums = self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w)
+        of_sums = self._of_sums(squares, self.value, w.T, self.smooth @ w, self.direct @ w, self.how.blocks)
         return self.equal @ w.abs() + of_sums * self.coherence
 
     def transposed_times(self, x: Tensor) -> Tensor:
@@ -330,33 +330,38 @@ class Gradients:
         if self.how.gradients != self.how.rows:
             squares = squares + self._of_equal_tokens(x)
         smooth, direct = self.smooth.T @ x, self.direct.T @ x
-        error = self.equal.T @ x.abs() + self._of_sums(squares, self.value.T, x.T, smooth, direct)
+        error = self.equal.T @ x.abs() + self._of_sums(squares, self.value.T, x.T, smooth, direct, self.how.chunks)
         if self.how.headroom:  # The terms of targets may be added after the others were rounded.
             error = error + (direct != 0) * self.how.rounded(smooth)
         return error
 
     def _of_equal_tokens(self, x: Tensor) -> Tensor:
-        """Return what the squares of rounding errors lack in dW, (V, H), because nearly equal gradients of different
-        tokens have equal errors: two of each token, of the target and of the most probable class."""
-        u, found = unit(self.how.gradients), x.new_zeros(self.value.shape[1], x.shape[1])
-        for size, column in zip(*(t.T for t in self.value.abs().topk(min(2, len(found)), dim=1)), strict=True):
-            error = KAPPA * u * size[:, None] * x.abs()
-            nearly = torch.stack((column, (size.clamp(min=1e-300).log() / u).round().long()))
+        """Return the squares of rounding errors of dW, (V, H), that nearly equal gradients of a class have in common.
+        Only each token's two largest gradients are counted: of the target and of the most probable class."""
+        u, shape = unit(self.how.gradients), (self.value.shape[1], x.shape[1])
+        squares, sizes = x.new_zeros(shape), x.new_zeros(shape)
+        for column in self.value.abs().topk(min(2, shape[0]), dim=1).indices.T:
+            value = self.value.gather(1, column[:, None])
+            nearly = torch.stack((column, (value[:, 0].abs().clamp(min=1e-300).log() / u).round().long()))
             (classes, _), group = nearly.unique(dim=1, return_inverse=True)
-            of_groups = x.new_zeros(len(classes), x.shape[1]).index_add_(0, group, error).square()
-            found.index_add_(0, classes, of_groups).index_add_(0, column, error.square(), alpha=-1.0)
-        return found.clamp(min=0.0)
+            of_groups = x.new_zeros(len(classes), shape[1]).index_add_(0, group, u * value * x)
+            squares.index_add_(0, classes, of_groups.square())
+            sizes.index_add_(0, classes, of_groups.abs())
+        return torch.minimum(KAPPA**2 * squares, sizes.square())
 
-    def _of_sums(self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor) -> Tensor:
-        """Return the error of ``left @ right.T = smooth + direct``. `squares`: of the errors of `left`."""
+    def _of_sums(
+        self, squares: Tensor, left: Tensor, right: Tensor, smooth: Tensor, direct: Tensor, parts: int
+    ) -> Tensor:
+        """Return the error of ``left @ right.T = smooth + direct``, added in `parts`. `squares`: of the errors of
+        `left`."""
         how = self.how
         squares = squares + product_error(left, right, how).square()
         drift = truncation(left.shape[-1], (smooth + direct).abs(), how)
         if how.sums != how.rows:
             size = left.square() @ right.square().T + (smooth + direct).square()
-            squares = squares + (KAPPA * unit(how.sums)) ** 2 * how.parts * size
+            squares = squares + (KAPPA * unit(how.sums)) ** 2 * parts * size
             # Parts of one sign that are below the rounding error of their sum are lost.
-            drift = drift + min(1.0, how.parts * unit(how.sums)) * smooth.abs()
+            drift = drift + min(1.0, (parts - 1) * unit(how.sums)) * smooth.abs()
         return squares.sqrt() + drift + CHAIN * how.u * (smooth.abs() + direct.abs()) + how.rounded(smooth + direct)
 
 

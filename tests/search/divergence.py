@@ -62,8 +62,8 @@ class DivergenceGradients(Gradients):
         if how.gradients != how.rows:
             rounding = unit(how.gradients) * self.value.abs()
             error, self.equal = error + KAPPA * rounding, self.equal + equal_part(rounding, self.value)
-        if how.has_subnormal and len(terms):
-            error = error + 2.0**-25 * student.scale * terms.amax()
+        if len(terms):
+            error = error + how.subnormal * student.scale * terms.amax()
         self.independent = error
         self.coherence = torch.ones_like(value[:, :1])
         of_rows = student.dlog_sum + teacher.dlog_sum + how.u * (6.0 + student.log_sum + teacher.log_sum)

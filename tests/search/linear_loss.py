@@ -191,15 +191,16 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
     grads, upstream, mode = call["grads"], arguments.upstream_of(call, p), call["mode"]
     half = DTYPES.get(mode.partition(" ")[2])
     rounded = p if half is None else in_half(p, half)
-    parts = 1
+    parts = {}
     with arguments.backend(call["backend"]), pytest.MonkeyPatch.context() as patch:
         if call["schedule"]:
             forced.force(patch, getattr(forced, call["schedule"]))
         options = options_of(call, rounded, grads)
         plan = plan_for(rounded, options, grads, call["stats"]) if p.target.numel() else None
         if plan is not None and call["accum_dtype"] is not None:
-            rows, widths = plan.schedule.tile_sizes(plan.case)
-            parts = max(-(-p.target.numel() // rows), len(widths))
+            for_dx = getattr(plan.schedule, "dx_schedule", plan.schedule)
+            (rows, _), (_, widths) = (each.tile_sizes(plan.case) for each in (plan.schedule, for_dx))
+            parts = {"chunks": -(-p.target.numel() // rows), "blocks": len(widths)}
         leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in grads))
         step = Step(leaves, options, call["stats"], upstream, half)
         tensors = (leaves.target, p.kwargs.get("weight"), *arguments.named(leaves).values())
@@ -214,7 +215,7 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
     loss, output, got = results
     is_e4m3 = plan is not None and plan.schedule.multiplies_e4m3
     has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed)))
-    how = arguments.arithmetic(call, rounded, parts)
+    how = arguments.arithmetic(call, rounded, **parts)
     how = replace(how, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16] if has_reference else 0.0)
     if is_e4m3:  # Its tiles are emulated in bfloat16.
         how = replace(how, gradients=torch.bfloat16)
