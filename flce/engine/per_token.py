@@ -259,5 +259,6 @@ def _compute_candidate_grads(
         softmax_factor = softmax_factor - row_gradient[ENTROPY, :, None] * logprob.clamp(min=LEAST_LOGPROB)
     values += logprob.exp() * softmax_factor
     values *= spec.jacobian(z, selection.inverse_temperature)
-    valid = (selection.target != spec.ignore_index)[:, None]
+    # Values of ids that are no classes are not written, but would count for the gradient scale.
+    valid = (selection.target != spec.ignore_index)[:, None] & is_class(ids, problem.vocab_size)
     return CandidateGrads(ids, values.where(valid, 0.0))
