@@ -65,8 +65,9 @@ def fake_h100(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
 
 def clear_device_caches() -> None:
     """Clear the caches of device records, so that the next call reads PyTorch and the environment again."""
-    for cached in (load_profile, devices._gpu_record, search.plan_for_case):
-        cached.cache_clear()
+    load_profile.cache_clear()
+    devices._gpu_record.cache_clear()
+    clear_plans()
 
 
 def misaligned(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:

@@ -266,9 +266,10 @@ def upstream_of(call: Call, p: Problem) -> Tensor:
     return each * call["upstream"]
 
 
-def subnormal(call: Call) -> float:
-    """Return the rounding error of subnormal gradients in float16, in units of the largest factor of a gradient."""
-    return 2.0**-25 * max(1.0, 1 / 64 + 32.0 * call.get("z_loss", 0.0))
+def subnormal(call: Call, dtype: torch.dtype) -> float:
+    """Return the rounding error of subnormal gradients in memory, in units of the largest factor of a gradient. 0
+    except for float16: those of other dtypes are too small to count."""
+    return 2.0**-25 * max(1.0, 1 / 64 + 32.0 * call.get("z_loss", 0.0)) if dtype == torch.float16 else 0.0
 
 
 def arithmetic(call: Call, p: Problem, **more: Any) -> Arithmetic:
@@ -288,7 +289,7 @@ def arithmetic(call: Call, p: Problem, **more: Any) -> Arithmetic:
         upstream=max(1.0, abs(call["upstream"])),
         tiles=-(-call["vocab"] // (1 if call["backend"] == "torch" else LEAST_TILE_CLASSES)) if has_least_tiles else 1,
         one_hot=std > 15.0,
-        subnormal=subnormal(call) if on_gpu and result == torch.float16 else 0.0,
+        subnormal=subnormal(call, result) * on_gpu,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,
         coherent=call["std"] == 0.0
         or saturated

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import torch
-
 from tests.logits import LAYOUTS
 from tests.ops import test_cross_entropy
 from tests.search import arguments
@@ -40,7 +38,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
         result = test_cross_entropy.run(p, call["layout"], stats=stats, grad_output=upstream, **how)
     # In place the gradient is rounded in forward, and multiplied in backward.
     once = arguments.arithmetic(call, p)
-    subnormal = arguments.subnormal(call) if call["inplace"] and p.input.dtype == torch.float16 else 0.0
+    subnormal = arguments.subnormal(call, p.input.dtype) * call["inplace"]
     expected = Expected(p, upstream, replace(once, roundings=1 + call["inplace"], subnormal=subnormal))
     prefix = f"logits {call['dtype']}"
     expected.compare_losses(errors, prefix, result.loss, result.output, stats)
