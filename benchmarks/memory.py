@@ -27,7 +27,7 @@ def main(picture: Path) -> None:
         with applied(model):
             step = TrainingStep(model, None, batch)
             step()
-            profiles[name] = flce.profile_memory(step)
+            profiles[name] = flce.profile_memory(step, device=device)
     head = describe_run(device, "python -m benchmarks.memory", sys.argv[1:])
     title = f"{case.title}, gradient checkpointing, {head['device']['name']}"
     flce.MemoryProfile.plot_side_by_side(profiles, picture, title)

@@ -105,7 +105,7 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
         def trains(tokens: int) -> bool:
             if not cuda:
                 held = models.held_bytes(model, optimizer)
-                return held + flce.profile_memory(lambda: steps(tokens)).peak <= TINY_MEMORY
+                return held + flce.profile_memory(lambda: steps(tokens), device=device).peak <= TINY_MEMORY
             with contextlib.suppress(torch.OutOfMemoryError):
                 steps(tokens)
                 return True

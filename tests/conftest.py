@@ -101,6 +101,14 @@ def _steady_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_cached_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Return the memory of a large test to the device, which several processes share."""
+    yield
+    if HAS_CUDA and request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reset the generator state and the debug switches before each test."""
     monkeypatch.delenv("FLCE_DEBUG", raising=False)

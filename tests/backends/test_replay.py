@@ -244,6 +244,51 @@ def test_every_schedule_has_a_number() -> None:
     assert {kind.__name__ for kind in SCHEDULES} <= set(LAUNCHES)
 
 
+def specialization(launch: Launch) -> tuple[Any, ...]:
+    """Return what Triton compiles a kernel for: compile-time parameters, dtypes, alignments, and numbers that are 1 or
+    divisible by 16, where the kernel does not exclude them."""
+    settings = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # of the interpreter; of a compiled kernel
+    unaligned = settings.get("do_not_specialize_on_alignment") or ()
+    fixed = settings.get("do_not_specialize") or ()
+    key: list[Any] = [launch.kernel.__name__, *sorted(launch.options.items())]
+    for name, value in launch.args.items():
+        if isinstance(value, Tensor):
+            key.append((name, value.dtype, name in unaligned or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and name not in fixed:
+            key.append((name, value == 1, value % 16 == 0))
+    return tuple(key)
+
+
+@pytest.mark.parametrize(
+    "few_logits, options",
+    [(0, {}), (0, {"strategy": "vocab"}), (0, {"grad_dtype": torch.float8_e4m3fn}), (1 << 30, {})],
+    ids=["exponentials", "blocks", "E4M3", "one pass"],
+)
+def test_calls_of_other_lengths_compile_no_kernels(
+    few_logits: int, options: dict[str, Any], hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths that are not divisible by 4 give the rows of float32 matrices addresses that are not divisible by 16."""
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    monkeypatch.setattr("flce.engine.case.FEW_LOGITS_BYTES", few_logits)
+    monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
+    w = torch.randn(640, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    compiled: set[tuple[Any, ...]] = set()
+    plain = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda launch: compiled.add(specialization(launch)) or plain(launch))
+
+    def call(tokens: int) -> None:
+        x = torch.randn(tokens, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        y = torch.randint(0, 640, (tokens,), device=device)
+        flce.fused_linear_cross_entropy(x, w, y, options=flce.ChunkOptions(**options)).backward()
+
+    call(64)
+    call(128)
+    before = compiled.copy()
+    for tokens in (127, 65, 33):
+        call(tokens)
+    assert compiled == before
+
+
 # ---------------------------------------------------------------------------------------------------------
 # On the GPU
 

@@ -121,8 +121,9 @@ def test_without_peft_its_cases_are_not_measured(monkeypatch):
     }
 
 
-def test_the_picture_of_memory(tmp_path):
+def test_the_picture_of_memory(tmp_path, monkeypatch):
     """The picture of a tiny model on a CPU. Stock allocates logits, flce does not."""
+    monkeypatch.setattr(memory, "find_device", lambda *_: torch.device("cpu"))
     memory.main(tmp_path / "memory.png")
     document = json.loads((tmp_path / "memory.json").read_text())
     assert document["case"]["model"] == "tiny-llama"

@@ -49,11 +49,14 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore TF32 and the variables of Accelerate (precision, the compiler), which Trainer's arguments set."""
     import torch
 
-    before, tf32 = dict(os.environ), torch.backends.cuda.matmul.allow_tf32
+    before = dict(os.environ)
+    switches = (torch.backends, torch.backends.cuda.matmul)
+    tf32 = [switch.fp32_precision for switch in switches]
     monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    for switch, precision in zip(switches, tf32, strict=True):
+        switch.fp32_precision = precision
     for name in os.environ.keys() - before.keys():
         if name.startswith("ACCELERATE_"):
             del os.environ[name]

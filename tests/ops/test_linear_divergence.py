@@ -162,6 +162,7 @@ def test_half_precision(
     for gpu in (False, True):
         if gpu:
             monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+            monkeypatch.setattr("flce.backends.eager.REDUCTION_BYTES", 0)
         options = flce.ChunkOptions(skip_ignored=gpu, max_workspace_bytes=40001 if gpu else None)
         check(call_of(17, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
 
@@ -179,6 +180,7 @@ def test_budgets(
 ) -> None:
     """Tiles of some tokens and some classes, whose statistics are merged."""
     monkeypatch.setattr("flce.backends.eager.CPU_SLAB_BYTES", 1024)
+    monkeypatch.setattr("flce.backends.eager.REDUCTION_BYTES", 0)  # of a GPU
     call = call_of(33, 8, 12, 203, ranks=(2,), student_bias=True, device=device)
     options = flce.ChunkOptions(max_workspace_bytes=budget, strategy=strategy)  # type: ignore[arg-type]
     check(call, kind, options=options)

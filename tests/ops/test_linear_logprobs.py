@@ -66,7 +66,7 @@ def same(a: flce.LinearLogprobsOutput, b: flce.LinearLogprobsOutput) -> bool:
     return all(x is y or torch.equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 72000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 80000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "product"])
 def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.FixtureRequest, device: torch.device) -> None:
     """Calls with and without gradients return the same bits, for any gradients."""
@@ -204,7 +204,7 @@ def test_logits_of_minus_infinity(backend: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
 
 
-@pytest.mark.parametrize("budget", [None, 6400])
+@pytest.mark.parametrize("budget", [None, 6700])
 def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None) -> None:
     """If fewer than k logits are finite, ids are valid and different classes; in one block, and in several blocks of
     fewer than k classes."""

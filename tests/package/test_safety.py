@@ -53,7 +53,8 @@ def test_no_network_and_no_files(tmp_path: Path) -> None:
     """Sockets, files that are written, and processes are refused, and the home cannot be written to."""
     home = tmp_path / "home"
     home.mkdir(mode=0o500)
-    done = run_python("-c", PROGRAM, env={"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "FLCE_BACKEND": "torch"})
+    env = {"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "FLCE_BACKEND": "torch"}
+    done = run_python("-c", PROGRAM, env={**env, "CUDA_CACHE_PATH": str(tmp_path / "driver")})
     assert done.stdout.strip() == "True"
     assert not [*home.iterdir()]
 

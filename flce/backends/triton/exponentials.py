@@ -273,7 +273,10 @@ def combine_rows_kernel(
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "first_class", "classes", "ignore_index"])
+@triton.jit(
+    do_not_specialize=["rows", "first_class", "classes", "ignore_index"],
+    do_not_specialize_on_alignment=["factor_ptr"],  # the second row of a matrix whose rows have any length
+)
 def add_to_targets_kernel(
     grad_ptr,  # (classes, hidden), contiguous: the sums, of the classes from first_class on
     x_ptr,  # (N, hidden), strides x_stride and x_col_stride
