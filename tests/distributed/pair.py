@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +25,12 @@ CALL_TIMEOUT = 120  # seconds of one call
 # Each import takes seconds. Without a GPU one process imports these modules, and the others are forked from it.
 SLOW_IMPORTS = ["tests.distributed.training", "transformers.models.llama.modeling_llama", "peft", "accelerate"]
 SLOW_IMPORTS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "deepspeed", "lightning.fabric"]
+
+
+def skip_with_one_gpu() -> None:
+    """Skip two processes of Transformers' tensor parallelism: each uses its GPU if there is any, and never the CPU."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs a GPU for each process, or none")
 
 
 class World:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.distributed.pair import World
+from tests.distributed.pair import World, skip_with_one_gpu
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
@@ -36,10 +35,9 @@ CASES_OF_FOUR = [
 
 def skip_old_transformers(style: str, *trained: str) -> None:
     """Skip what Transformers itself cannot do: 5.17 does not load a model on a mesh of two dimensions, and does not
-    tell PEFT how layers are divided; and no process uses the CPU if there is a GPU."""
+    tell PEFT how layers are divided."""
     if style.startswith("transformers"):
-        if torch.cuda.device_count() == 1:
-            pytest.skip("needs a GPU for each process, or none")
+        skip_with_one_gpu()
         pytest.importorskip("transformers", minversion="5.20" if " x " in style or "backbone" in trained else "5.17")
 
 

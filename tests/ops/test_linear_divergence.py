@@ -179,8 +179,8 @@ def test_budgets(
     kind: str, budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device
 ) -> None:
     """Tiles of some tokens and some classes, whose statistics are merged."""
-    monkeypatch.setattr("flce.backends.eager.CPU_SLAB_BYTES", 1024)
-    monkeypatch.setattr("flce.backends.eager.REDUCTION_BYTES", 0)  # of a GPU
+    for name, number in {"CPU_SLAB_BYTES": 1024, "ACCELERATOR_SLAB_BYTES": 1024, "REDUCTION_BYTES": 0}.items():
+        monkeypatch.setattr(f"flce.backends.eager.{name}", number)
     call = call_of(33, 8, 12, 203, ranks=(2,), student_bias=True, device=device)
     options = flce.ChunkOptions(max_workspace_bytes=budget, strategy=strategy)  # type: ignore[arg-type]
     check(call, kind, options=options)
