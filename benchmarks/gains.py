@@ -94,7 +94,7 @@ FULL = {"model": LLAMA, "checkpointing": True, "lora_rank": 0}
 STEPS = (
     Gain(
         f"{model}, 4 x 8192 tokens{', no checkpointing' * (not checkpointing)}: tokens/s (peak GiB)",
-        *(MODEL, "model-fp8-h100.json" if checkpointing else "model-h200-pages.json", speed_and_peak, IN_A_MODEL),
+        *(MODEL, "model-fp8-h200.json" if checkpointing else "model-h200-pages.json", speed_and_peak, IN_A_MODEL),
         *({**FULL, "model": model, "checkpointing": checkpointing}, OURS_IN_A_MODEL),
     )
     for checkpointing in (True, False)
