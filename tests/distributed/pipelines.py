@@ -58,7 +58,7 @@ def pipelined(name: str) -> None:
         modules = [*(nn.Sequential(layer, nn.Tanh()) for layer in (first, *middle)), LastStage()]
         if patched:
             flce.patch_model(modules[-1], on_materialize="raise")
-        local_modules = [modules[i] for i in places.get(name, [rank])]
+        local_modules = [modules[i].to(device()) for i in places.get(name, [rank])]
         stages = [
             pipelining.PipelineStage(module, i, count, device())
             for module, i in zip(local_modules, places.get(name, [rank]), strict=True)

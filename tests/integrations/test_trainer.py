@@ -27,6 +27,12 @@ from flce.testing.models import tiny_model  # noqa: E402
 STEPS = 3
 
 
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train on one of several GPUs: on all of them `Trainer` uses nn.DataParallel, which gathers logits."""
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", min(1, torch.cuda.device_count()))
+
+
 def make_trainer(
     patched: bool,
     folder: str,
@@ -86,7 +92,6 @@ def test_autocast(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="Liger's layers fail in nn.DataParallel")
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_layers_of_liger():
     pytest.importorskip("liger_kernel")
