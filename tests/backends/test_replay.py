@@ -274,7 +274,12 @@ def test_calls_of_other_lengths_compile_no_kernels(
     w = torch.randn(640, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     compiled: set[tuple[Any, ...]] = set()
     plain = Launch.run
-    monkeypatch.setattr(Launch, "run", lambda launch: compiled.add(specialization(launch)) or plain(launch))
+
+    def record(launch: Launch) -> Any:
+        compiled.add(specialization(launch))
+        return plain(launch)
+
+    monkeypatch.setattr(Launch, "run", record)
 
     def call(tokens: int) -> None:
         x = torch.randn(tokens, 64, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch
 
     before = dict(os.environ)
-    switches = (torch.backends, torch.backends.cuda.matmul)
+    switches: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul)
     tf32 = [switch.fp32_precision for switch in switches]
     monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
