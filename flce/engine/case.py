@@ -314,7 +314,10 @@ class Case:
         max_rows = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if in_registers:
             row_bytes = 4 * num_partial_statistics(self.spec) * ceil_div(self.vocab_size, FUSED_PRODUCT_BLOCK)
-            return min(max_rows, STATISTICS_ROWS_IN_REGISTERS, max(1, available_bytes // row_bytes)), cols
+            fitting = max(1, available_bytes // row_bytes)
+            if fitting > ROW_MULTIPLE:  # results of later chunks are then aligned
+                fitting -= fitting % ROW_MULTIPLE
+            return min(max_rows, STATISTICS_ROWS_IN_REGISTERS, fitting), cols
         entries = available_bytes // dtypes.logits.itemsize
         rows = min(max_rows, STATISTICS_ROWS, entries)
         width = entries // rows

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.triton import replay
+from flce.backends.triton import replay, softmax_launch
 from flce.backends.triton.launch import Launch
 
 
@@ -245,11 +245,11 @@ def test_every_schedule_has_a_number() -> None:
 
 
 def specialization(launch: Launch) -> tuple[Any, ...]:
-    """Return what Triton compiles a kernel for: compile-time parameters, dtypes, alignments, and numbers that are 1 or
-    divisible by 16, where the kernel does not exclude them."""
-    settings = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # of the interpreter; of a compiled kernel
-    unaligned = settings.get("do_not_specialize_on_alignment") or ()
-    fixed = settings.get("do_not_specialize") or ()
+    """Return what Triton compiles a kernel for: compile-time parameters, dtypes, aligned addresses, and numbers that
+    are 1 or divisible by 16. A kernel excludes some addresses and numbers."""
+    kernel = getattr(launch.kernel, "kwargs", None) or vars(launch.kernel)  # of the interpreter; of a compiled kernel
+    fixed = kernel.get("do_not_specialize") or ()
+    unaligned = {*fixed, *(kernel.get("do_not_specialize_on_alignment") or ())}
     key: list[Any] = [launch.kernel.__name__, *sorted(launch.options.items())]
     for name, value in launch.args.items():
         if isinstance(value, Tensor):
@@ -260,12 +260,17 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    "few_logits, options",
-    [(0, {}), (0, {"strategy": "vocab"}), (0, {"grad_dtype": torch.float8_e4m3fn}), (1 << 30, {})],
+    "few_logits, settings",
+    [
+        (0, {}),
+        (0, {"options": flce.ChunkOptions(strategy="vocab")}),
+        (0, {"options": flce.ChunkOptions(grad_dtype=torch.float8_e4m3fn), "softcap": 5.0}),
+        (1 << 30, {}),
+    ],
     ids=["exponentials", "blocks", "E4M3", "one pass"],
 )
 def test_calls_of_other_lengths_compile_no_kernels(
-    few_logits: int, options: dict[str, Any], hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    few_logits: int, settings: dict[str, Any], hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths that are not divisible by 4 give the rows of float32 matrices addresses that are not divisible by 16."""
     monkeypatch.setenv("FLCE_BACKEND", "triton")
@@ -284,14 +289,44 @@ def test_calls_of_other_lengths_compile_no_kernels(
     def call(tokens: int) -> None:
         x = torch.randn(tokens, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
         y = torch.randint(0, 640, (tokens,), device=device)
-        flce.fused_linear_cross_entropy(x, w, y, options=flce.ChunkOptions(**options)).backward()
+        flce.fused_linear_cross_entropy(x, w, y, **settings).backward()
 
     call(64)
     call(128)
     before = compiled.copy()
-    for tokens in (127, 65, 33):
+    for tokens in (127, 1):
         call(tokens)
     assert compiled == before
+
+
+class RecordedKernel:
+    """A softmax kernel that records its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def start(*args: Any, **options: Any) -> Any:
+            self.launches.append(
+                Launch(self.kernel, grid, dict(zip(self.kernel.arg_names, args, strict=False)), options)
+            )
+            return self.kernel[grid](*args, **options)
+
+        return start
+
+
+@pytest.mark.parametrize("cols", [64, 640, 20000])
+def test_softmaxes_of_other_lengths_compile_no_kernels(
+    cols: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    launches: list[Launch] = []
+    for name in [name for name in vars(softmax_launch) if name.endswith("_kernel")]:
+        monkeypatch.setattr(softmax_launch, name, RecordedKernel(getattr(softmax_launch, name), launches))
+    for tokens in (16, 7, 1):
+        flce.softmax(torch.randn(tokens, cols, device=device, requires_grad=True), dim=-1).sum().backward()
+    assert len(launches) == 6
+    assert len({specialization(launch) for launch in launches}) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ SLOW_IMPORTS = ["tests.distributed.training", "transformers.models.llama.modelin
 SLOW_IMPORTS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "deepspeed", "lightning.fabric"]
 
 
-def skip_with_one_gpu() -> None:
-    """Skip two processes of Transformers' tensor parallelism: each uses its GPU if there is any, and never the CPU."""
-    if torch.cuda.device_count() == 1:
+def skip_with_fewer_gpus(processes: int) -> None:
+    """Skip processes of Transformers' tensor parallelism: each uses its GPU if there is any, and never the CPU."""
+    if 0 < torch.cuda.device_count() < processes:
         pytest.skip("needs a GPU for each process, or none")
 
 

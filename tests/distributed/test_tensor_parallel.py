@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.pair import World, skip_with_one_gpu
+from tests.distributed.pair import World, skip_with_fewer_gpus
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
@@ -37,7 +37,7 @@ def skip_old_transformers(style: str, *trained: str) -> None:
     """Skip what Transformers itself cannot do: 5.17 does not load a model on a mesh of two dimensions, and does not
     tell PEFT how layers are divided."""
     if style.startswith("transformers"):
-        skip_with_one_gpu()
+        skip_with_fewer_gpus(4 if " x " in style else 2)
         pytest.importorskip("transformers", minversion="5.20" if " x " in style or "backbone" in trained else "5.17")
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import training
-from tests.distributed.pair import World, skip_with_one_gpu
+from tests.distributed.pair import World, skip_with_fewer_gpus
 
 pytest.importorskip("typer")
 pytest.importorskip("accelerate")
@@ -34,7 +34,7 @@ def test_every_contender_is_measured(pair: World, way: str) -> None:
     if way == "zero3":
         pytest.importorskip("deepspeed")
     if way == "tp":
-        skip_with_one_gpu()
+        skip_with_fewer_gpus(2)
     results = pair.run(measure, way, 500.0)
     assert (results[0][0]["loss"] == results[1][0]["loss"]) == (way == "tp")  # the same tokens
     for ours, stock, again in results:

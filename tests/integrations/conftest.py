@@ -52,12 +52,13 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     before = dict(os.environ)
     switches: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul)
-    tf32 = [switch.fp32_precision for switch in switches]
+    precision, tf32 = torch.get_float32_matmul_precision(), [switch.fp32_precision for switch in switches]
     monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
-    for switch, precision in zip(switches, tf32, strict=True):
-        switch.fp32_precision = precision
+    torch.set_float32_matmul_precision(precision)  # of PyTorch's older switch, which Accelerate uses
+    for switch, before_tests in zip(switches, tf32, strict=True):
+        switch.fp32_precision = before_tests
     for name in os.environ.keys() - before.keys():
         if name.startswith("ACCELERATE_"):
             del os.environ[name]

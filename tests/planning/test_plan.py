@@ -151,6 +151,15 @@ def test_blocks_of_log_probabilities_are_wide(num_tokens: int, most_mib: int) ->
     assert plan.workspace_bytes <= most_mib << 20
 
 
+def test_chunks_of_statistics_begin_at_aligned_addresses() -> None:
+    """Results at other addresses would need kernels of their own."""
+    spec = LossSpec(reduction="none", stats=("entropy", "argmax"))
+    c = case_on_hopper(32768, 2304, 256000, grads="", spec=spec)
+    rows, _ = search.make_plan(c).schedule.tile_sizes(c)
+    assert 4096 < rows < 32768
+    assert rows % 128 == 0
+
+
 def test_frozen_head_costs_no_weight_sized_buffer() -> None:
     plan = functools.partial(flce.plan, 32768, 4096, 128256, torch.bfloat16)
     trained, frozen = plan(), plan(weight_grad=False)

@@ -48,7 +48,10 @@ _LARGE_SHARE, _SLOTS = tl.constexpr(float(LARGE_SHARE)), tl.constexpr(ENTRY_SLOT
 _E4M3_MAX, _FLAG_STRIDE, _LEAST_SUM = tl.constexpr(E4M3_MAX), tl.constexpr(FLAG_STRIDE), tl.constexpr(LEAST_SUM)
 
 
-@triton.jit(do_not_specialize=["rows", "vocab_size"])
+@triton.jit(
+    do_not_specialize=["rows", "vocab_size"],
+    do_not_specialize_on_alignment=["partial_ptr"],  # with a softcap the second of two matrices of any number of rows
+)
 def find_large_kernel(
     matrix_ptr,  # (rows, vocab_size) E4M3, row stride matrix_stride
     transposed_ptr,  # (vocab_size, rows) E4M3, row stride transposed_stride
