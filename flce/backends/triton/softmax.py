@@ -138,7 +138,7 @@ def _row_sum(x, ROWS: tl.constexpr):
         return tl.sum(x, axis=1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows"])
 def softmax_resident_kernel(
     x_ptr,  # each (outer, cols, inner)
     y_ptr,
@@ -211,7 +211,7 @@ def _normalized(z, largest, normalizer, LOG: tl.constexpr):
         return tl.exp2((z - largest) * LOG2_E) * normalizer
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows"])
 def softmax_resident_backward_kernel(
     y_ptr,  # each (outer, cols, inner)
     grad_ptr,
@@ -322,7 +322,7 @@ def _update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
     return largest, total
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows"])
 def softmax_online_kernel(
     x_ptr,  # each (outer, cols, inner)
     y_ptr,
@@ -406,7 +406,7 @@ def softmax_online_kernel(
         _store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), edge_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows"])
 def softmax_online_backward_kernel(
     y_ptr,  # each (outer, cols, inner)
     grad_ptr,

@@ -248,7 +248,7 @@ def _launch(
         edges = _edges(tensors, strides, layout.cols, align, 0 if launch.resident else 32 * launch.warps)
     if edges:
         align = 1
-    flat = rows > 1 and layout.outer > 1 and layout.inner < rows
+    flat = rows > 1 and layout.inner < rows
     programs = triton.cdiv(num_rows, rows) if flat else layout.outer * triton.cdiv(layout.inner, rows)
     wide = any(t.dtype == torch.float64 for t in tensors)
     if launch.resident:
@@ -314,7 +314,7 @@ def _lay_out(dim: int, first: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ..
     copied if its dimensions have a different order in memory, or if its strides do not merge into three."""
     cols = first.shape[dim]
     if dim == first.dim() - 1 and all(t.is_contiguous() for t in (first, *others)):  # the usual case, without a search
-        return (first, *others), RowLayout(1, cols, first.numel() // cols, ((0, 1, cols),) * (1 + len(others)))
+        return (first, *others), RowLayout(first.numel() // cols, cols, 1, ((cols, 1, 0),) * (1 + len(others)))
     tensors = [first, *(t if _same_order(dim, first, t) else _copy_like(first, t) for t in others)]
     layout = _collapse(dim, tensors)
     if layout is None:
@@ -349,6 +349,9 @@ def _collapse(dim: int, tensors: list[Tensor]) -> RowLayout | None:
     if len(merged) > 2:
         return None
     missing = (1, [0] * len(tensors))
-    (outer, outer_strides), (inner, inner_strides) = [missing, missing, *merged][-2:]
     col_strides = [t.stride(dim) if shape[dim] > 1 else 1 for t in tensors]
+    if len(merged) == 1 and merged[0][1][0] > col_strides[0]:
+        # Only neighbouring rows need `inner`: Triton compiles other kernels if it is 1 or divisible by 16.
+        merged.append(missing)
+    (outer, outer_strides), (inner, inner_strides) = [missing, missing, *merged][-2:]
     return RowLayout(outer, shape[dim], inner, tuple(zip(outer_strides, col_strides, inner_strides, strict=True)))
