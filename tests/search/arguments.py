@@ -29,6 +29,7 @@ EDGES = (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 32000, 131072)
 # Logits of a call on a CPU by backend, and on a GPU: the oracle has many float64 tensors of this size.
 MAX_LOGITS = {"torch": 30_000, "triton": 1500, "hopper": 1500, "blocks": 1500, "slabs": 30_000, "gpu_dtypes": 100_000}
 GPU_DTYPES = ("hopper", "gpu_dtypes")  # backends of a CPU
+OF_PYTORCH = ("torch", "slabs", "gpu_dtypes")  # not interpreted Triton
 MAX_LOGITS_ON_GPU = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
@@ -157,8 +158,7 @@ def backend(name: str) -> Iterator[None]:
     interpreted Triton, with few classes at a time; slabs: PyTorch, with few rows at a time; gpu_dtypes: PyTorch, with
     the dtypes of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        backends = {"hopper": "triton", "blocks": "triton", "slabs": "torch", "gpu_dtypes": "torch"}
-        patch.setenv("FLCE_BACKEND", backends.get(name, name))
+        patch.setenv("FLCE_BACKEND", "torch" if name in OF_PYTORCH else "triton")
         if name == "blocks":
             from flce.backends import triton
 
@@ -280,6 +280,7 @@ def arithmetic(call: Call, p: Problem, **more: Any) -> Arithmetic:
     std = call["std"] * abs(call["logit_scale"]) * max(1.0, call.get("rows_times", 1.0))
     saturated = 4.0 * (call["softcap"] or math.inf) <= std
     has_least_tiles = call.get("beyond") is not None
+    least_tile = 1 if call["backend"] in OF_PYTORCH else LEAST_TILE_CLASSES
     return Arithmetic(
         result=result,
         rows=rows,
@@ -287,7 +288,7 @@ def arithmetic(call: Call, p: Problem, **more: Any) -> Arithmetic:
         gradients=result if on_gpu else rows,
         sums=DTYPES[call["accum_dtype"]] if call.get("accum_dtype") and p.input.device.type == "cuda" else rows,
         upstream=max(1.0, abs(call["upstream"])),
-        tiles=-(-call["vocab"] // (1 if call["backend"] == "torch" else LEAST_TILE_CLASSES)) if has_least_tiles else 1,
+        tiles=-(-call["vocab"] // least_tile) if has_least_tiles else 1,
         one_hot=std > 15.0,
         subnormal=subnormal(call, result) * on_gpu,
         tensor_cores=p.has_head and p.input.device.type == "cuda" and result.itemsize == 2,
