@@ -201,8 +201,23 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from plan_as_on_hopper(monkeypatch)
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Return the growing list of the launches that are built."""
+    found: list[Launch] = []
+
+    def record(launch: Launch) -> Any:
+        found.append(launch)
+        return launch.kernel[launch.grid](**launch.args, **launch.options)
+
+    monkeypatch.setattr(Launch, "run", record)
+    return found
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_call(
+    name: str, hopper: None, device: torch.device, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of launches does not grow unnoticed."""
     grads, share, most = LAUNCHES[name]
     # With these dtypes the logits of these schedules are in memory; with bfloat16 they stay in registers.
@@ -214,7 +229,6 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
     w.requires_grad_("w" in grads)
     y = torch.randint(0, 2048, (40,), device=device)
     kinds = {kind.__name__: kind for kind in SCHEDULES}
-    launched: list[str] = []
 
     def schedule(c: Case) -> Schedule:
         if name.startswith("Statistics"):
@@ -224,17 +238,13 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
         assert type(chosen) is kinds[name]
         return chosen
 
-    def record(launch: Launch) -> Any:
-        launched.append(launch.kernel.__name__)
-        return launch.kernel[launch.grid](**launch.args, **launch.options)
-
-    monkeypatch.setattr(Launch, "run", record)
     force(monkeypatch, schedule)
     reduction = "none" if "DeferredChunks" in name else "mean"
     options = flce.ChunkOptions(skip_ignored=False, grad_dtype=torch.float8_e4m3fn if "E4M3" in name else None)
     loss: Any = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
     if grads:
         loss.sum().backward()
+    launched = [launch.kernel.__name__ for launch in launches]
     assert len(launched) <= most, launched
     if "reference_kernel" in launched:  # loss scales are computed behind the first product: an idle GPU starts earlier
         assert launched.index("product_kernel") < launched.index("reduction_kernel")
@@ -270,59 +280,53 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
     ids=["exponentials", "blocks", "E4M3", "one pass"],
 )
 def test_calls_of_other_lengths_compile_no_kernels(
-    few_logits: int, settings: dict[str, Any], hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    few_logits: int,
+    settings: dict[str, Any],
+    hopper: None,
+    device: torch.device,
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lengths that are not divisible by 4 give the rows of float32 matrices addresses that are not divisible by 16."""
     monkeypatch.setenv("FLCE_BACKEND", "triton")
     monkeypatch.setattr("flce.engine.case.FEW_LOGITS_BYTES", few_logits)
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     w = torch.randn(640, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    compiled: set[tuple[Any, ...]] = set()
-    plain = Launch.run
 
-    def record(launch: Launch) -> Any:
-        compiled.add(specialization(launch))
-        return plain(launch)
-
-    monkeypatch.setattr(Launch, "run", record)
+    def compiled(*lengths: int) -> set[tuple[Any, ...]]:
+        launches.clear()
+        for tokens in lengths:
+            call(tokens)
+        return {specialization(launch) for launch in launches}
 
     def call(tokens: int) -> None:
         x = torch.randn(tokens, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
         y = torch.randint(0, 640, (tokens,), device=device)
         flce.fused_linear_cross_entropy(x, w, y, **settings).backward()
 
-    call(64)
-    call(128)
-    before = compiled.copy()
-    for tokens in (127, 1):
-        call(tokens)
-    assert compiled == before
+    assert compiled(64, 128) >= compiled(127, 1)
 
 
-class RecordedKernel:
-    """A softmax kernel that records its launches."""
+class SoftmaxKernel:
+    """A kernel whose launches go through `Launch.run`."""
 
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def start(*args: Any, **options: Any) -> Any:
-            self.launches.append(
-                Launch(self.kernel, grid, dict(zip(self.kernel.arg_names, args, strict=False)), options)
-            )
-            return self.kernel[grid](*args, **options)
+            return Launch(self.kernel, grid, dict(zip(self.kernel.arg_names, args, strict=False)), options).run()
 
         return start
 
 
 @pytest.mark.parametrize("cols", [64, 640, 20000])
 def test_softmaxes_of_other_lengths_compile_no_kernels(
-    cols: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    cols: int, device: torch.device, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLCE_BACKEND", "triton")
-    launches: list[Launch] = []
     for name in [name for name in vars(softmax_launch) if name.endswith("_kernel")]:
-        monkeypatch.setattr(softmax_launch, name, RecordedKernel(getattr(softmax_launch, name), launches))
+        monkeypatch.setattr(softmax_launch, name, SoftmaxKernel(getattr(softmax_launch, name)))
     for tokens in (16, 7, 1):
         flce.softmax(torch.randn(tokens, cols, device=device, requires_grad=True), dim=-1).sum().backward()
     assert len(launches) == 6
