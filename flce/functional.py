@@ -26,7 +26,7 @@ from flce.core.problem import (
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops import dtensors, unfused
+from flce.ops import dtensors
 from flce.ops.arguments import (
     LinearArguments,
     check_linear_arguments,
@@ -99,23 +99,22 @@ def fused_linear_cross_entropy(
         z = softcap * tanh(logit_scale * a / softcap) / temperature     (without softcap: logit_scale * a / temperature)
         loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
-    The sum of the first two terms is `torch.nn.functional.cross_entropy`. Logits are computed and processed one chunk
-    at a time. Gradients are exact. The loss is differentiable once, in `input`, `linear_weight`, `linear_bias`,
-    `adapters` and `token_weight`. Only gradients of tensors that require a gradient are computed. A backward with
-    ``retain_graph=True`` copies the gradients that forward has computed: see `ChunkPlan.retained_workspace_bytes`.
+    The sum of the first two terms is `torch.nn.functional.cross_entropy` of class indices. Logits are computed and
+    processed one chunk at a time. Gradients are exact. The loss is differentiable once, in `input`, `linear_weight`,
+    `linear_bias`, `adapters` and `token_weight`. Only gradients of tensors that require a gradient are computed. A
+    backward with ``retain_graph=True`` copies the gradients that forward has computed: see
+    `ChunkPlan.retained_workspace_bytes`.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
         linear_weight: (V, H) weight of the head, in the dtype of `input`. Autocast applies as to
-            `torch.nn.functional.linear`. For a K-dimensional head (V, d_1, ..., d_K, H), the logits are stored in
-            memory.
+            `torch.nn.functional.linear`.
         target: (...) class indices in [0, V), int64 or int32. Tokens whose target is `ignore_index` contribute nothing
-            to loss and gradients (for a NaN or infinity in their hidden states, see `ChunkOptions.skip_ignored`). Or
-            class probabilities (..., V) in a floating dtype; then the logits are stored in memory.
+            to loss and gradients (for a NaN or infinity in their hidden states, see `ChunkOptions.skip_ignored`).
         linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
         adapters: (..., r) and (V, r) pairs. Each pair adds ``a @ B.T`` to the logits before bias, `logit_scale` and
             `softcap`, as a LoRA adapter on the head does (``a = scale * A(x)``). Any r >= 1; each pair may have a
-            different r. The dtype is the dtype of `linear_weight`. Not supported with a K-dimensional head.
+            different r. The dtype is the dtype of `linear_weight`.
         weight: (V,) class weights.
         reduction: "none": (...) losses. "sum": the sum of the losses. "mean": the sum of cross entropies divided by the
             sum of ``weight[target]``, plus the sum of z-losses divided by the number of tokens that are not ignored;
@@ -192,8 +191,6 @@ def fused_linear_cross_entropy(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
         ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    if args.is_unfused:
-        return unfused.linear_cross_entropy(args, spec)
     problem = make_linear_problem(args, spec)
     out = linear_cross_entropy(problem, options or DEFAULT_OPTIONS)
     return _make_output(out, problem.target, args.target.shape, spec)
@@ -424,8 +421,6 @@ def cross_entropy(
             of this process, (..., V_local). A DTensor that is sharded over its last dimension needs neither
             `process_group` nor `vocab_size`.
         target: (...) class indices in [0, V), int64 or int32. Tokens whose target is `ignore_index` contribute nothing.
-            Or class probabilities (..., V) in a floating dtype: then PyTorch's operators compute the loss, and allocate
-            several tensors of the size of the logits; `shift`, `inplace` and `process_group` are not supported.
         weight: (V,) class weights, of all classes.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as in
             `fused_linear_cross_entropy`.
@@ -462,8 +457,8 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes do not fit, devices differ, a scalar is out of its range, an option is not supported with
-            class probabilities, or a DTensor is sharded over another dimension than its classes.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, or a DTensor is sharded over
+            another dimension than its classes.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise the loss of that token is
             NaN, and no memory is read out of bounds.
         RuntimeError: with ``inplace=True`` in forward: the logits require grad and are a leaf (or a view of a leaf),
@@ -482,8 +477,6 @@ def cross_entropy(
     problem = check_logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
-    if problem.target.is_floating_point():
-        return unfused.cross_entropy(problem)
     overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)

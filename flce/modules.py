@@ -256,8 +256,7 @@ class CrossEntropyLoss(_Loss):
 
     Args: the arguments of `flce.cross_entropy`. `weight` is a buffer.
 
-    Shape: ``forward(logits, target)`` with (..., V), classes last, and (...) or, for class probabilities, (..., V);
-    `token_weight` is (...).
+    Shape: ``forward(logits, target)`` with (..., V), classes last, and (...); `token_weight` is (...).
 
     Raises:
         TypeError, ValueError: in the constructor, for a scalar out of its range; in a call, as the function.

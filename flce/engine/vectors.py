@@ -181,12 +181,6 @@ def can_read_values(device: torch.device) -> bool:
     return device.type == "cpu" or (debug == "1" and device.type != "meta")  # Meta tensors have no values.
 
 
-def check_num_items(num_items: Tensor) -> None:
-    """Raise ValueError for a negative number."""
-    if bool(num_items < 0):
-        raise ValueError(f"num_items must be >= 0, got {num_items.item()}")
-
-
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
     """Raise IndexError for a candidate that is neither a class nor -1, if the host may read values."""
     if ids is None or not can_read_values(ids.device):
@@ -223,8 +217,8 @@ def check_targets(p: RowProblem) -> bool:
     read values. Return True if no target is ignored; False if some are or values were not read."""
     if not can_read_values(p.target.device):
         return False
-    if p.num_items is not None:
-        check_num_items(p.num_items)
+    if p.num_items is not None and bool(p.num_items < 0):
+        raise ValueError(f"num_items must be >= 0, got {p.num_items.item()}")
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -46,17 +45,14 @@ class LinearArguments(NamedTuple):
     """Checked arguments of `flce.fused_linear_cross_entropy`, in the dtypes of the computation."""
 
     input: Tensor  # (..., H)
-    linear_weight: Tensor  # (V, d_1, ..., d_K, H)
-    target: Tensor  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
-    linear_bias: Tensor | None  # (V, d_1, ..., d_K)
-    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each; empty for K > 0
+    linear_weight: Tensor  # (V, H)
+    target: Tensor  # (...)
+    linear_bias: Tensor | None  # (V,)
+    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each
     weight: Tensor | None  # (V,)
-    token_weight: Tensor | None  # (..., d_1, ..., d_K)
+    token_weight: Tensor | None  # (...)
     num_items: Tensor | None  # ()
     shift: int
-    is_unfused: bool
-    """True if `ops.unfused` computes the loss with PyTorch's operators, with the logits in memory: for class
-    probabilities and K-dimensional heads."""
     shard: Shard | None
     """Shard of the weights; None: all classes."""
     vocab_size: int
@@ -90,29 +86,22 @@ def check_linear_arguments(
         operands |= adapters_by_name(adapters)
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target, **tensors})
-    if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
-        _refuse_head(input, linear_weight)
-    probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
-    is_unfused = probabilities or linear_weight.dim() > 2
-    if is_unfused and is_logprobs:
-        if linear_weight.dim() > 2:
-            raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-        raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
-    if weight is not None and not probabilities:
+    if input.dim() < 1 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[-1]:
+        _refuse_head(input, linear_weight, target, is_loss=not isinstance(spec, LogprobSpec))
+    if weight is not None:
         refuse_class_weight_gradient(weight)
     if options is not None:
         check_options(options)
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
-    if not is_unfused and is_in_transform():
+    if is_in_transform():
         # Checked before the input is gathered, because the gathered input has no tangent.
+        is_logprobs = isinstance(spec, LogprobSpec)
         names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
         refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
     shard, vocab_size = None, len(linear_weight)
     num_class_weights = vocab_size
     if sharded_head != NOT_SHARDED:
-        if probabilities:
-            raise ValueError("process_group needs class-index targets, got class probabilities")
         replicated = {
             "the shape of target": tuple(target.shape),
             "the shape of token_weight": None if token_weight is None else tuple(token_weight.shape),
@@ -138,29 +127,23 @@ def check_linear_arguments(
         linear_bias = _cast_bias(linear_bias, input)
     if num_items is not None:
         num_items = num_items_tensor(num_items, spec, input)
-    leading, (local_vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
-    tokens = (*leading, *inner)
+    tokens, local_vocab_size = input.shape[:-1], len(linear_weight)
     if not local_vocab_size or not input.shape[-1]:
         raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
     adapters = tuple(zip(others[::2], others[1::2], strict=True))
     if adapters:
         _check_adapters(adapters, input, linear_weight)
     for name, tensor, shape in (
-        ("target", target, (*leading, local_vocab_size, *inner) if probabilities else tokens),
-        ("linear_bias", linear_bias, (local_vocab_size, *inner)),
+        ("target", target, tokens),
+        ("linear_bias", linear_bias, (local_vocab_size,)),
         ("weight", weight, (num_class_weights,)),
         ("token_weight", token_weight, tokens),
     ):
         if tensor is not None and tensor.shape != shape:
             _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
-    if is_unfused:
-        if shift:
-            raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
-        _check_unfused(spec, probabilities)
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, is_unfused, shard,
-        vocab_size,
-    )  # fmt: skip
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, shard, vocab_size
+    )
 
 
 def check_logprob_arguments(
@@ -261,8 +244,7 @@ def check_logits_arguments(
     """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is already checked.
 
     Returns:
-        The problem. For a DTensor it has the local tensor; for class probabilities it has the tensors of the call
-        unchanged.
+        The problem. For a DTensor it has the local tensor.
     """
     tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
     check_tensors(tensors, dtensors=True)
@@ -291,9 +273,8 @@ def check_logits_arguments(
         vocabulary_parallel.refuse_without_group(vocab_size=vocab_size)
     if total_vocab_size == 0:
         raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
-    probabilities = target.is_floating_point()
     for name, value, shape in (
-        ("target", target, tuple(logits.shape) if probabilities else tokens),
+        ("target", target, tokens),
         ("weight", weight, (total_vocab_size,)),
         ("token_weight", token_weight, tokens),
     ):
@@ -301,21 +282,15 @@ def check_logits_arguments(
             _refuse_shape(name, value, shape, {"logits": logits})
     if num_items is not None:
         num_items = num_items_tensor(num_items, spec, logits)
-    if probabilities:
-        for name, given in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
-            if given:
-                raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        _check_unfused(spec, probabilities=True)
-    else:
-        refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
-        accum = accumulation_dtype(logits.dtype)
-        target = target.to(torch.int64)
-        if shift:
-            target = shift_target(target, shift, spec.ignore_index)
-        if weight is not None:
-            refuse_class_weight_gradient(weight)
-            weight = weight.detach().to(accum).contiguous()
-        token_weight = None if token_weight is None else token_weight.to(accum)
+    refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
+    accum = accumulation_dtype(logits.dtype)
+    target = target.to(torch.int64)
+    if shift:
+        target = shift_target(target, shift, spec.ignore_index)
+    if weight is not None:
+        refuse_class_weight_gradient(weight)
+        weight = weight.detach().to(accum).contiguous()
+    token_weight = None if token_weight is None else token_weight.to(accum)
     token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
     return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, token_weight_grad)
 
@@ -340,9 +315,8 @@ def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIO
                 f"all tensors must be on one device, got {next(iter(tensors))} on {first.device} and {name} on "
                 f"{value.device}"
             )
-        is_right = value.dtype in _INDEX_DTYPES if name in _INDEX_TENSORS else value.is_floating_point()
-        if not is_right and not (name == "target" and value.is_floating_point()):
-            _refuse_dtype(name, value, tensors.get("target"))
+        if not (value.dtype in _INDEX_DTYPES if name in _INDEX_TENSORS else value.is_floating_point()):
+            _refuse_dtype(name, value, tensors)
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
@@ -391,14 +365,14 @@ def _refuse_quantised(weight: Tensor) -> NoReturn:
     )
 
 
-def _refuse_dtype(name: str, value: Tensor, target: Any) -> NoReturn:
-    if name == "target":
-        raise TypeError(
-            "target must hold class indices in int64 or int32, or class probabilities in a floating dtype, "
-            f"got {value.dtype}"
-        )
-    if name == "candidates":
-        raise TypeError(f"candidates must hold class indices in int64 or int32, got {value.dtype}")
+def _refuse_dtype(name: str, value: Tensor, tensors: Mapping[str, Any]) -> NoReturn:
+    if name in _INDEX_TENSORS:
+        hint = ": for indices give target.long()" if name == "target" and value.is_floating_point() else ""
+        if hint and "weight" in tensors:  # the arguments of a loss
+            logits = "logits" if "logits" in tensors else "torch.nn.functional.linear(input, linear_weight)"
+            hint += f", for class probabilities use torch.nn.functional.cross_entropy({logits}, target)"
+        raise TypeError(f"{name} must hold class indices in int64 or int32, got {value.dtype}{hint}")
+    target = tensors.get("target")
     swapped = value.dtype in _INDEX_DTYPES and isinstance(target, Tensor) and target.is_floating_point()
     if name == "linear_weight" and not swapped and value.dtype in (torch.int8, torch.uint8):
         _refuse_quantised(value)
@@ -426,13 +400,18 @@ def refuse_class_weight_gradient(weight: Tensor) -> None:
 # Shapes
 
 
-def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
+def _refuse_head(input: Tensor, linear_weight: Tensor, target: Tensor, is_loss: bool) -> NoReturn:
     if input.dim() < 1:
         raise ValueError("input must have shape (..., H), got a 0-d tensor")
-    shape = tuple(linear_weight.shape)
-    if len(shape) < 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {shape}")
-    hint = ": give linear_weight.t()" if len(shape) == 2 and shape[0] == input.shape[-1] else ""
+    shape, hint = tuple(linear_weight.shape), ""
+    if len(shape) != 2:
+        if len(shape) > 2 and target.shape == shape[:-1]:
+            hint = f": {_ARGUMENT_ORDER}"
+        elif len(shape) > 2 and is_loss:
+            logits = "torch.tensordot(input, linear_weight, ([-1], [-1]))"
+            hint = f": for a head of more dimensions use torch.nn.functional.cross_entropy({logits}, target)"
+        raise ValueError(f"linear_weight must have shape (V, H), got {shape}{hint}")
+    hint = ": give linear_weight.t()" if shape[0] == input.shape[-1] else ""
     raise ValueError(
         f"linear_weight must have shape (V, H) with the H of input, {input.shape[-1]}, got {shape} with input "
         f"{tuple(input.shape)}{hint}"
@@ -451,8 +430,6 @@ def adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Ten
 
 
 def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, linear_weight: Tensor) -> None:
-    if linear_weight.dim() > 2:
-        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
     vocab_size = len(linear_weight)
     for k, (a, b) in enumerate(adapters):
         if b.dim() != 2 or len(b) != vocab_size or not b.shape[1]:
@@ -474,32 +451,10 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
     if name == "target":
         if others and value.shape == others[0].shape[:-1]:
             hint = f": {_ARGUMENT_ORDER}"
-        elif value.is_floating_point() and value.shape == first.shape[:-1]:
-            hint = ": a floating target is read as class probabilities, for indices call .long()"
         elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
             hint = ": classes are the last dimension of logits; where they are the second, give logits.movedim(1, -1)"
     shapes = " and ".join(f"{other} {tuple(tensor.shape)}" for other, tensor in related.items())
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
-
-
-# The fields of `LossSpec` that `ops.unfused` computes. Other fields raise an error there.
-UNFUSED_FIELDS = {
-    "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "stats"
-}  # fmt: skip
-
-
-def _check_unfused(spec: LossSpec, probabilities: bool) -> None:
-    """Raise ValueError for options that `ops.unfused` does not compute, or that need class indices."""
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name not in UNFUSED_FIELDS and value != field.default:
-            raise ValueError(f"{field.name}={value!r} needs class-index targets and a weight of two dimensions")
-    if not probabilities:
-        return
-    if {"logprob", "correct"} & set(spec.stats):
-        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
-    if spec.ignore_index >= 0:
-        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -194,16 +194,17 @@ def _shift_before_division(target: Any, arguments: dict[str, Any], layout: _Layo
 def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:
     """Return the arguments that divide the sum of this process's losses by the denominator of all tokens."""
     target, weight = call["target"], call["weight"]
-    if target.is_floating_point() or (weight is not None and call["z_loss"]):
+    if weight is not None and call["z_loss"]:
         raise ValueError(
-            "reduction='mean' of tokens that are divided over a mesh supports neither class probabilities nor weight "
-            "together with z_loss: give reduction='sum' and num_items"
+            "reduction='mean' of tokens that are divided over a mesh does not support weight together with z_loss: "
+            "give reduction='sum' and num_items"
         )
     vocab_size = call["vocab_size"] or len(call["linear_weight"])
     if weight is not None and weight.shape != (vocab_size,):
         raise ValueError(f"weight must have shape {(vocab_size,)}, all classes, got {tuple(weight.shape)}")
     valid = target != (-100 if call["ignore_index"] is None else call["ignore_index"])
-    counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1)]
+    # `long`: the function checks the dtype of targets after this.
+    counted = valid if weight is None else valid * weight.detach()[target.clamp(0, len(weight) - 1).long()]
     count = counted.sum(dtype=accumulation_dtype(call["input"].dtype))
     return {"reduction": "sum", "num_items": layout.sum(count)}
 

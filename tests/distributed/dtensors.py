@@ -49,9 +49,13 @@ def errors() -> None:
             r"weight must have shape \(41,\), all classes, got \(40,\)",
             {"input": tokens, "linear_weight": plain, "target": labels, "weight": p.linear_weight[:40, 0]},
         ),
+        (
+            "target must hold class indices in int64 or int32",
+            {"input": tokens, "linear_weight": plain, "target": labels.double(), "weight": p.linear_weight[:, 0]},
+        ),
     ]
     for message, given in refused:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             flce.fused_linear_cross_entropy(**{"input": hidden, "linear_weight": weight, "target": p.target} | given)
     for name, value, replacement in (
         ("target", distribute_tensor(p.target, mesh, [Replicate()]), "target.to_local()"),

@@ -54,8 +54,7 @@ class Packed(Tensor):
 
 
 PAIR = ones(N, 2), ones(V, 2)
-PROBABILITIES = torch.full((N, V), 1 / V)
-K_DIMENSIONAL = {"linear_weight": ones(V, 3, H), "target": indices(N, 3)}
+STOCK = "for class probabilities use torch.nn.functional.cross_entropy"
 NESTED = [torch.nested.nested_tensor([ones(2, H), ones(3, H)], layout=kind) for kind in (torch.strided, torch.jagged)]
 QUANTISED = "linear_weight must be float16, …a quantised head"
 ORDER = "hidden states come first, then linear_weight, then target"
@@ -161,8 +160,12 @@ CASES: list[Case] = [
     (TypeError, "linear_bias must have the dtype of input, …got torch.float64", {"linear_bias": ones(V, dtype=f64)}),
     (TypeError, "input must be …float8", {"input": ones(N, H).to(float8), "linear_weight": ones(V, H).to(float8)}),
     *(
-        (TypeError, f"target must hold class indices in int64 or int32, …got {dtype}", {"target": ones(N).to(dtype)})
+        (TypeError, f"target must hold class indices in int64 or int32, got {dtype}", {"target": ones(N).to(dtype)})
         for dtype in (torch.int16, torch.uint8, torch.bool, torch.complex64)
+    ),
+    *(
+        (TypeError, f"torch.float32: for indices give target.long(), {STOCK}(torch.nn.", {"target": ones(shape)})
+        for shape in ((N,), (N, V), (N, V + 1))
     ),
     # ---- layouts and quantised heads
     *(
@@ -180,7 +183,7 @@ CASES: list[Case] = [
     (ValueError, f"target must have shape …{ORDER}", {"input": ones(V, H), "linear_weight": ones(N, H)}),  # as Liger
     (
         ValueError,
-        f"target must have shape …{ORDER}",
+        f"linear_weight must have shape (V, H), got (2, 3, {H}): {ORDER}",
         {"input": ones(V, H), "linear_weight": ones(2, 3, H), "target": indices(2, 3), "shift": 1},
     ),
     # ---- shapes
@@ -191,7 +194,7 @@ CASES: list[Case] = [
     (ValueError, f"got ({H}, {V}) …give linear_weight.t()", {"linear_weight": ones(H, V)}),
     (ValueError, f"linear_weight must have V > 0 and H > 0, got shape (0, {H})", {"linear_weight": ones(0, H)}),
     (ValueError, "linear_weight must have V > 0 and …(20, 0)", {"input": ones(N, 0), "linear_weight": ones(V, 0)}),
-    (ValueError, "class probabilities, for indices call .long()", {"target": torch.zeros(N)}),
+    (ValueError, "got (20, 3, 8): for a head of more dimensions use torch.nn.", {"linear_weight": ones(V, 3, H)}),
     *(
         (ValueError, f"target must have shape ({N},) with …got {shape}", {"target": indices(*shape)})
         for shape in ((N + 1,), (N, 1), ())
@@ -204,14 +207,6 @@ CASES: list[Case] = [
     ),
     (ValueError, f"token_weight must have shape ({N},) with …got ({V},)", {"token_weight": ones(V)}),
     (ValueError, "shift needs a target with …one dimension", {"input": ones(H), "target": torch.tensor(0), "shift": 1}),
-    (ValueError, f"target must have shape ({N}, {V}) with …got ({N}, {V + 1})", {"target": ones(N, V + 1)}),
-    (ValueError, "shift needs class-index targets", {"target": PROBABILITIES, "shift": 1}),
-    *(
-        (ValueError, "stats 'logprob' and 'correct' need …targets", {"target": PROBABILITIES, "stats": (name,)})
-        for name in ("logprob", "correct")
-    ),
-    (ValueError, "ignore_index=2 needs class-index targets", {"target": PROBABILITIES, "ignore_index": 2}),
-    (ValueError, "num_items must be >= 0", {**K_DIMENSIONAL, "num_items": torch.tensor(-3.0), "reduction": "sum"}),
     # ---- adapters
     (TypeError, "adapters[0][1] must be a Tensor, got list", adapted(2, [[0.0] * 2] * V)),
     (TypeError, "adapters must be a sequence of pairs of tensors, got Tensor", {"adapters": ones(N, 2)}),
@@ -231,17 +226,10 @@ CASES: list[Case] = [
         {"input": ones(2, 3, H), "target": indices(2, 3), **adapted(2, 2)},
     ),
     *(
-        (ValueError, f"adapters[0][1] must have shape (V, r) …{V}, and r > 0, got {b}", {**adapted(2, b), **changes})
-        for b, changes in (
-            ((V + 1, 2), {}),
-            ((V,), {}),
-            ((), {}),
-            ((V, 0), {}),
-            ((V + 1, 2), {"target": PROBABILITIES}),
-        )
+        (ValueError, f"adapters[0][1] must have shape (V, r) …{V}, and r > 0, got {b}", adapted(2, b))
+        for b in ((V + 1, 2), (V,), (), (V, 0))
     ),
     (ValueError, f"adapters[0][1] must have shape (V, r) …got (2, {V}): give adapters[0][1].t()", adapted(2, (2, V))),
-    (ValueError, "adapters need a two-dimensional linear_weight", {**K_DIMENSIONAL, **adapted(2, 2)}),
     # ---- devices
     *(
         (ValueError, f"got input on cpu and {name} on meta", {name: tensor.to("meta")})
@@ -284,11 +272,7 @@ LOGITS_CASES: list[Case] = [
     (ValueError, "logits must have V > 0 classes", {"logits": ones(N, 0)}),
     (ValueError, f"target must have shape ({N},) …got (5,)", {"target": indices(5)}),
     (ValueError, "give logits.movedim(1, -1)", {"logits": ones(N, V, 5), "target": indices(N, 5)}),
-    (ValueError, "class probabilities, for indices call .long()", {"target": torch.zeros(N)}),
-    (ValueError, f"target must have shape ({N}, {V}) …got ({N}, 21)", {"target": ones(N, V + 1)}),
-    (ValueError, "shift needs class-index", {"target": PROBABILITIES, "shift": 1}),
-    (ValueError, "inplace=True needs class-index", {"target": PROBABILITIES, "inplace": True}),
-    (ValueError, "stats 'logprob' and 'correct' need class-index", {"target": PROBABILITIES, "stats": ("logprob",)}),
+    (TypeError, f"torch.float32: for indices give target.long(), {STOCK}(logits, target)", {"target": ones(N, V)}),
     (ValueError, f"token_weight must have shape ({N},) …got ({V},)", {"token_weight": ones(V)}),
     (ValueError, "got logits on cpu and target on meta", {"target": indices(N).to("meta")}),
     (ValueError, "shift needs a target", {"logits": ones(9), "target": torch.tensor(0), "shift": 1}),
@@ -428,13 +412,25 @@ def test_a_budget_in_words() -> None:
 
 
 def test_a_class_weight_with_a_gradient_where_none_is_made(torch_backend: str) -> None:
-    """As in PyTorch, such a weight is valid if gradients are off, and with class probabilities."""
-    weight = torch.ones(V, requires_grad=True)
+    """As in PyTorch, such a weight is valid if gradients are off."""
     with torch.no_grad():
-        flce.fused_linear_cross_entropy(**good(weight=weight))
-    loss: Any = flce.fused_linear_cross_entropy(**good(weight=weight, target=PROBABILITIES))
-    loss.backward()
-    assert weight.grad is not None
+        flce.fused_linear_cross_entropy(**good(weight=torch.ones(V, requires_grad=True)))
+
+
+@pytest.mark.parametrize("kind", ["head", "logits", "more dimensions"])
+def test_the_replacement_that_an_error_names(kind: str) -> None:
+    """PyTorch's functions in the message compute the loss of class probabilities, and of a head of more dimensions."""
+    input, linear_weight, target = ones(N, H), torch.arange(H * V).view(V, H) / V, torch.eye(V)[:N]
+    if kind == "more dimensions":
+        linear_weight, target = torch.stack([linear_weight] * 3, 1), indices(N, 3)
+    logits = torch.tensordot(input, linear_weight, ([-1], [-1]))  # type: ignore[no-untyped-call]
+    arguments = (logits,) if kind == "logits" else (input, linear_weight)
+    function: Any = flce.cross_entropy if kind == "logits" else flce.fused_linear_cross_entropy
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function(*arguments, target)
+    loss = eval(str(caught.value).split(" use ")[1])
+    classes = target if target.is_floating_point() else torch.nn.functional.one_hot(target, V).movedim(-1, 1)
+    torch.testing.assert_close(loss, -(classes * logits.log_softmax(1)).sum(1).mean())
 
 
 def test_values_of_the_debug_variable(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:

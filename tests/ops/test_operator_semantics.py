@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,10 +20,7 @@ from flce.backends.eager import TorchBackend
 from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import head_state
-from flce.ops import arguments
-from flce.ops.arguments import UNFUSED_FIELDS
-from flce.testing.oracle import oracle
-from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
     OTHER_VALUES,
@@ -270,116 +266,6 @@ def test_the_gradient_of_weights_takes_no_pass_over_logits(
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Probabilities and multi-dimensional heads
-
-
-@parametrize_pairs(
-    reduction=REDUCTIONS,
-    smoothing=[0.0, 0.3],
-    class_weight=[False, True],
-    leading=[(), (7,), (2, 3)],
-    ranks=[(), (2, 3)],
-    backend=BACKENDS,
-)
-def test_probability_targets(
-    reduction: str,
-    smoothing: float,
-    class_weight: bool,
-    leading: tuple[int, ...],
-    ranks: tuple[int, ...],
-    backend: str,
-    device: torch.device,
-) -> None:
-    p = make_problem(
-        leading, 8, 20, bias=True, class_weight=class_weight, adapter_ranks=ranks, reduction=reduction, device=device
-    ).with_(label_smoothing=smoothing)
-    y = torch.softmax(torch.randn(*leading, 20, dtype=torch.float64, device=device), dim=-1)
-    upstream = torch.randn(leading if reduction == "none" else (), dtype=torch.float64, device=device)
-
-    def ours(x: Tensor, w: Tensor, b: Tensor, *terms: Tensor) -> Any:
-        adapters = list(zip(terms[::2], terms[1::2], strict=True))
-        return fused(x, w, y, linear_bias=b, adapters=adapters, **p.kwargs)
-
-    def theirs(x: Tensor, w: Tensor, b: Tensor, *terms: Tensor) -> Tensor:
-        z = F.linear(x, w, b) + sum(F.linear(a, up) for a, up in zip(terms[::2], terms[1::2], strict=True))
-        loss = F.cross_entropy(z.reshape(-1, 20), y.reshape(-1, 20), **p.kwargs)
-        return loss.view(leading) if reduction == "none" else loss
-
-    leaves = (p.input, p.linear_weight, p.linear_bias, *itertools.chain(*p.adapters))
-    mine, expected = (losses_and_grads(function, *leaves, upstream=upstream) for function in (ours, theirs))
-    torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_one_hot_probabilities_equal_indices(reduction: str, backend: str) -> None:
-    """All options are on: z-loss, softcap, temperature, scale, token weights, smoothing."""
-    transform: dict[str, Any] = {"softcap": 4.0, "temperature": 1.4, "logit_scale": 0.7}
-    p = make_problem((7,), 8, 20, bias=True, token_weight=True, z_loss=0.05, label_smoothing=0.1, **transform)
-    p = p.with_(reduction=reduction, num_items=3 if reduction == "sum" else None)
-    stats = ("lse", "entropy", "argmax")
-    a, b = (
-        run_fused(replace(p, target=target), grads=ALL_GRADS + "t", stats=stats)
-        for target in (p.target, F.one_hot(p.target, 20).double())
-    )
-    for name in ("loss", "grad_input", "grad_weight", "grad_bias", "grad_token_weight"):
-        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
-    for name in stats:
-        torch.testing.assert_close(getattr(a.output, name), getattr(b.output, name), rtol=1e-10, atol=1e-12)
-
-
-@parametrize_combinations(
-    reduction=REDUCTIONS,
-    dims=[(3,), (2, 3)],
-    kind=["indices", "indices with ignored", "indices of more dimensions", "probabilities"],
-    smoothing=[0.0, 0.2],
-)
-def test_multi_dimensional_heads(
-    reduction: str, dims: tuple[int, ...], kind: str, smoothing: float, backend: str
-) -> None:
-    leading = (2, 3) if kind == "indices of more dimensions" else (5,)
-    x = torch.randn(*leading, 8, dtype=torch.float64)
-    w = torch.randn(11, *dims, 8, dtype=torch.float64)
-    b = torch.randn(11, *dims, dtype=torch.float64)
-    if kind == "probabilities":
-        y = torch.softmax(torch.randn(5, 11, *dims, dtype=torch.float64), dim=1)
-    else:
-        y = torch.randint(0, 11, (*leading, *dims))
-        if kind == "indices with ignored":
-            y[y < 4] = -100
-    class_weight = torch.rand(11, dtype=torch.float64)
-    kwargs: dict[str, Any] = {"weight": class_weight, "reduction": reduction, "label_smoothing": smoothing}
-
-    def theirs(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        z = torch.tensordot(x, w, ([-1], [-1])) + b
-        loss = F.cross_entropy(z.flatten(0, len(leading) - 1), y.flatten(0, len(leading) - 1), **kwargs)
-        return loss.view(*leading, *dims) if reduction == "none" else loss
-
-    mine = losses_and_grads(lambda x, w, b: fused(x, w, y, linear_bias=b, **kwargs), x, w, b)
-    others = [theirs]
-    if hasattr(F, "linear_cross_entropy"):  # in newer versions of PyTorch
-        others.append(lambda x, w, b: F.linear_cross_entropy(x, w, y, linear_bias=b, **kwargs))
-    for other in others[: 1 if len(leading) > 1 else 2]:
-        torch.testing.assert_close(mine, losses_and_grads(other, x, w, b), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_multi_dimensional_head_with_options(reduction: str, backend: str) -> None:
-    """With class weights, the two parts of a mean have different divisors."""
-    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(11, 4, 8, dtype=torch.float64)
-    y = torch.randint(0, 11, (5, 4))
-    y[y < 3] = -100
-    kwargs: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01, "reduction": reduction}
-    token_weight = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
-    kwargs |= {"weight": torch.rand(11, dtype=torch.float64), "token_weight": token_weight}
-    out: Any = flce.fused_linear_cross_entropy(x, w, y, stats=("lse",), **kwargs)
-    expected = oracle(torch.einsum("ah,vdh->adv", x, w), None, y, **kwargs)
-    for name in ("loss", "z_loss", "lse"):
-        torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
-    out.loss.sum().backward()
-    torch.testing.assert_close(token_weight.grad, expected.grad_token_weight, rtol=1e-10, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # Autocast, gradient modes, determinism
 
 
@@ -598,8 +484,8 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
     """Return the loss of a few tokens with these arguments, by one of the public functions, and a gradient."""
     torch.manual_seed(0)
     x = torch.randn(6, 8, device=device)
-    w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
-    y = torch.randint(0, w.shape[0], (6, 3) if kind == "K-dimensional" else (6,), device=device)
+    w = 2 * torch.randn(15, 8, device=device)
+    y = torch.randint(0, 15, (6,), device=device)
     leaf = (x @ w.t() if kind == "logits" else x).detach().requires_grad_()
     if kind == "logits":
         loss: Any = flce.cross_entropy(leaf, y, **arguments)
@@ -609,11 +495,10 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
         out: Any = flce.linear_logprobs(leaf, w, y, **arguments)
         loss = -out.logprob.mean()
     else:
-        target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
         if kind == "divided":
             arguments |= {"process_group": dist.group.WORLD, "vocab_size": 15}
         options = flce.ChunkOptions(strategy="vocab" if kind == "vocab" else "auto")
-        loss = flce.fused_linear_cross_entropy(leaf, w, target, options=options, **arguments)
+        loss = flce.fused_linear_cross_entropy(leaf, w, y, options=options, **arguments)
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad
@@ -621,19 +506,12 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
 
 # For each numeric option of the loss, a value that changes the loss. Add new options here.
 @pytest.mark.parametrize("name", NUMERIC_FIELDS)
-@pytest.mark.parametrize(
-    "kind",
-    ["fused", "vocab", "divided", "logits", "lazy logits", "linear_logprobs", "probabilities", "K-dimensional"],
-)
+@pytest.mark.parametrize("kind", ["fused", "vocab", "divided", "logits", "lazy logits", "linear_logprobs"])
 def test_no_number_of_the_loss_is_ignored(
     name: str, kind: str, backend: str, device: torch.device, one_process: Any
 ) -> None:
     """Each number changes the loss and the gradient, or raises an error."""
     option = {name: OTHER_VALUES[name]}
-    if kind in ("probabilities", "K-dimensional") and name not in UNFUSED_FIELDS:
-        with pytest.raises(ValueError, match=name):
-            loss_of_kind(kind, device, **option)
-        return
     if kind == "linear_logprobs" and name not in inspect.signature(flce.linear_logprobs).parameters:
         with pytest.raises(TypeError, match=name):
             loss_of_kind(kind, device, **option)
@@ -641,21 +519,11 @@ def test_no_number_of_the_loss_is_ignored(
     plain, other = loss_of_kind(kind, device), loss_of_kind(kind, device, **option)
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
-    if kind not in ("fused", "probabilities", "K-dimensional"):  # these change only the gradient, or only the loss
+    if kind != "fused":
         expected = loss_of_kind("fused", device, **option)
         assert relative_error(other[0], expected[0]) < 1e-5
         if other[1].shape == expected[1].shape:
             assert relative_error(other[1], expected[1]) < 1e-5
-
-
-@pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
-def test_an_option_of_fused_losses_only_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "UNFUSED_FIELDS", UNFUSED_FIELDS - {"z_loss"})
-    assert loss_of_kind(kind, torch.device("cpu"), softcap=2.0)[0].isfinite()
-    w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
-    y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)
-    with pytest.raises(ValueError, match=r"z_loss=0\.1 needs class-index targets"):
-        flce.fused_linear_cross_entropy(torch.ones(6, 8), w, y, z_loss=0.1)
 
 
 def test_kept_arguments_are_those_of_the_call() -> None:
