@@ -145,7 +145,6 @@ def logits(
     inplace: bool = False,
     view: str = "whole",
     module: bool = False,
-    targets: str = "indices",
     weigh: bool = False,
 ) -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
@@ -154,11 +153,8 @@ def logits(
             token_weight=weigh, **SCALARS,
         )  # fmt: skip
         weights = [p.kwargs.pop("token_weight").requires_grad_()] if weigh else []
-        stats: tuple[str, ...] = STATS
         target, kwargs = p.target[..., None], dict(p.kwargs)
-        if targets == "probabilities":
-            target, kwargs["shift"], stats = p.input.softmax(-1), 0, ("lse", "entropy", "argmax")
-        fixed: dict[str, Any] = {**kwargs, "stats": stats if reduction == "none" else (), "inplace": inplace}
+        fixed: dict[str, Any] = {**kwargs, "stats": STATS if reduction == "none" else (), "inplace": inplace}
         count = torch.tensor(7, device=device) if reduction == "sum" else None
         function = flce.CrossEntropyLoss(**fixed) if module else None
 
@@ -166,8 +162,7 @@ def logits(
             return {"token_weight": VIEWS[view](weights[0][..., None])[..., 0]} if weights else {}
 
         def call(data: tuple[Tensor, ...], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            z, y = VIEWS[view](2 * x), VIEWS[view](data[0])
-            y = y if y.is_floating_point() else y[..., 0]
+            z, y = VIEWS[view](2 * x), VIEWS[view](data[0])[..., 0]
             more: dict[str, Any] = {"num_items": count, **weighted(weights)}
             if function is not None:
                 return results_of(function(z, y, **more))
@@ -673,26 +668,11 @@ class OnlyMeta(TorchDispatchMode):
         return result
 
 
-def head_of_two_dimensions(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
-    sizes = ((2, tokens, 8), (vocab, 3, 8), (vocab, 3))
-    leaves = tuple(torch.zeros(size, dtype=dtype, device=device, requires_grad=True) for size in sizes)
-    y = torch.zeros(2, tokens, 3, dtype=torch.int64, device=device)
-
-    def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return results_of(
-            flce.fused_linear_cross_entropy(x, w, *data, linear_bias=b, token_weight=data[0].float(), stats=STATS)
-        )
-
-    return Sample(leaves, (y,), call, lambda x, w, b: x.new_zeros((), dtype=f64 if x.dtype == f64 else f32))
-
-
 WITHOUT_MEMORY: dict[str, Row] = {
     **ROWS,
     "linear budget that no plan keeps": linear(max_workspace_bytes=1),
     "linear tokens, such a budget": linear("none", strategy="tokens", max_workspace_bytes=1),
     "linear vocab, such a budget": linear("sum", strategy="vocab", max_workspace_bytes=1),
-    "linear two dimensions": Row("fused_linear_cross_entropy", head_of_two_dimensions),
-    "logits probabilities": logits("none", targets="probabilities"),
     "softmax, wider": softmax("softmax", 1, f32),
 }
 
