@@ -76,7 +76,7 @@ test: $(READY)
 
 # Every architecture of Transformers; `make test` runs a sample of them.
 test-models: $(READY)
-	FLCE_ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
+	ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
 	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
 
 # Imports, patched models and the operator's grid with the newest PyTorch, Triton and Transformers, in a separate

@@ -34,6 +34,7 @@ from flce.ops.arguments import (
     check_logprob_arguments,
     check_options,
     dispatches_torch_function,
+    names_replacements,
     shift_target,
 )
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
@@ -65,8 +66,7 @@ def fused_linear_cross_entropy(
 def fused_linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: tuple[str, ...], **rest: Unpack[LinearLossArguments]
 ) -> Tensor | LinearCrossEntropyOutput: ...
-
-
+@names_replacements
 def fused_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -133,7 +133,9 @@ def fused_linear_cross_entropy(
             micro-batches. A number is > 0. A 0-d tensor may be 0, because a GPU's values are not read: then the loss is
             NaN or infinite, as in a division.
         shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. At most the
-            length of the sequence. Hidden states are not copied.
+            length of the sequence. Hidden states are not copied. Positions are the last dimension of `target`: if B
+            sequences are flattened to (B * T, H) and (B * T), the last token of each sequence predicts, without an
+            error, the first token of the next one. Give (B, T, H) and (B, T).
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
         options: memory and precision, see `ChunkOptions`.
         process_group: a group over which the head is divided (vocabulary parallelism). All processes have the same
@@ -261,6 +263,7 @@ def make_linear_problem(
     )
 
 
+@names_replacements
 def linear_logprobs(
     input: Tensor,
     linear_weight: Tensor,
@@ -486,6 +489,7 @@ def cross_entropy(
     return _make_output(out, problem.target, problem.target.shape, spec)
 
 
+@names_replacements
 def plan(
     num_tokens: int,
     hidden_size: int,

@@ -15,7 +15,7 @@ from flce.core.numbers import check_bool, check_dtype, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs
-from flce.ops.arguments import check_options, check_shift, check_tensor
+from flce.ops.arguments import check_options, check_shift, check_tensor, names_replacements
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,7 +49,7 @@ def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
         names = {p.name for p in own}
         shown = [*own, *(p for p in _fixed_parameters(function) if p.name not in names)]
         init.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        return init
+        return names_replacements(init)  # type: ignore[return-value]
 
     return decorate
 
@@ -106,6 +106,7 @@ class FusedLinearCrossEntropyLoss(_Loss):
     def __init__(self, **loss: Unpack[FixedLinearArguments]) -> None:
         super().__init__(fused_linear_cross_entropy, loss)
 
+    @names_replacements
     def forward(
         self,
         input: Tensor,
@@ -118,15 +119,9 @@ class FusedLinearCrossEntropyLoss(_Loss):
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
         return fused_linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            adapters=adapters,
-            token_weight=token_weight,
-            num_items=num_items,
-            **self._arguments(),
-        )
+            input, linear_weight, target, linear_bias=linear_bias, adapters=adapters, token_weight=token_weight,
+            num_items=num_items, **self._arguments(),
+        )  # fmt: skip
 
 
 class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
@@ -179,15 +174,8 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        return super().forward(
-            input,
-            self.linear.weight,
-            target,
-            self.linear.bias,
-            adapters=adapters,
-            token_weight=token_weight,
-            num_items=num_items,
-        )
+        head = self.linear.weight, target, self.linear.bias
+        return super().forward(input, *head, adapters=adapters, token_weight=token_weight, num_items=num_items)
 
 
 class LinearLogprobs(nn.Module):
@@ -233,15 +221,9 @@ class LinearLogprobs(nn.Module):
         temperature: float | Tensor = 1.0,
     ) -> LinearLogprobsOutput:
         return linear_logprobs(
-            input,
-            linear_weight,
-            target,
-            candidates=candidates,
-            linear_bias=linear_bias,
-            adapters=adapters,
-            temperature=temperature,
-            **self._fixed_arguments(),
-        )
+            input, linear_weight, target, candidates=candidates, linear_bias=linear_bias, adapters=adapters,
+            temperature=temperature, **self._fixed_arguments(),
+        )  # fmt: skip
 
     def _fixed_arguments(self) -> dict[str, Any]:
         names = ["outputs", "top_k", "softcap", "logit_scale", "ignore_index", "shift", "options"]
@@ -278,13 +260,7 @@ class CrossEntropyLoss(_Loss):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        return cross_entropy(
-            logits,
-            target,
-            token_weight=token_weight,
-            num_items=num_items,
-            **self._arguments(),
-        )
+        return cross_entropy(logits, target, token_weight=token_weight, num_items=num_items, **self._arguments())
 
     @property
     def reduction(self) -> str:

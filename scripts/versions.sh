@@ -11,7 +11,7 @@
 #   PYTHON=python3.12              the Python to build the environments with
 #   WORKERS=2                      processes that the tests run in
 #   TESTS="tests"                  all tests, instead of imports, patched models and the operator's grid
-#   FLCE_ALL_ARCHITECTURES=1       all architectures instead of a sample
+#   ALL_ARCHITECTURES=1       all architectures instead of a sample
 #
 # Each environment is in .cache, built once, and again when its file changes.
 set -euo pipefail

@@ -1,8 +1,8 @@
 """A pytest plugin, `-p tests.older`, that runs code for an older NVIDIA device on the local GPU.
 
-A driver compiles the PTX of an older device for the local device. Kernels are compiled for the device that FLCE_OLDER
+A driver compiles the PTX of an older device for the local device. Kernels are compiled for the device that OLDER_DEVICE
 names (`tests.targets.TARGETS`) and launched with its launch sizes. The loader receives their PTX instead of a binary.
-Each kernel that is compiled this way appends its name to the file FLCE_OLDER_LOG.
+Each kernel that is compiled this way appends its name to the file OLDER_LOG.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     from tests.targets import TARGETS
 
-    target = TARGETS[os.environ["FLCE_OLDER"]]
+    target = TARGETS[os.environ["OLDER_DEVICE"]]
     capability = divmod(target.capability, 10)
     get_properties = torch.cuda.get_device_properties
     replaced = {
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.cuda.get_device_properties = properties  # type: ignore[assignment]
     assert torch.cuda.get_device_capability() == capability
     compiler.max_shared_mem = lambda device: target.shared_memory
-    log, cuda = os.environ["FLCE_OLDER_LOG"], _driver()
+    log, cuda = os.environ["OLDER_LOG"], _driver()
     knobs.cache.dir = f"{log}.kernels"  # a separate cache, because its files are PTX and not binaries
 
     def return_ptx(self: Any, ptx: str, metadata: dict[str, Any], options: Any, capability: int) -> bytes:

@@ -7,13 +7,18 @@ import os
 import warnings
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE")
 
 logger = logging.getLogger("flce")
 logger.addHandler(logging.NullHandler())  # the application configures handlers, not the library
 
 
 def configure_from_environment() -> None:
-    """Configure the logger as ``FLCE_LOG`` sets it, when flce is imported. A wrong value only warns."""
+    """Configure the logger as ``FLCE_LOG`` sets it, when flce is imported. A wrong value or variable only warns."""
+    unknown = [name for name in os.environ if name.startswith("FLCE_") and name not in VARIABLES]
+    if unknown:
+        text = f"flce does not read {', '.join(unknown)}: it reads {', '.join(VARIABLES)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
     level = os.environ.get("FLCE_LOG", "")
     if not level:
         return

@@ -228,8 +228,10 @@ def check_targets(p: RowProblem) -> bool:
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])
+        value = int(target[position])
+        hint = f". To ignore it, give ignore_index={value}" if value < 0 else ""
         raise IndexError(
-            f"target {int(target[position])} at position {position + p.shift} of the flattened target is out of range: "
-            f"expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
+            f"target {value} at position {position + p.shift} of the flattened target is out of range: "
+            f"expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}{hint}"
         )
     return False

@@ -40,7 +40,7 @@ from flce.huggingface.find_heads import (
     vocabulary_sizes,
 )
 from flce.huggingface.head_call import HeadCall, is_exporting_or_tracing, reason_not_lazy
-from flce.huggingface.labels import find_labels_slice, has_labels
+from flce.huggingface.labels import find_labels, find_labels_slice, name_wrong_label
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.base import without_logits
 from flce.huggingface.lazy.state import OnMaterialize, Settings, Term, head_state
@@ -57,7 +57,7 @@ from flce.huggingface.usage import (
     format_unpatched,
 )
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
-from flce.ops.arguments import check_options
+from flce.ops.arguments import check_options, names_replacements
 from flce.ops.vocabulary_parallel import is_dtensor
 from flce.torch_ops.frames import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
 
@@ -313,7 +313,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             previous = patch.compiled_call_has_labels
-            patch.compiled_call_has_labels = has_labels(args, kwargs, labels_slice)
+            patch.compiled_call_has_labels = find_labels(args, kwargs, labels_slice) is not None
             try:
                 return forward(self, *args, **kwargs)
             finally:
@@ -323,8 +323,12 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             return forward(self, *args, **kwargs)
         product_mode = _make_product_mode(self, patch)
         patch.is_compiled_head_called = _thread_state.is_head_called = False
-        with product_mode or contextlib.nullcontext():
-            outputs = forward(self, *args, **kwargs)
+        try:
+            with product_mode or contextlib.nullcontext():
+                outputs = forward(self, *args, **kwargs)
+        except IndexError as error:
+            name_wrong_label(error, find_labels(args, kwargs, labels_slice))
+            raise
         has_replaced = product_mode is not None and bool(product_mode.replaced)
         is_head_called = patch.is_compiled_head_called or _thread_state.is_head_called
         if product_mode is not None and not (has_replaced or is_head_called):
@@ -383,7 +387,7 @@ def _wrap_call_method(method: Callable[..., Any], labels_slice: slice | None) ->
             patch: _Patch | None = None if is_exporting_or_tracing() else getattr(self, "_flce", None)
             if patch is not None and not patch.running_calls:
                 must_be_lazy = patch.always_lazy or (self.training and torch.is_grad_enabled())
-                if (must_be_lazy or has_labels(args, kwargs, labels_slice)) and can_break_graph():
+                if (must_be_lazy or find_labels(args, kwargs, labels_slice) is not None) and can_break_graph():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
@@ -428,7 +432,7 @@ class _Call:
 
     @skip_frame_and_callees
     def note_labels(self, args: Any, kwargs: Any, labels_slice: slice | None) -> None:
-        if has_labels(args, kwargs, labels_slice):
+        if find_labels(args, kwargs, labels_slice) is not None:
             self.has_labels = True
             _thread_state.patches_with_labels |= {id(self.patch)}
 
@@ -519,11 +523,9 @@ def check_on_materialize(value: object) -> None:
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {value!r}")
 
 
+@names_replacements
 def patch_model(
-    model: ModelT,
-    *,
-    options: ChunkOptions | None = None,
-    on_materialize: OnMaterialize = "warn",
+    model: ModelT, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn"
 ) -> ModelT:
     """Change a model in place, so that its cross-entropy loss is computed without its logits in memory.
 
@@ -679,7 +681,8 @@ def report(model: nn.Module) -> Report:
 
 def _check_model(function: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function} expects a torch.nn.Module, got {type(model).__name__}")
+        hint = ": give transformers.AutoModelForCausalLM.from_pretrained(...)" if isinstance(model, str) else ""
+        raise TypeError(f"{function} expects a torch.nn.Module, got {type(model).__name__}{hint}")
 
 
 def usages_of(model: nn.Module) -> list[Usage]:

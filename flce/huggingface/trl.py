@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable
@@ -70,6 +70,8 @@ def install(*, options: ChunkOptions | None = None) -> None:
         TypeError: ``options`` are not `flce.ChunkOptions`.
     """
     check_options(options)
+    if importlib.util.find_spec("trl") is None:
+        raise ImportError("flce.huggingface.trl.install() needs TRL, which is not installed: pip install 'trl>=1.16'")
     factories: dict[tuple[Any, str], Callable[[Any], Any]] = {}
     for name in _TRAINERS:
         module = importlib.import_module(f"trl.trainer.{name}_trainer")

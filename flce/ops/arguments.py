@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -386,7 +387,8 @@ def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoRetur
     if input.dtype not in FLOATING:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     raise TypeError(
-        f"input and {name} must have one dtype (after autocast, where it is on), got {input.dtype} and {value.dtype}"
+        f"input and {name} must have one dtype (after autocast, where it is on), got {input.dtype} and {value.dtype}: "
+        f"give {name}.to(input.dtype), or call under torch.autocast"
     )
 
 
@@ -453,6 +455,8 @@ def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mappi
             hint = f": {_ARGUMENT_ORDER}"
         elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
             hint = ": classes are the last dimension of logits; where they are the second, give logits.movedim(1, -1)"
+        elif value.dim() == len(shape) > 0 and value.shape[:-1] == shape[:-1] and abs(value.shape[-1] - shape[-1]) == 1:
+            hint = ": to predict the next token, do not shift before the call; give shift=1"
     shapes = " and ".join(f"{other} {tuple(tensor.shape)}" for other, tensor in related.items())
     raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
@@ -534,6 +538,8 @@ def refuse_double_backward(function: str, instead: str) -> None:
 
 def check_shift(shift: int, target: Tensor | None = None) -> int:
     """Return `shift` as an int. Raise an error if it is not an int >= 0, or if it is > 0 and the target is 0-d."""
+    if isinstance(shift, bool):
+        raise TypeError(f"shift must be an int, got bool: give shift={shift:d}")
     shift = check_int("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
@@ -544,7 +550,8 @@ def check_shift(shift: int, target: Tensor | None = None) -> int:
 
 def check_options(options: ChunkOptions | None) -> None:
     if options is not None and not isinstance(options, ChunkOptions):
-        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
+        hint = ": give flce.ChunkOptions(**options)" if isinstance(options, dict) else ""
+        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}{hint}")
 
 
 def shift_target(target: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -573,6 +580,29 @@ def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> 
     if not 0 < number < float("inf"):
         raise ValueError(f"num_items must be > 0 and finite, got {number}")
     return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
+
+
+# Arguments of `ChunkOptions` and of other libraries: the argument that replaces each, and how to give it.
+_REPLACEMENTS = {name: ("options", f"options=flce.ChunkOptions({name}=...)") for name in ChunkOptions.__match_args__}
+_REPLACEMENTS |= {"chunk_size": _REPLACEMENTS["chunk_rows"], "bias": ("linear_bias", "linear_bias=...")}
+
+
+def names_replacements(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with an error that names the argument that replaces an unknown argument."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            for name in kwargs.keys() - parameters.keys():
+                argument, text = _REPLACEMENTS.get(name, ("", ""))
+                if argument in parameters:
+                    raise TypeError(f"{function.__qualname__} has no argument {name!r}: give {text}") from None
+            raise
+
+    return wrapper
 
 
 def dispatches_torch_function(function: Callable[P, R]) -> Callable[P, R]:

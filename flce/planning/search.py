@@ -34,8 +34,9 @@ class BudgetError(ValueError):
     def __init__(self, c: Case, least: int) -> None:
         options, self.least = c.options, least
         super().__init__(
-            f"max_workspace_bytes={options.max_workspace_bytes} is too small for {c} with "
-            f"strategy={options.strategy!r} and chunk_rows={options.chunk_rows}: the least is {least} bytes"
+            f"max_workspace_bytes={options.max_workspace_bytes} is too small for {c} with strategy="
+            f"{options.strategy!r} and chunk_rows={options.chunk_rows}: the least is {least} bytes: "
+            f"give at least {self.least_text!r}"
         )
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 import flce
 from flce.backends import choose_backend, has_fused_products
+from flce.core import log
 from flce.core.devices import device_name, device_record, list_devices
 
 BACKENDS = ("triton", "torch")
@@ -23,7 +24,7 @@ PACKAGES = (
     *("pytorch-lightning", "numpy"),
 )
 PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels", "nvidia-cutlass-dsl", "verl")
-VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (*log.VARIABLES, "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 # --- devices ---
 

@@ -27,8 +27,8 @@ def test_older_code_runs_here(device: str, tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     variables = kept | {
         "PYTHONPATH": str(ROOT),
-        "FLCE_OLDER": device,
-        "FLCE_OLDER_LOG": str(log),
+        "OLDER_DEVICE": device,
+        "OLDER_LOG": str(log),
         "OMP_NUM_THREADS": "1",
         # torch.compile also compiles for the older device: in the same process, with a separate cache.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -1,7 +1,7 @@
 """Architecture by architecture: one training step of small models, stock and patched.
 
-The default run tests a sample of different architectures. ``FLCE_ALL_ARCHITECTURES=1`` tests all of them, and
-``FLCE_ALL_ARCHITECTURES=others`` tests the architectures outside of the sample.
+The default run tests a sample of different architectures. ``ALL_ARCHITECTURES=1`` tests all of them, and
+``ALL_ARCHITECTURES=others`` tests the architectures outside of the sample.
 ``python -m tests.huggingface.architectures > docs/models.md`` writes the results as a table.
 """
 
@@ -21,7 +21,7 @@ from tests.huggingface import architectures as small
 
 transformers = pytest.importorskip("transformers")
 
-WHICH = os.environ.get("FLCE_ALL_ARCHITECTURES", "")
+WHICH = os.environ.get("ALL_ARCHITECTURES", "")
 ALL = WHICH not in ("", "0")
 # A bias after the head, a softcap, factors of several kinds, experts, MLA, a state space, a hybrid, a padded or
 # shared head, log-probabilities, a decoder with an encoder, a masked language model, images; several heads, a head

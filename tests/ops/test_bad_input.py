@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import flce
+from flce.core import log
+from flce.huggingface import trl
 
 N, H, V = 6, 8, 20
 f32, f64, bf16, float8 = torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn
@@ -281,6 +288,88 @@ LOGITS_CASES: list[Case] = [
     (IndexError, "target 77 at position 2", {"logits": ones(3, 2, V).transpose(0, 1), "target": at(2, 77).view(2, 3)}),
     (IndexError, f"target {V} at position 2", {"target": at(2, V), "shift": 2}),
 ]
+
+
+class LM(torch.nn.Module):
+    """Language model with a loss, which shifts the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lm_head = torch.nn.Embedding(V, H), torch.nn.Linear(H, V)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        logits = self.lm_head(self.emb(ids))
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def import_with(variable: str) -> None:
+    with mock.patch.dict(os.environ, {variable: "1"}), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log.configure_from_environment()
+
+
+linear, of_logits = flce.fused_linear_cross_entropy, flce.cross_entropy
+SEQUENCES, TOKENS, SIZES = (ones(2, 5, H), ones(V, H)), tuple(good().values()), (8, 8, 16, f32)
+NEXT = "to predict the next token, do not shift before the call; give shift=1"
+DICT, LABELS = {"options": {"chunk_rows": 4}}, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 77]])
+
+# What to do: the end of a message, and a call.
+HINTS: list[tuple[str, Callable[[], Any]]] = [
+    (f"got (2, 4): {NEXT}", partial(linear, *SEQUENCES, indices(2, 4))),
+    (f"got (2, 6): {NEXT}", partial(linear, *SEQUENCES, indices(2, 6))),
+    (f"got (2, 4): {NEXT}", partial(flce.linear_logprobs, *SEQUENCES, indices(2, 4))),
+    (f"got (2, 4): {NEXT}", partial(of_logits, ones(2, 5, V), indices(2, 4))),
+    ("got bool: give shift=1", partial(linear, *TOKENS, shift=True)),
+    ("got bool: give shift=0", partial(flce.CrossEntropyLoss, shift=False)),
+    ("or ignore_index=-100. To ignore it, give ignore_index=-1", partial(linear, *TOKENS[:2], at(3, -1))),
+    ("To ignore it, give ignore_index=-100", partial(of_logits, ones(N, V), at(3, -100), ignore_index=-1)),
+    ("or ignore_index=-100", partial(linear, *TOKENS[:2], at(3, V))),
+    (
+        "give linear_weight.to(input.dtype), or call under torch.autocast",
+        partial(linear, TOKENS[0].half(), *TOKENS[1:]),
+    ),
+    ("the least is 714 bytes: give at least '0.01MiB'", partial(linear, *TOKENS, options=Options(None, 1))),
+    *(
+        (f"{call.__qualname__} has no argument 'bias': give linear_bias=...", partial(call, *TOKENS, bias=ones(V)))
+        for call in (linear, flce.linear_logprobs, flce.FusedLinearCrossEntropyLoss().forward)
+    ),
+    *(
+        (
+            f"has no argument {name!r}: give options=flce.ChunkOptions({option}=...)",
+            partial(call, *arguments, **{name: 4}),
+        )
+        for name, option in (("chunk_size", "chunk_rows"), ("max_workspace_bytes", "max_workspace_bytes"))
+        for call, arguments in (
+            (linear, TOKENS),
+            (flce.linear_logprobs, TOKENS),
+            (flce.linear_divergence, SEQUENCES * 2),
+            (flce.plan, SIZES),
+            (flce.FusedLinearCrossEntropyLoss, ()),
+            (flce.LinearCrossEntropyLoss, (H, V)),
+            (flce.patch_model, (LM(),)),
+        )
+    ),
+    *(
+        ("got dict: give flce.ChunkOptions(**options)", partial(call, *arguments, **DICT))
+        for call, arguments in ((linear, TOKENS), (flce.plan, SIZES), (flce.patch_model, (LM(),)))
+    ),
+    ("got str: give transformers.AutoModelForCausalLM.from_pretrained(...)", partial(flce.patch_model, "gpt2")),
+    ("labels[1, 3]: target 77 at position 5 of", partial(flce.patch_model(LM()), indices(2, 4), LABELS)),
+    ("needs TRL, which is not installed: pip install 'trl>=1.16'", mock.patch.dict(sys.modules, trl=None)(trl.install)),
+    ("FLCE_BACKENDS: it reads FLCE_BACKEND, FLCE_DEBUG, FLCE_LOG, FLCE_PROFILE", partial(import_with, "FLCE_BACKENDS")),
+]
+
+
+@pytest.mark.parametrize("message, call", HINTS, ids=[hint[0][-60:] for hint in HINTS])
+def test_what_to_do(message: str, call: Callable[[], Any], torch_backend: str) -> None:
+    with pytest.raises((TypeError, ValueError, IndexError, ImportError, RuntimeWarning)) as caught:
+        call()
+    text = str(caught.value)
+    assert text.endswith(message) or (message.startswith("labels") and text.startswith(message))
 
 
 def refuses(function: Callable[..., Any], error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
