@@ -188,7 +188,10 @@ def fused_linear_cross_entropy(
             process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
         )  # fmt: skip
     ignore_index = -100 if ignore_index is None else ignore_index
-    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = loss_spec(
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats,
+    )  # fmt: skip
     args = check_linear_arguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
         ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
@@ -476,7 +479,10 @@ def cross_entropy(
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
     ignore_index = -100 if ignore_index is None else ignore_index
-    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = loss_spec(
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats,
+    )  # fmt: skip
     problem = check_logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )

@@ -167,15 +167,15 @@ class SpecArguments(TypedDict, total=False):
     shift: int
 
 
-def loss_spec(*values: Any) -> LossSpec:
-    """Return ``LossSpec(*values)``. Equal constants return the same object, which is not checked again."""
+def loss_spec(**values: Any) -> LossSpec:
+    """Return ``LossSpec(**values)``. Equal constants return the same object, which is not checked again."""
     # `torch.compile` cannot trace a cache. A tensor cannot be a key, because its value may change.
-    if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
-        return LossSpec(*values)
+    if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values.values())):
+        return LossSpec(**values)
     try:
-        return _cached_spec(*values)
+        return _cached_spec(**values)
     except TypeError:  # the error of the checks, or a stat that is not hashable
-        return LossSpec(*values)
+        return LossSpec(**values)
 
 
 _CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})

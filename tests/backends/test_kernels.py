@@ -413,7 +413,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> lis
     real = kernels.cross_entropy_kernel
 
     class Kernel:
-        arg_names = real.arg_names
+        arg_names, __name__ = real.arg_names, real.__name__
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             def launch(*args: Any, **kwargs: Any) -> None:

@@ -6,22 +6,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import flce
 from flce import backends
+from flce.backends.contract import RowInputs, RowOutputs, TileCall, TileClasses
 from flce.core.device_record import KNOWN_KINDS
+from flce.core.problem import LossSpec
 
 pytest.importorskip("triton")
 
 from flce.backends.triton import launch
+from flce.backends.triton.cross_entropy import cross_entropy_kernel
 
 ROOT = Path(flce.__file__).parents[1]
 CUDA = torch.device("cuda", 0)
+TILE = TileClasses(0, 8, 8, 8)
 
 
 def test_kernels_fit() -> None:
@@ -101,3 +107,28 @@ def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert launch.overlap_options(CUDA) == {"OVERLAP": False}
     current.record = KNOWN_KINDS["MI300X"]._replace(arch="gfx1100")
     assert launch.thread_options(CUDA, 8, 64) == {"num_warps": 8}
+
+
+@pytest.mark.parametrize(
+    ("removed", "leaves_out", "error"),
+    [
+        ((), (), None),
+        (("z_loss", "HAS_Z_LOSS"), (), "no parameter for z_loss"),
+        (("z_loss", "HAS_Z_LOSS"), ("z_loss",), None),
+        (("scale",), (), "no parameter for logit_scale, temperature"),
+        (("entropy_ptr", "WANT_ENTROPY"), (), "no parameter for entropy"),
+        (("state_ptr",), (), "no parameter for state"),
+    ],
+)
+def test_launches_refuse_what_a_kernel_would_ignore(
+    removed: tuple[str, ...], leaves_out: tuple[str, ...], error: str | None
+) -> None:
+    """An option, a result or an argument without a parameter is an error, unless the launch leaves the option out."""
+    names = [name for name in cross_entropy_kernel.arg_names if name not in (*removed, "softcap", "HAS_SOFTCAP")]
+    kernel = type("Kernel", (), {"arg_names": names, "__name__": "kernel"})()
+    spec = LossSpec(z_loss=0.1, logit_scale=2.0, temperature=3.0, reduction="sum", stats=("entropy",))
+    out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: torch.empty(*shape, 4, dtype=dtype))
+    call = TileCall(RowInputs(torch.zeros(4, dtype=torch.int64), None, None, None, None), spec, TILE, out)
+    expected: Any = nullcontext() if error is None else pytest.raises((TypeError, NotImplementedError), match=error)
+    with expected:
+        launch.build_launch(kernel, (1,), call, {}, leaves_out, state=None)

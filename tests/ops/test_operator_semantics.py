@@ -539,5 +539,5 @@ def test_kept_arguments_are_those_of_the_call() -> None:
         flce.fused_linear_cross_entropy(x, w, y, logit_scale=True)
     with pytest.raises(TypeError, match="stats"):
         flce.cross_entropy(x, y, stats="lse")  # type: ignore[call-overload]
-    assert loss_spec("sum", 3) is loss_spec("sum", 3)
-    assert loss_spec("sum", 3) == LossSpec("sum", 3)
+    assert loss_spec(reduction="sum", ignore_index=3) is loss_spec(reduction="sum", ignore_index=3)
+    assert loss_spec(reduction="sum", ignore_index=3) == LossSpec("sum", 3)

@@ -31,6 +31,7 @@ from flce.backends.triton import (
 from flce.backends.triton.cross_entropy import cross_entropy_kernel, gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
     LINE_BYTES,
+    LOGIT_OPTIONS,
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
     SECTOR_BYTES,
@@ -159,13 +160,25 @@ def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
         (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),),
         call,
         {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_BLOCK_ROWS},
+        LOGIT_OPTIONS,
         row_gradient=out,
     )
 
 
 def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
     options = {"BLOCK": 4096, **thread_options(exps.device, 8), **overlap_options(exps.device)}
-    yield build_launch(gradient_of_exponentials_kernel, (len(exps),), call, options, exps=exps, factors=factors)
+    yield build_launch(
+        gradient_of_exponentials_kernel,
+        (len(exps),),
+        None,
+        {**options, "HAS_LABEL_SMOOTHING": call.spec.label_smoothing != 0.0},
+        exps=exps,
+        factors=factors,
+        target=call.inputs.target,
+        class_weight=call.inputs.class_weight,
+        cols=call.tile.cols,
+        ignore_index=call.spec.ignore_index,
+    )
 
 
 class TritonBackend:

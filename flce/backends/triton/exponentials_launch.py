@@ -120,6 +120,7 @@ def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tens
         (len(memory.x),),
         call,
         {"BLOCK_ROWS": product.ROWS, "SAMPLES": memory.samples, "BLOCK": BLOCK},
+        ("z_loss",),
         x=memory.x,
         weight=memory.weight,
         sample=sample,
@@ -168,6 +169,7 @@ def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool)
             "ROWS": product.FINISH_ROWS,
             "BLOCKS": product.FINISH_BLOCKS,
         },
+        ("softcap",),
         partial=memory.partial,
         factors=factors,
         work=memory.work[int(is_retry)],
@@ -317,7 +319,6 @@ def _weight_gradient(
         exps_desc=TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         scaled_desc=TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         grad_desc=TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        scaled=scaled,  # replaces tensors that are None
         slot=slots,
         residual=residual,
         gradient_scale=gradient_scale,

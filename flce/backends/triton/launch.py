@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import RowOutputs, TileCall
 from flce.core.device_record import DeviceRecord
@@ -29,6 +31,13 @@ SECTOR_BYTES = 32
 MAX_REGISTERS = 64
 # If a row fills less than this share of its blocks, smaller blocks are faster: the rest of a block costs time as well.
 MIN_FILLED_SHARE = 3 / 4
+
+# Fields of `LossSpec` that change logits, for kernels that do not read logits.
+LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
+# Fields of `LossSpec` that are parameters of no kernel: they decide the scales of the loss and the requested results.
+_HOST_OPTIONS = ("reduction", "stats")
+# Parameters that stand for several fields.
+_PARAMETERS = {"logit_scale": "scale", "temperature": "scale"}
 
 
 class Launch(NamedTuple):
@@ -91,9 +100,14 @@ def filled_share(row: int, block: int) -> float:
 
 
 def build_launch(
-    kernel: Any, grid: tuple[int, ...], call: TileCall | None, options: Mapping[str, Any], **args: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    call: TileCall | None,
+    options: Mapping[str, Any],
+    leaves_out: Sequence[str] = (),
+    **args: Any,
 ) -> Launch:
-    """Return a launch with the arguments of the call, and with `args`, that are parameters of the kernel.
+    """Return a launch with the arguments of the call that are parameters of the kernel, and with `args`.
 
     A tensor ``name`` has up to five parameters: ``name_ptr``, ``name_stride`` between rows, ``name_col_stride`` between
     columns, and the flags ``HAS_NAME`` and ``WANT_NAME``, which are False if the tensor is None. A number ``name`` of
@@ -102,11 +116,17 @@ def build_launch(
     Args:
         args: tensors or None by ``name``; other arguments by the names of parameters. They replace arguments of `call`.
         options: launch options and other flags.
+        leaves_out: fields of `LossSpec` that the kernel does not need.
+
+    Raises:
+        TypeError: the kernel has no parameter for one of `args`.
+        NotImplementedError: the kernel has no parameter for an option or a result that the call requests.
     """
     tensors, values, flags = ({}, {}, {}) if call is None else _call_arguments(call)
     tensors |= {name: value for name, value in args.items() if value is None or isinstance(value, Tensor)}
     # Replaces tensors that a flag switches off; never read.
-    unused = next(tensor for tensor in tensors.values() if tensor is not None)
+    bases = [value.base for value in args.values() if isinstance(value, TensorDescriptor)]
+    unused = next(tensor for tensor in (*tensors.values(), *bases) if tensor is not None)
     for name, tensor in tensors.items():
         strides = () if tensor is None else tensor.stride()
         values[f"{name}_ptr"] = unused if tensor is None else tensor
@@ -115,10 +135,35 @@ def build_launch(
         for flag in (f"HAS_{name.upper()}", f"WANT_{name.upper()}"):
             flags.setdefault(flag, tensor is not None)
     values |= {name: value for name, value in args.items() if name not in tensors}
+    _refuse_ignored_arguments(kernel, tuple(args), ((), ()) if call is None else _requested(call), tuple(leaves_out))
     values, flags = (
         {name: group[name] for name in _matching_parameters(kernel, tuple(group))} for group in (values, flags)
     )
     return Launch(kernel, grid, values, {**flags, **options})
+
+
+def _requested(call: TileCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the fields of `LossSpec` that are not at their defaults, and the requested results."""
+    options = [f.name for f in fields(LossSpec) if getattr(call.spec, f.name) != f.default]
+    results = () if call.out is None else [name for name, x in call.out._asdict().items() if x is not None]
+    return tuple(name for name in options if name not in _HOST_OPTIONS), tuple(results)
+
+
+@functools.cache
+def _refuse_ignored_arguments(
+    kernel: Any, args: tuple[str, ...], requested: tuple[tuple[str, ...], ...], leaves_out: tuple[str, ...]
+) -> None:
+    """Raise an error for an argument, an option or a result that the kernel would ignore, see `build_launch`."""
+    parameters, name = set(kernel.arg_names), kernel.__name__
+    unknown = [x for x in args if not parameters & {x, f"{x}_ptr", f"HAS_{x.upper()}", f"WANT_{x.upper()}"}]
+    if unknown:
+        raise TypeError(f"{name} has no parameter for {', '.join(unknown)}")
+    options, results = ([x for x in names if x not in leaves_out] for names in requested)
+    ignored = [x for x in options if not parameters & {_PARAMETERS.get(x, x), f"HAS_{x.upper()}"}]
+    if "loss_ptr" in parameters:
+        ignored += [x for x in results if f"{x}_ptr" not in parameters]
+    if ignored:
+        raise NotImplementedError(f"{name} has no parameter for {', '.join(ignored)} yet")
 
 
 def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:

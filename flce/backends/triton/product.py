@@ -39,7 +39,7 @@ from flce.backends.contract import (
     TileClasses,
     num_partial_statistics,
 )
-from flce.backends.triton.launch import Launch, build_launch, overlap_options
+from flce.backends.triton.launch import LOGIT_OPTIONS, Launch, build_launch, overlap_options
 from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
@@ -414,6 +414,7 @@ def _statistics(
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
         {"ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
+        LOGIT_OPTIONS,
         partial=partial,
         target_logit=target_logit,
         blocks=blocks,
@@ -482,6 +483,7 @@ def launch(
         (programs,),
         call,
         options,
+        ("z_loss",),
         x_desc=x_desc,
         weight_desc=weight_desc,
         out_desc=out_desc,
