@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Categorical
 
 import flce
 from flce.huggingface import lazy_logits
 from flce.huggingface.usage import NotFusedWarning
 from tests.huggingface.scripts import IDS, Build
-from tests.huggingface.test_entropies import SINGLE_ROWS, Logits
+from tests.huggingface.test_entropies import SINGLE_ROWS, TEMPERATURES, Logits
+
+T = TEMPERATURES.unsqueeze(-1)
 
 FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
     "batchmean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"),
@@ -82,6 +85,14 @@ OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
     "a difference without a gradient": lambda s, t: (
         s.softmax(-1) * (s.log_softmax(-1).detach() - t.log_softmax(-1))
     ).sum(-1),
+    "score function": lambda s, t: (s.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1).detach())).sum(-1),
+    "two temperatures of tokens": lambda s, t: (
+        (s / T).softmax(-1) * ((s / (2 * T)).log_softmax(-1) - t.log_softmax(-1))
+    ).sum(-1),
+    "two temperatures of tokens of the teacher": lambda s, t: (
+        (t / T).softmax(-1) * (s.log_softmax(-1) - (t / (2 * T)).log_softmax(-1))
+    ).sum(-1),
+    "Categorical": lambda s, t: (Categorical(logits=s).probs * (s.log_softmax(-1) - t.log_softmax(-1))).mean(-1),
     "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
     "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
     "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
@@ -103,16 +114,37 @@ def test_other_formulas_compute_the_logits(name: str, build: Build) -> None:
         assert (gradient - other).norm() <= 1e-5 * other.norm() + 1e-12
 
 
-def test_a_teacher_that_requires_a_gradient(build: Build) -> None:
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")
+@pytest.mark.parametrize("name", [*FORMULAS, *OTHERS])
+def test_two_models_that_require_gradients(name: str, build: Build) -> None:
     """Both gradients are stock's."""
 
-    def both(models: list[Any]) -> list[Tensor]:
-        s, t = (model.train()(input_ids=IDS, use_cache=False).logits.log_softmax(-1) for model in models)
-        loss = F.kl_div(s, t, log_target=True, reduction="batchmean")
-        return [*torch.autograd.grad(loss, [parameter for model in models for parameter in model.parameters()])]
+    def both(models: list[Any]) -> list[Tensor | None]:
+        logits = [model.train()(input_ids=IDS, use_cache=False).logits for model in models]
+        loss = {**FORMULAS, **OTHERS}[name](*logits).mean()
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        return [loss, *torch.autograd.grad(loss, parameters, allow_unused=True)]
 
-    for got, want in zip(both(models(build, on_materialize="ignore")), both(models(build)), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    got, want = both(models(build, on_materialize="ignore")), both(models(build))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+AUTOCAST: dict[str, Callable[[Any, Any], Tensor]] = {
+    "batchmean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"),
+    "none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name: str, build: Build) -> None:
+    """Losses are float32, as in stock, which rounds log-probabilities to bfloat16 before."""
+    exact, gradients, _ = run(AUTOCAST[name], *models(build))
+    with torch.autocast("cpu", torch.bfloat16):
+        want, _, _ = run(AUTOCAST[name], *models(build))
+        got, ours, _ = run(AUTOCAST[name], *models(build, on_materialize="raise"))
+    assert got.dtype == want.dtype == torch.float32
+    for value, right in zip((got, *ours), (exact, *gradients), strict=True):
+        assert (value - right).norm() <= 0.1 * right.norm() + 1e-12
 
 
 @pytest.mark.parametrize("weights_of", ["t", "s"])

@@ -249,3 +249,14 @@ def test_zeros_of_one_class(build: Build) -> None:
     }
     signs = {name: bool(value.signbit().any()) for name, value in sums.items()}
     assert signs == {"log-probabilities": False, "weighted": False, "negative": True, "of negatives": False}
+
+
+@pytest.mark.gpu
+def test_autocast_on_a_gpu(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast computes logsumexps and sums in float32."""
+    monkeypatch.delenv("FLCE_BACKEND")
+    for model in (build("Llama"), flce.patch_model(build("Llama"))):
+        logits = model.cuda().bfloat16().train()(input_ids=IDS.cuda()).logits
+        logprobs = logits.log_softmax(-1)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert logits.logsumexp(-1).dtype == logprobs.sum(-1).dtype == torch.float32

@@ -13,6 +13,7 @@ from flce.core.options import ChunkOptions
 from flce.distillation import linear_divergence
 from flce.huggingface.lazy.normal_form import require_lazy
 from flce.huggingface.lazy.state import LazyState
+from flce.ops.arguments import autocast_result_dtype
 
 
 def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
@@ -25,16 +26,32 @@ def subtract_logprobs(state: LazyState, other: LazyState) -> LazyState:
     return ratio if sign > 0 else ratio.with_op("mul", sign)
 
 
-def weigh(state: LazyState, other: LazyState) -> LazyState:
-    """Multiply a difference of log-probabilities by the probabilities of one of both models."""
-    ratio, weights = (state, other) if state.teacher is not None else (other, state)
-    assert ratio.teacher is not None
-    require_lazy(torch.promote_types(ratio.dtype, weights.dtype) == ratio.dtype)  # the dtype of the product
-    if weights.cached_results is ratio.cached_results and weights.requires_grad == ratio.requires_grad:
-        return ratio.with_op("times", weights.ops)
-    expected = ratio.teacher.normal_form._replace(form="probabilities")
-    require_lazy(weights.cached_results is ratio.teacher.cached_results and weights.normal_form == expected)
-    return ratio.with_op("times_teacher")
+def multiply(state: LazyState, other: LazyState) -> LazyState:
+    """Multiply probabilities by a function of the same logits, or by a log ratio whose teacher they are of."""
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    if _have_same_logits(state, other):
+        state, other = (other, state) if other.teacher is not None else (state, other)
+        vectors = {**state.token_vectors, **other.token_vectors}
+        product = replace(state, token_vectors=vectors, dtype=dtype).with_op("times", other.ops)
+    else:
+        ratio, weights = (state, other) if other.teacher is None else (other, state)
+        require_lazy(ratio.teacher is not None and dtype == ratio.dtype)
+        assert ratio.teacher is not None
+        expected = ratio.teacher.normal_form._replace(form="probabilities")
+        require_lazy(_have_same_logits(weights, ratio.teacher) and weights.normal_form == expected)
+        product = ratio.with_op("times_teacher")
+    return product if torch.is_grad_enabled() else product.detach()
+
+
+def _have_same_logits(state: LazyState, other: LazyState) -> bool:
+    """Return True if both are functions of the same logits, with the same gradients and the same vectors of tokens."""
+    gradients = [[tensor.requires_grad for term in each.terms for tensor in term.tensors] for each in (state, other)]
+    return (
+        state.cached_results is other.cached_results
+        and (state.calls, state.device, state.division) == (other.calls, other.device, other.division)
+        and (gradients[0] == gradients[1] or not torch.is_grad_enabled())
+        and all([other.token_vectors.get(name, vector) is vector for name, vector in state.token_vectors.items()])  # noqa: C419
+    )
 
 
 def divergence(
@@ -72,7 +89,9 @@ def kl_div(
     """Compute ``torch.nn.functional.kl_div`` of the log-probabilities of two models."""
     require_lazy(isinstance(target, LazyState) and log_target and size_average is None and reduce is None)
     require_lazy(reduction in ("none", "sum", "mean", "batchmean"))
-    terms = weigh(target.with_op("exp"), subtract_logprobs(target, state))
+    # Autocast runs stock's divergence in float32, on all devices.
+    state, target = (x.with_op("to", autocast_result_dtype(x.dtype, x.device.type)) for x in (state, target))
+    terms = multiply(target.with_op("exp"), subtract_logprobs(target, state))
     if reduction == "none":
         return terms
     return sum_of_terms(terms).sum() / {"sum": 1, "mean": state.shape.numel(), "batchmean": state.shape[0]}[reduction]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.lazy import divergences
-from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
+from flce.huggingface.lazy.normal_form import IDENTITY, require_lazy
 from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.wrappers import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
@@ -21,8 +21,7 @@ def scaled(state: LazyState, name: str, other: Any) -> Any:
     """Multiply or divide (``name``) by a number, a 0-d tensor, or a temperature for each token."""
     if isinstance(other, Tensor):
         return _scale_by_tensor(state, name, other)
-    if not isinstance(other, (int, float)) or isinstance(other, bool):
-        raise NoLazyFormError
+    require_lazy(isinstance(other, (int, float)) and not isinstance(other, bool))
     return state.with_op(name, other)
 
 
@@ -31,24 +30,8 @@ def divide(state: LazyState, other: Any) -> Any:
 
 
 def multiply(state: LazyState, other: Any) -> Any:
-    """Multiply by a factor, or multiply probabilities by the logits or log-probabilities of the same logits."""
-    if not isinstance(other, LazyState):
-        return scaled(state, "mul", other)
-    if state.teacher is not None or other.teacher is not None:
-        return divergences.weigh(state, other)
-    if (
-        state.requires_grad != other.requires_grad and not torch.is_grad_enabled()
-    ):  # one of them was created with gradients
-        state, other = state.detach(), other.detach()
-    require_lazy(
-        state.cached_results is other.cached_results
-        and state.requires_grad == other.requires_grad
-        and state.device == other.device
-    )
-    vectors = {**state.token_vectors, **other.token_vectors}
-    require_lazy(all(vectors[name] is vector for name, vector in state.token_vectors.items()))
-    dtype = torch.promote_types(state.dtype, other.dtype)
-    return replace(state, token_vectors=vectors, dtype=dtype).with_op("times", other.ops)
+    """Multiply by a factor, or by other lazy logits."""
+    return divergences.multiply(state, other) if isinstance(other, LazyState) else scaled(state, "mul", other)
 
 
 def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
@@ -93,9 +76,8 @@ def add(state: LazyState, other: Any) -> Any:
     require_lazy(other.dtype != torch.float64 or state.weight.dtype == torch.float64)  # flce computes in float32
     term = Term(None, None, other.reshape(-1))
     if not torch.compiler.is_compiling():
-        require_lazy(
-            other.device.type != "cpu" or bool(other.isfinite().all())
-        )  # not checked on a GPU: the host would wait
+        # Not checked on a GPU, because the host would wait.
+        require_lazy(other.device.type != "cpu" or bool(other.isfinite().all()))
         term = term.with_snapshot()
     dtype = torch.promote_types(state.dtype, other.dtype)
     return state.with_terms((*_as_terms(state), term), ops=(), normal_form=IDENTITY, dtype=dtype)
@@ -123,8 +105,7 @@ def _divided_as(state: LazyState, division: HeadDivision | None) -> LazyState:
 
 
 def subtract(state: LazyState, other: Any) -> Any:
-    """Subtract the logsumexp of the same logits, as ``torch.distributions.Categorical`` does; or the log-probabilities
-    of another model."""
+    """Subtract the logsumexp of the same logits, as ``Categorical`` does, or the log-probabilities of another model."""
     if isinstance(other, LazyState):
         return divergences.subtract_logprobs(state, other)
     require_lazy(isinstance(other, Tensor) and state.is_own_logsumexp(other))
@@ -148,17 +129,17 @@ def make_softmax(name: str) -> Callable[..., Any]:
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
         require_lazy(is_class_dim(state, dim))
-        state = _to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
+        state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
         return state.with_op(name, state.dtype)
 
     return handler
 
 
 def exp(state: LazyState) -> Any:
-    return _to_autocast_dtype(state).with_op("exp")
+    return to_autocast_dtype(state).with_op("exp")
 
 
-def _to_autocast_dtype(state: LazyState) -> LazyState:
+def to_autocast_dtype(state: LazyState) -> LazyState:
     """Cast to the dtype in which autocast computes a softmax or an exponential. On a CPU autocast casts neither."""
     device_type = state.device.type
     return state if device_type == "cpu" else to_dtype(state, autocast_result_dtype(state.dtype, device_type))

@@ -11,7 +11,7 @@ from torch import Tensor
 from flce.core import private
 from flce.core.problem import MAX_ENTRIES
 from flce.huggingface.lazy import divergences
-from flce.huggingface.lazy.elementwise import to_dtype
+from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
 from flce.huggingface.lazy.state import LazyState, is_class_dim
 from flce.huggingface.staleness import versions_of
@@ -62,7 +62,7 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
     lse = logsumexp_of(state)
     if lse.is_cpu and not torch.compiler.is_compiling():
         require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
-    result = _with_kept_dim(state, lse.to(state.dtype), keepdim)
+    result = _with_kept_dim(state, lse.to(to_autocast_dtype(state).dtype), keepdim)
     state.cached_results.setdefault("logsumexp", []).append((result, versions_of(result)))
     return result
 
@@ -106,7 +106,7 @@ def sum_over_vocabulary(
     form = state.normal_form.form
     sums_all = dim is None and state.teacher is not None
     require_lazy((sums_all or is_class_dim(state, dim)) and form not in ("logits", "probabilities"))
-    state = state if dtype is None else to_dtype(state, dtype)
+    state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
     if state.teacher is not None:
         values = divergences.sum_of_terms(state)
         return values.sum() if sums_all else _with_kept_dim(state, values, keepdim)
