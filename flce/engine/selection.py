@@ -13,7 +13,8 @@ from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.core.slices import slice_columns
 
-# Rows that are not ignored are gathered if at least this share of all rows is dropped. Below, gathering is slower.
+# With skip_ignored="auto", rows that are not ignored are gathered if at least this share of all rows is dropped. Below,
+# gathering is slower.
 MIN_IGNORED_SHARE = 1 / 16
 
 
@@ -72,8 +73,8 @@ class Selection:
         # The host waits for the number of rows, and the device is idle. The first logits should be launched as early as
         # possible afterwards, so the vectors of selected rows, loss scales, dX and dW are computed at their first use.
         index = valid.nonzero()[:, 0]
-        is_worth_gathering = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
-        return Selection(p, index if is_worth_gathering else None)
+        min_dropped = MIN_IGNORED_SHARE * valid.numel() if skip_ignored == "auto" else 1
+        return Selection(p, index if valid.numel() - index.numel() >= min_dropped else None)
 
     @functools.cached_property
     def max_num_rows(self) -> int:

@@ -111,6 +111,32 @@ def test_ignored_rows_that_hold_no_numbers(
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("function", ["loss", "e4m3", "logprobs", "divergence"])
+def test_few_ignored_rows_are_dropped(function: str, torch_backend: str) -> None:
+    """With skip_ignored=True a token contributes nothing, however few tokens are ignored."""
+    g = torch.Generator().manual_seed(0)
+    x, t = (torch.randn(100, 16, generator=g, dtype=torch.bfloat16) for _ in range(2))
+    w, tw = (torch.randn(60, 16, generator=g, dtype=torch.bfloat16) for _ in range(2))
+    y = torch.arange(100) % 60
+    y[[4, 50, 51]] = -100
+    e4m3 = {"grad_dtype": torch.float8_e4m3fn} if function == "e4m3" else {}
+    options = flce.ChunkOptions(skip_ignored=True, **e4m3)
+
+    def gradients(bad: float) -> tuple[Tensor, ...]:
+        leaf, head = x.masked_fill((y < 0)[:, None], bad).requires_grad_(), w.clone().requires_grad_()
+        if function == "logprobs":
+            loss: Any = flce.linear_logprobs(leaf, head, y, options=options).logprob
+        elif function == "divergence":
+            teacher = t.masked_fill((y < 0)[:, None], bad)
+            loss = flce.linear_divergence(leaf, head, teacher, tw, target=y, options=options).divergence
+        else:
+            loss = flce.fused_linear_cross_entropy(leaf, head, y, options=options)
+        return torch.autograd.grad(loss.sum(), (leaf, head))
+
+    for got, want in zip(gradients(math.nan), gradients(0.0), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
     p = make_problem((13,), 8, 30, class_weight=True, label_smoothing=0.1, device=device)
     p.kwargs["weight"][::2] = 0.0
