@@ -19,11 +19,13 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LogprobSpec
 from flce.functional import DEFAULT_OPTIONS, make_linear_problem
 from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors, names_replacements
+from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 
 
 @names_replacements
+@supports_divided_heads
 def linear_divergence(
     student: Tensor, student_weight: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None, *,
     kind: str = "forward_kl", beta: float | None = None, temperature: float = 1.0, target: Tensor | None = None,
@@ -55,8 +57,8 @@ def linear_divergence(
         kind: the divergence.
         beta: weight of the teacher in the mixture of "jsd", from 0 to 1; None: 0.5. As in TRL, 0 is "forward_kl", and 1
             is "reverse_kl".
-        temperature: divides the logits of student and teacher after softcap, > 0. The divergence is not multiplied by
-            ``temperature**2``.
+        temperature: divides the logits of student and teacher after softcap, one number > 0 for all tokens. The
+            divergence is not multiplied by ``temperature**2``.
         target: (...) class indices. Positions equal to `ignore_index` have no results and no gradients. None: all
             positions count.
         ignore_index, shift, options: as in `linear_logprobs`.
@@ -69,6 +71,8 @@ def linear_divergence(
         outputs: any of "divergence", "logprob" (needs `target`) and "entropy". The last two are of the student.
         process_group, vocab_size, sequence_parallel: as in `linear_logprobs`. Each process has a slice of the classes
             of both heads. With `sequence_parallel`, `student` and `teacher` are the shares of this process.
+
+    DTensors are supported as in `linear_logprobs`: `teacher` and `teacher_weight` are then DTensors, too.
 
     Returns:
         A `LinearDivergenceOutput` with results of shape (...).
@@ -92,8 +96,12 @@ def linear_divergence(
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind)
     beta = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(kind, beta)
-    if isinstance(outputs, str) or not set(outputs) <= set(DIVERGENCE_RESULTS):
+    if not isinstance(outputs, (tuple, list)) or not all(name in DIVERGENCE_RESULTS for name in outputs):
         raise ValueError(f"outputs must be names out of {DIVERGENCE_RESULTS}, got {outputs!r}")
+    if outputs.count("divergence") > 1:
+        raise ValueError(f"outputs has 'divergence' twice, got {outputs}")
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        raise ValueError("temperature must be one number for all tokens, got a tensor with one for each")
     teachers = {"teacher": teacher, "teacher_weight": teacher_weight, "teacher_topk": teacher_topk}
     given = [name for name, value in teachers.items() if value is not None]
     if given not in (["teacher", "teacher_weight"], ["teacher_topk"]):
@@ -116,14 +124,12 @@ def linear_divergence(
             shapes = f"{tuple(ids.shape)} and {tuple(teacher_logprob.shape)}"
             raise ValueError(f"teacher_topk must be class indices and log-probabilities of one shape, got {shapes}")
     with _renamed_errors("student"):
-        own, spec, ids, inverse_temperature = check_logprob_arguments(
+        own, spec, ids, _ = check_logprob_arguments(
             student, student_weight, target, ids, 0, [name for name in outputs if name != "divergence"], student_bias,
             student_adapters, temperature, student_softcap, student_logit_scale, ignore_index, shift, options, group,
         )  # fmt: skip
-    problem = make_linear_problem(own, spec, inverse_temperature)
+    problem = make_linear_problem(own, spec)
     if "divergence" in outputs and teacher is not None and teacher_weight is not None:
-        if inverse_temperature is not None:
-            raise ValueError("temperature must be one number for all tokens, got a tensor with one for each")
         bias = None if teacher_bias is None else teacher_bias.detach()
         with _renamed_errors("teacher"):
             other = check_linear_arguments(
@@ -152,11 +158,11 @@ def _check_sizes(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, teacher_bias: Tensor | None
 ) -> None:
     tensors = {"student": student, "student_weight": student_weight, "teacher": teacher, "teacher_bias": teacher_bias}
-    check_tensors({**tensors, "teacher_weight": teacher_weight}, optional={"teacher_bias"})
+    check_tensors({**tensors, "teacher_weight": teacher_weight}, optional={"teacher_bias"}, dtensors=True)
     if student.shape[:-1] != teacher.shape[:-1]:
         shapes = f"{tuple(student.shape)} and {tuple(teacher.shape)}"
         raise ValueError(f"student and teacher must have the same tokens, (..., H) with any H, got {shapes}")
-    if student_weight.shape[:1] != teacher_weight.shape[:1]:
+    if student_weight.dim() == teacher_weight.dim() == 2 and len(student_weight) != len(teacher_weight):
         sizes = len(student_weight), len(teacher_weight)
         larger = ("student_weight", "teacher_weight")[sizes[1] > sizes[0]]
         raise ValueError(

@@ -26,7 +26,6 @@ from flce.core.problem import (
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
-from flce.ops import dtensors
 from flce.ops.arguments import (
     LinearArguments,
     check_linear_arguments,
@@ -38,9 +37,10 @@ from flce.ops.arguments import (
     shift_target,
 )
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
+from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.vocabulary_parallel import ShardedHeadArguments, is_dtensor
+from flce.ops.vocabulary_parallel import ShardedHeadArguments
 from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -67,6 +67,7 @@ def fused_linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: tuple[str, ...], **rest: Unpack[LinearLossArguments]
 ) -> Tensor | LinearCrossEntropyOutput: ...
 @names_replacements
+@supports_divided_heads
 def fused_linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -179,14 +180,6 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    if is_dtensor(linear_weight) and is_dtensor(input):
-        return dtensors.run_on_local_tensors(
-            fused_linear_cross_entropy, input=input, linear_weight=linear_weight, target=target,
-            linear_bias=linear_bias, adapters=adapters, weight=weight, reduction=reduction, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-            z_loss=z_loss, token_weight=token_weight, num_items=num_items, shift=shift, stats=stats, options=options,
-            process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
-        )  # fmt: skip
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
@@ -267,6 +260,7 @@ def make_linear_problem(
 
 
 @names_replacements
+@supports_divided_heads
 def linear_logprobs(
     input: Tensor,
     linear_weight: Tensor,
@@ -340,13 +334,6 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    if is_dtensor(linear_weight) and is_dtensor(input):
-        return dtensors.run_on_local_tensors(
-            linear_logprobs, input=input, linear_weight=linear_weight, target=target, candidates=candidates,
-            top_k=top_k, outputs=outputs, linear_bias=linear_bias, adapters=adapters, temperature=temperature,
-            softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index, shift=shift, options=options,
-            process_group=process_group, vocab_size=vocab_size, sequence_parallel=sequence_parallel,
-        )  # fmt: skip
     args, spec, flat_candidates, inverse_temperature = check_logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
         logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
@@ -389,6 +376,7 @@ def cross_entropy(
     **rest: Unpack[LogitsLossArguments],
 ) -> Tensor | LinearCrossEntropyOutput: ...
 @dispatches_torch_function
+@supports_divided_heads
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

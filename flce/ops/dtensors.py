@@ -1,33 +1,71 @@
-"""DTensors as arguments of the linear losses: local tensors for the call, and placements of the results.
+"""The public functions of heads that are divided over processes: with DTensors, or with a process group.
 
-`functional` calls `run_on_local_tensors` if `input` and `linear_weight` are DTensors. One dimension of the mesh may
-divide the classes: its process group computes the loss. Other dimensions may divide the tokens: losses are summed over
-them after the call, and backward sums the gradients of the weights over them.
+`run_on_local_tensors` calls a function that got DTensors with local tensors, and places the results. One dimension of
+the mesh may divide the classes: its process group computes the results. Other dimensions may divide the tokens: losses
+are summed over them after the call, and backward sums the gradients of the weights over them.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
-from flce.ops.arguments import adapters_by_name, check_shift, check_tensor, shift_target
-from flce.ops.vocabulary_parallel import is_dtensor
+from flce.core.problem import accumulation_dtype
+from flce.ops.arguments import adapters_by_name, autocast_dtype, check_shift, check_tensor, shift_target
+from flce.ops.vocabulary_parallel import (
+    CLASS_TENSORS,
+    compare_calls,
+    has_classes,
+    has_hidden_states,
+    is_dtensor,
+    local_logits,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Arguments with one entry or row for each token, if they are tensors with dimensions.
-_TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature")
+_TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature", "teacher_topk[0]", "teacher_topk[1]")
 
 
-def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Return ``function(**arguments)`` for DTensors `input` and `linear_weight`. The function gets local tensors.
+def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the public function with support for DTensors of a head, and with a comparison of its calls in all
+    processes of a divided head. Both get all arguments of the signature."""
+    parameters = inspect.signature(function).parameters
+    first, second, *_ = names = tuple(parameters)
+    defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, group = given.get(first), kwargs.get("process_group")
+        is_placed = is_dtensor(x)
+        if is_placed and second in CLASS_TENSORS and is_dtensor(given.get(second)):
+            return run_on_local_tensors(wrapper, (first, second), {**defaults, **given})
+        if (is_placed or group is not None) and not torch.compiler.is_compiling():
+            group = local_logits(x)[1] if is_placed and first == "logits" else group
+            device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+            settings = {**defaults, **given, "process_group": None, "autocast": autocast_dtype(device.type)}
+            compare_calls(function.__name__, settings, group, device)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def run_on_local_tensors(function: Callable[..., R], head: tuple[str, str], arguments: dict[str, Any]) -> R:
+    """Return ``function(**arguments)`` for hidden states and a weight that are DTensors. The function gets local
+    tensors.
 
     Args:
-        function: `flce.fused_linear_cross_entropy` or `flce.linear_logprobs`, which document the arguments.
+        function: the public function, which documents the arguments.
+        head: the names of the hidden states and the weight.
 
     Raises:
         ValueError: placements do not fit, or another argument is a plain tensor that has no clear division.
@@ -35,31 +73,37 @@ def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
     for name in ("process_group", "vocab_size", "sequence_parallel"):
         if arguments.get(name):
             raise ValueError(f"{name} needs plain tensors: the placements of DTensors state how the head is divided")
-    input, linear_weight, target = (arguments[name] for name in ("input", "linear_weight", "target"))
-    layout = _make_layout(input, linear_weight)
-    adapters = [*adapters_by_name(arguments["adapters"]).items()]
-    adapter_inputs = [layout.local_input(*item) for item in adapters[::2]]
-    adapter_weights = [layout.local_weight(*item) for item in adapters[1::2]]
-    call = {
-        **arguments,
-        "input": layout.local_input("input", input),
-        "linear_weight": layout.local_weight("linear_weight", linear_weight),
-        "linear_bias": layout.local_weight("linear_bias", arguments["linear_bias"]),
-        "adapters": tuple(zip(adapter_inputs, adapter_weights, strict=True)),
-    }
-    call |= {name: full_tensor(arguments[name]) for name in ("weight", "num_items") if name in arguments}
+    (input, weight), target = (arguments[name] for name in head), arguments.get("target")
+    layout = _make_layout(input, weight, head)
+
+    def local(name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if name.endswith("adapters"):
+            parts = [local(*item) for item in adapters_by_name(value, name).items()]
+            return tuple(zip(parts[::2], parts[1::2], strict=True))
+        if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
+            return tuple([local(f"{name}[{k}]", each) for k, each in enumerate(value)])
+        if has_hidden_states(name):
+            return layout.local_input(name, value)
+        if has_classes(name):
+            return layout.local_weight(name, value)
+        if name in ("weight", "num_items"):
+            return full_tensor(value)
+        is_of_tokens = name in _TOKEN_TENSORS and isinstance(value, Tensor) and value.dim()
+        return layout.local_tokens(name, value) if is_of_tokens else value
+
+    call = dict(arguments)
     if target is not None and layout.token_dims:
         call |= _shift_before_division(target, arguments, layout)
-    for name in _TOKEN_TENSORS:
-        if isinstance(call.get(name), Tensor) and call[name].dim():
-            call[name] = layout.local_tokens(name, call[name])
+    call = {name: local(name, value) for name, value in call.items()}
     if layout.class_dim is not None:
         group = layout.mesh.get_group(layout.class_dim)
-        call |= {"process_group": group, "vocab_size": len(linear_weight)}
+        call |= {"process_group": group, "vocab_size": len(weight)}
         call["sequence_parallel"] = not layout.input[layout.class_dim].is_replicate()
     if layout.token_dims and call.get("reduction") == "mean" and call["num_items"] is None:
         call |= _global_mean(call, layout)
-    result = function(**call)
+    result: Any = function(**call)
     is_reduced = arguments.get("reduction", "none") != "none"
 
     def with_placements(name: str, value: Tensor | None) -> Tensor | None:
@@ -70,21 +114,22 @@ def run_on_local_tensors(function: Callable[..., Any], **arguments: Any) -> Any:
         return layout.result(value, input if target is None else target)
 
     if isinstance(result, Tensor):
-        return with_placements("loss", result)
-    if isinstance(result, LinearLogprobsOutput):
-        return replace(result, **{name: with_placements(name, value) for name, value in vars(result).items()})
-    return type(result)(*itertools.starmap(with_placements, result._asdict().items()))
+        return with_placements("loss", result)  # type: ignore[return-value]
+    if isinstance(result, tuple):
+        return type(result)(*itertools.starmap(with_placements, result._asdict().items()))
+    return replace(result, **{name: with_placements(name, value) for name, value in vars(result).items()})
 
 
 class _Layout(NamedTuple):
     """Division of a call over a mesh."""
 
+    head: tuple[str, str]  # names of the hidden states and of the weight, for messages
     mesh: Any
     class_dim: int | None  # the dimension of the mesh that divides the classes
     token_dims: tuple[int, ...]  # other dimensions of the mesh, which divide the tokens
     input: tuple[Any, ...]  # placements of `input` in the call
     tokens: tuple[Any, ...]  # placements of tensors of tokens in the call
-    weight: tuple[Any, ...]  # placements of `linear_weight`
+    weight: tuple[Any, ...]  # placements of the weight
     shape: torch.Size  # of all tokens
 
     def partial(self, placements: Sequence[Any]) -> list[Any]:
@@ -104,23 +149,21 @@ class _Layout(NamedTuple):
         return wait_for(DTensor.from_local(part, self.mesh, placements, run_check=False).full_tensor())
 
     def local_input(self, name: str, x: Any) -> Tensor:
-        return wait_for(self._require_dtensor(name, x, "input").redistribute(placements=self.input).to_local())
+        return wait_for(self._require_dtensor(name, x, self.head[0]).redistribute(placements=self.input).to_local())
 
-    def local_weight(self, name: str, weight: Any) -> Tensor | None:
+    def local_weight(self, name: str, weight: Any) -> Tensor:
         """Return the slice of this process. Its gradient is summed over the dimensions that divide the tokens."""
-        if weight is None:
-            return None
         # Without this redistribute the gradient would stay Partial.
-        divided = self._require_dtensor(name, weight, "linear_weight").redistribute(placements=self.weight)
+        divided = self._require_dtensor(name, weight, self.head[1]).redistribute(placements=self.weight)
         return wait_for(divided.to_local(grad_placements=self.partial(self.weight)))
 
     def local_tokens(self, name: str, x: Any) -> Tensor:
         """Return the entries of the tokens that this process has in the call."""
-        if name == "candidates" and x.dim() == 1:  # the same classes for all tokens
+        if name.startswith(("candidates", "teacher_topk")) and x.dim() == 1:  # the same classes for all tokens
             return full_tensor(x)
         if not is_dtensor(x) and not self.token_dims:
             return x
-        placed = self._require_dtensor(name, x, "input")
+        placed = self._require_dtensor(name, x, self.head[0])
         return wait_for(placed.redistribute(placements=self.tokens).to_local())
 
     def result(self, value: Tensor, like: Any) -> Tensor:
@@ -136,11 +179,11 @@ class _Layout(NamedTuple):
         if not is_dtensor(x):
             raise ValueError(f"{name} must be a DTensor on the mesh of {like}, got a plain tensor")
         if x.device_mesh != self.mesh:
-            raise ValueError(f"{name} is on {x.device_mesh}, linear_weight is on {self.mesh}: one mesh is needed")
+            raise ValueError(f"{name} is on {x.device_mesh}, {self.head[1]} is on {self.mesh}: one mesh is needed")
         return x
 
 
-def _make_layout(input: Any, linear_weight: Any) -> _Layout:
+def _make_layout(input: Any, linear_weight: Any, head: tuple[str, str]) -> _Layout:
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, last = linear_weight.device_mesh, input.dim() - 1
@@ -153,7 +196,7 @@ def _make_layout(input: Any, linear_weight: Any) -> _Layout:
     others = [p for k, p in enumerate(linear_weight.placements) if k not in class_dims]
     fits = len(class_dims) <= 1 and all(p.is_replicate() for p in others) and input.device_mesh == mesh
     if not fits or not all(p.is_replicate() or is_shard(p, last, last + 1) for p in input.placements):
-        _refuse_placements(input, linear_weight)
+        _refuse_placements(input, linear_weight, head)
     class_dim = class_dims[0] if class_dims else None
     placements = [*input.placements]
     tokens = [Replicate() if k == class_dim else p for k, p in enumerate(placements)]
@@ -165,15 +208,15 @@ def _make_layout(input: Any, linear_weight: Any) -> _Layout:
             placements[class_dim] = Replicate()
     token_dims = tuple(k for k, p in enumerate(tokens) if not p.is_replicate())
     weight = tuple(linear_weight.placements)
-    return _Layout(mesh, class_dim, token_dims, tuple(placements), tuple(tokens), weight, input.shape[:-1])
+    return _Layout(head, mesh, class_dim, token_dims, tuple(placements), tuple(tokens), weight, input.shape[:-1])
 
 
-def _refuse_placements(input: Any, linear_weight: Any) -> NoReturn:
+def _refuse_placements(input: Any, linear_weight: Any, head: tuple[str, str]) -> NoReturn:
     raise ValueError(
-        f"input has placements {input.placements} on {input.device_mesh}, linear_weight has {linear_weight.placements} "
-        f"on {linear_weight.device_mesh}. Both must be on one mesh. linear_weight must be Shard(0) on at most one "
-        "dimension of the mesh and Replicate() on the others. input must be Replicate(), or Shard of a dimension of "
-        "tokens, on each dimension of the mesh"
+        f"{head[0]} has placements {input.placements} on {input.device_mesh}, {head[1]} has "
+        f"{linear_weight.placements} on {linear_weight.device_mesh}. Both must be on one mesh. {head[1]} must be "
+        f"Shard(0) on at most one dimension of the mesh and Replicate() on the others. {head[0]} must be Replicate(), "
+        "or Shard of a dimension of tokens, on each dimension of the mesh"
     )
 
 

@@ -9,9 +9,10 @@ a divided head.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Hashable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -28,8 +29,14 @@ from flce.engine.shards import gather_shard_results, merge_shard_results, unpack
 from flce.engine.vectors import can_read_values
 from flce.torch_ops.registration import register_operator
 
+# Tensors of which each process has some of the classes: an entry or a row of each, or a column of logits.
+CLASS_TENSORS = (
+    "linear_weight", "linear_bias", "student_weight", "student_bias", "teacher_weight", "teacher_bias", "logits"
+)  # fmt: skip
 # Rows and columns of the sample of a slice that is compared.
 _SAMPLES = 16
+# Numbers that `compare_calls` sends in any call: hashes of texts, and of slices of weights.
+_MAX_TEXTS, _MAX_SLICES = 62, 2
 
 
 class ShardedHeadArguments(NamedTuple):
@@ -56,40 +63,16 @@ def prepare_sharded_head(
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     adapters: Sequence[tuple[Tensor, Tensor]],
-    weight: Tensor | None,
     sharded_head: ShardedHeadArguments,
-    replicated: dict[str, Any],
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
     """Check the division of the head, and gather the tokens with sequence parallelism. Return the first four arguments
-    for the computation in this process, and its shard.
-
-    Args:
-        weight: class weights.
-        replicated: other arguments that must be equal in all processes, by a name for messages. They are compared on a
-            CPU and with ``FLCE_DEBUG=1``.
-    """
+    for the computation in this process, and its shard."""
     group, vocab_size, sequence_parallel = sharded_head
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
-    check_group(group)
-    if can_read_values(input.device) and not torch.compiler.is_compiling():
-        tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
-        sliced = (linear_bias, *(b for _, b in adapters))
-        classes = [t if t is None else _class_text(t.shape[:1] == linear_weight.shape[:1]) for t in sliced]
-        arguments = {
-            "the shape of input": tuple(input.shape),
-            "H of linear_weight": linear_weight.shape[1],
-            **_class_arguments(len(linear_weight), weight, sharded_head),
-            "dtypes": [str(t.dtype) for t in (input, linear_weight)],
-            "classes of linear_bias": classes[0],
-            "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + classes[1:],
-            "required gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors],
-            **replicated,
-        }
-        _check_agreement(group, arguments, linear_weight)
     shard = shard_from_group(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
         input = _gather_full_sequence("an input", input, shard)
@@ -110,40 +93,110 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
 
 
-def _class_arguments(cols: int, weight: Tensor | None, sharded_head: ShardedHeadArguments) -> dict[str, Any]:
-    """Return V, and for each weight a text: whether this process gave its slice or all classes. `_check_agreement`
-    compares these texts; the lengths may differ."""
-    group: Any = sharded_head.process_group
-    total = total_vocab_size(cols, sharded_head.vocab_size, group)
-    start, stop = shard_bounds(total, group.size(), group.rank())
-    # If one process has all classes, weights of all classes and of the slice have the same length.
-    one_has_all = shard_bounds(total, group.size(), 0)[1] >= total
-    length = None if weight is None else tuple(weight.shape)
-    has_all = length == (total,) or one_has_all
-    return {
-        "V": total,
-        "classes of linear_weight": f"{_class_text(stop - start == cols)} of {total}, as torch.chunk divides",
-        "classes of weight": None if length is None else "all" if has_all else _class_text(length == (cols,)),
-    }
+def compare_calls(function: str, arguments: dict[str, Any], group: Any, device: torch.device) -> None:
+    """Raise ValueError, in all processes of the group, if their calls do not fit together: different functions or
+    arguments, or equal slices of a weight. Run one collective, on a CPU and with ``FLCE_DEBUG=1``; otherwise none.
+
+    Called before all checks, so that no process raises an error while the others wait for its results.
+
+    Args:
+        arguments: all arguments by name, and other settings. Tensors of classes may have different lengths, and
+            floating numbers of tensors are not compared. Everything else must be equal.
+    """
+    if group is None or not can_read_values(device):
+        return
+    check_group(group)
+    try:
+        texts, slices = _describe_call({"function": function, **arguments}, group)
+    except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
+        texts, slices = {"error": repr(error)}, {}
+    numbers = [_hash_value(text) for text in texts.values()]
+    numbers += [0] * (_MAX_TEXTS - len(numbers)) + [*slices.values()] + [0] * (_MAX_SLICES - len(slices))
+    fingerprints = all_gather(torch.tensor(numbers, device=device), group)
+    is_equal = (fingerprints == fingerprints[0]).all(0).tolist()
+    if not all(is_equal[:-_MAX_SLICES]):
+        differ = [f"{name}={text}" for (name, text), equal in zip(texts.items(), is_equal, strict=False) if not equal]
+        raise ValueError(
+            f"the processes of the group were given different arguments or options: rank {group.rank()} has "
+            f"{', '.join(differ)}"
+        )
+    for name, column in zip(slices, fingerprints[:, -_MAX_SLICES:].T.tolist(), strict=False):
+        refuse_equal_slices([fingerprint or None for fingerprint in column], name, f"{name}.chunk(n)[rank]")
 
 
-def _class_text(is_slice: bool) -> str:
-    return "its slice" if is_slice else "not its slice"
+def _describe_call(arguments: dict[str, Any], group: Any) -> tuple[dict[str, str], dict[str, int]]:
+    """Return texts by name, which are equal in processes whose calls fit together, and a hash of the slice of each
+    weight. The text of an argument is at one position for all values of the argument."""
+    of_classes, total = [name for name in arguments if name in CLASS_TENSORS], arguments["vocab_size"]
+    holder = of_classes[0]
+    lengths = lengths_of_weight = defaultdict(lambda: "its slice")  # `merge_results` compares numbers of logits
+    if total is None and (holder != "logits" or arguments["weight"] is not None):
+        total = arguments[holder].shape[_class_dim(holder)] * group.size()
+    if total is not None:
+        (_, most), (start, stop) = (shard_bounds(total, group.size(), rank) for rank in (0, group.rank()))
+        lengths = defaultdict(lambda: f"not its slice of {total}", {stop - start: f"its slice of {total}"})
+        # If one process has all classes, class weights of all classes and of its slice have the same length.
+        lengths_of_weight = lengths | {total: "all"} | ({stop - start: "all"} if most >= total else {})
+    texts, tensors = {}, {}
+    for name, value in {**arguments, "vocab_size": total}.items():
+        found = dict(_named_tensors(name, value))
+        tensors.update(found)
+        words = "" if not found else "the shape of " if name in found else "shapes of "
+        words = "classes of " if has_classes(name) or name == "weight" else words
+        shapes = [_text(each, x, lengths_of_weight if name == "weight" else lengths) for each, x in found.items()]
+        # 1 and 1.0 are equal. A text may have an address.
+        text = ", ".join(shapes) or re.sub(r" at 0x\w+", "", repr(value)).removesuffix(".0")
+        texts["V" if name == "vocab_size" else words + name] = text
+    texts["dtypes"] = str({name: f"{x.dtype} on {x.device.type}" for name, x in tensors.items()})
+    needed = [name for name, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
+    weights = [name for name in of_classes if name in tensors and name.endswith("_weight")]
+    slices = {name: _fingerprint_of_slice(tensors[name]) for name in weights}
+    return {**texts, "required gradients": str(needed)}, slices
 
 
-def _check_agreement(group: Any, arguments: dict[str, Any], linear_weight: Tensor) -> None:
-    """Raise ValueError, in all processes, if their arguments differ or their slices are equal. Run one collective."""
-    numbers = [*map(_hash_value, arguments.values()), _fingerprint_of_slice(linear_weight)]
-    fingerprints = all_gather(torch.tensor(numbers, device=linear_weight.device), group)
-    is_equal = (fingerprints == fingerprints[0]).all(0).tolist()[:-1]
-    differ = {name: value for (name, value), equal in zip(arguments.items(), is_equal, strict=True) if not equal}
-    if differ:
-        raise ValueError(f"the processes of the group were given different arguments: rank {group.rank()} has {differ}")
-    refuse_equal_slices(
-        [fingerprint or None for fingerprint in fingerprints[:, -1].tolist()],
-        "linear_weight",
-        "linear_weight.chunk(n)[rank]",
-    )
+def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an argument by name, such as ``adapters[0][1]``."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, list)):
+        for k, each in enumerate(value):
+            yield from _named_tensors(f"{name}[{k}]", each)
+
+
+def has_classes(name: str) -> bool:
+    """Return True if the tensor of this name has an entry, a row or a column for each class."""
+    return name in CLASS_TENSORS or ("adapters[" in name and name.endswith("[1]"))
+
+
+def has_hidden_states(name: str) -> bool:
+    return name in ("input", "student", "teacher") or ("adapters[" in name and name.endswith("[0]"))
+
+
+def _class_dim(name: str) -> int:
+    return -1 if name == "logits" else 0
+
+
+def _text(name: str, x: Tensor, lengths: Mapping[int, str]) -> str:
+    """Return the shape of a tensor in words, and what is compared of its values. `lengths`: words for the numbers of
+    classes that a tensor of classes may have."""
+    sizes, values = [*map(str, x.shape)], ""
+    is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    if has_classes(name) or name == "weight":
+        sizes[_class_dim(name)] = lengths[x.shape[_class_dim(name)]]
+    elif is_plain and not has_hidden_states(name):
+        values = f" of {_text_of_values(x)}"
+    return f"({', '.join(sizes)}){values}{'' if is_plain else f', {type(x).__name__} of layout {x.layout}'}"
+
+
+def _text_of_values(x: Tensor) -> str:
+    """Return the number of a 0-d tensor, a hash of integers, or, as floating numbers may differ by rounding errors, the
+    number of those above 0."""
+    if x.dim() == 0:
+        return repr(x.item())
+    if x.is_floating_point():
+        return f"{int((x > 0).sum())} numbers above 0"
+    factors = torch.randint(2**62, x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return f"values with the hash {int((x.cpu() * factors).sum())}"
 
 
 def _fingerprint_of_slice(linear_weight: Tensor) -> int:

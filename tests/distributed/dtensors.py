@@ -186,6 +186,82 @@ def results_of_tokens() -> None:
             assert torch.equal(got.full_tensor(), correct.full_tensor())
 
 
+def divergences() -> None:
+    """Compare `flce.linear_divergence` with a call on plain tensors."""
+    p, theirs = problem((4, 8), 16, 41, ignored=0.2, bias=True, adapter_ranks=(2,)), problem((4, 8), 12, 41, bias=True)
+    ids = torch.arange(32 * 3, device=device()).view(4, 8, 3) % 41
+    tensors: Any = {
+        "student": p.input,
+        "student_weight": p.linear_weight,
+        "student_bias": p.linear_bias,
+        "target": p.target,
+        "teacher": theirs.input,
+        "teacher_weight": theirs.linear_weight,
+        "teacher_bias": theirs.linear_bias,
+        "a": p.adapters[0][0],
+        "b": p.adapters[0][1],
+        "ids": ids,
+        "logprob": torch.full(ids.shape, -2.0, dtype=torch.float64, device=device()),
+    }
+    outputs = ("divergence", "logprob", "entropy")
+
+    def call(t: dict[str, Any], top_k: bool) -> Any:
+        given = {name: x for name, x in t.items() if name.startswith(("student", "target", "teacher"))}
+        given |= {"student_adapters": [(t["a"], t["b"])], "temperature": 0.8, "shift": 1, "outputs": outputs}
+        if top_k:
+            given = {name: x for name, x in given.items() if not name.startswith("teacher")}
+            given["teacher_topk"] = t["ids"], t["logprob"]
+        return flce.linear_divergence(**given, kind="jsd", beta=0.3, student_softcap=4.0)
+
+    leaves = ("student", "student_weight", "student_bias", "a", "b")
+    for (mesh, tokens, classes), top_k in itertools.product(_meshes(), (False, True)):
+        plain = {name: LocalShare.leaf(x) if name in leaves else x for name, x in tensors.items()}
+        placed = [type(t)(t.dim % 3) if hasattr(t, "dim") else t for t in tokens]
+        of_classes = {"student_weight", "student_bias", "teacher_weight", "teacher_bias", "b"}
+        divided: Any = {
+            name: distribute_tensor(x, mesh, classes if name in of_classes else placed).requires_grad_(name in leaves)
+            for name, x in tensors.items()
+        }
+        total, expected = (call(t, top_k) for t in (divided, plain))
+        sums = []
+        for name in outputs:
+            value, correct = getattr(total, name), getattr(expected, name)
+            assert value.placements == divided["target"].placements
+            torch.testing.assert_close(value.full_tensor(), correct)
+            sums.append((value.sin().sum().full_tensor(), correct.sin().sum()))
+        sum(got for got, _ in sums).backward()  # type: ignore[union-attr]
+        sum(correct for _, correct in sums).backward()  # type: ignore[union-attr]
+        for name in leaves:
+            assert divided[name].grad.placements == divided[name].placements
+            torch.testing.assert_close(divided[name].grad.full_tensor(), plain[name].grad)
+    for name, message in (
+        ("teacher", "teacher must be a DTensor on the mesh of student"),
+        ("a", "student_adapters.0."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call({**divided, name: tensors[name]}, False)
+    with pytest.raises(ValueError, match=r"student_weight is a DTensor.*flce.gathered\(student_weight\)"):
+        call({**tensors, "student_weight": divided["student_weight"]}, False)
+
+
+def different_settings() -> None:
+    """Check that settings of DTensors are compared, too."""
+    p = problem((3, 4), 16, 41)
+    mesh, is_last = (
+        init_device_mesh(device().type, (dist.get_world_size(),)),
+        dist.get_rank() == dist.get_world_size() - 1,
+    )
+    weight, x = distribute_tensor(p.linear_weight, mesh, [Shard(0)]), distribute_tensor(p.input, mesh, [Replicate()])
+    logits = distribute_tensor(p.input @ p.linear_weight.T, mesh, [Shard(2)])
+    for call in (
+        lambda **more: flce.fused_linear_cross_entropy(x, weight, p.target, **more),
+        lambda **more: flce.cross_entropy(logits, p.target, **more),
+    ):
+        with pytest.raises(ValueError, match=r"given different arguments.*z_loss"):
+            call(z_loss=0.1 * is_last)
+        call(z_loss=0.1)
+
+
 def _loss(p: Problem, mesh: Any, tokens: list[Any], classes: list[Any]) -> tuple[dict[str, Any], Any]:
     def leaf(t: Tensor, placements: list[Any]) -> Any:
         return distribute_tensor(t.detach(), mesh, placements).requires_grad_()

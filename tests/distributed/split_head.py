@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -34,7 +35,7 @@ from flce.ops import linear_cross_entropy
 from flce.planning import search
 from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
 from tests import interpreted_e4m3, quick_interpreter
-from tests.helpers import STATS
+from tests.helpers import OTHER_VALUES, STATS
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
 
@@ -571,6 +572,73 @@ def wrong_arguments() -> None:
     target[0, 0] = 41
     with pytest.raises(IndexError, match="expected 0 <= target < 41"):
         flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
+    del os.environ["FLCE_DEBUG"]
+
+
+def different_calls() -> None:
+    """Check that each process raises a ValueError if the last process gives another value of any argument of any
+    function, a wrong value, or has another setting."""
+    group = groups()["all"]
+    is_last, os.environ["FLCE_DEBUG"] = dist.get_rank() == group.size() - 1, "1"
+    kwargs = {"bias": True, "adapter_ranks": (2,), "class_weight": True, "token_weight": True, "reduction": "sum"}
+    p = problem((3, 2 * group.size()), 16, 41, num_items=7, ignored=0.3, **kwargs)
+    own, theirs = LocalShare(p, group), LocalShare(problem((3, 2 * group.size()), 12, 41, bias=True), group)
+    ids = torch.arange(5, device=device()).expand(*p.target.shape, 5)
+    of_ids = torch.full(ids.shape, -2.0, dtype=torch.float64, device=device())
+    head: dict[str, Any] = {"linear_weight": own.weight, "linear_bias": own.bias, "adapters": own.adapters}
+    student = {f"student_{name.removeprefix('linear_')}": value for name, value in head.items()}
+    teacher = {"teacher": theirs.input, "teacher_weight": theirs.weight, "teacher_bias": theirs.bias}
+    top_k = {**student, "student": own.input, "target": p.target, "teacher_topk": (ids, of_ids)}
+    temperature = torch.ones(p.target.shape, dtype=torch.float64, device=device())
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (flce.fused_linear_cross_entropy, {"input": own.input, "target": p.target, **head, **own.kwargs}),
+        (flce.linear_logprobs, {"input": own.input, "target": p.target, **head, "temperature": temperature}),
+        (flce.linear_logprobs, {"input": own.input, "target": p.target, **head, "candidates": ids, "top_k": 1}),
+        (flce.linear_divergence, {**student, "student": own.input, **teacher, "target": p.target, "kind": "jsd"}),
+        (flce.linear_divergence, top_k),
+        (flce.cross_entropy, {"logits": own.weight[:, :1].T.expand(3, 8, -1), "target": p.target, **own.kwargs}),
+    ]
+    numbers = {**OTHER_VALUES, "ignore_index": 3, "shift": 1, "num_items": 8, "top_k": 2, "beta": 0.1}
+    numbers |= {
+        f"{model}_{name}": numbers[name] for model in ("student", "teacher") for name in ("softcap", "logit_scale")
+    }
+    others: dict[str, Any] = {
+        **numbers,
+        "reduction": "none",
+        "stats": ("lse",),
+        "outputs": ("entropy",),
+        "kind": "reverse_kl",
+        "candidates": ids + 1,
+        "teacher_topk": (ids + 1, of_ids),
+        "options": flce.ChunkOptions(chunk_rows=3),
+        "inplace": True,
+        "vocab_size": 42,
+        "sequence_parallel": True,
+    }
+    for function, call in calls:
+        call |= {k: v for k, v in own.group_arguments.items() if function is not flce.cross_entropy or k[0] != "s"}
+        changes: list[tuple[str, Any]] = []
+        for name in sorted(inspect.signature(function).parameters.keys() - {"process_group"}):
+            value = call.get(name)
+            wrong = [None, "wrong", torch.ones(2, 3, device=device(), dtype=torch.complex64)]
+            if isinstance(value, Tensor):
+                wrong += [value[:2], value.to(torch.float16)]
+                wrong += [value.detach()] * value.requires_grad + [value.roll(1)] * (not value.is_floating_point())
+            changes += [(name, x) for x in [others.get(name), *wrong] if x is not None or value is not None]
+        changes += [("temperature", -temperature), ("target", p.target.double())]
+        changes = [(name, x) for name, x in changes if name in inspect.signature(function).parameters]
+        for name, other in changes:
+            with pytest.raises(ValueError, match="were given different arguments"):
+                function(**{**call, name: other} if is_last else call)
+        for setting in (torch.no_grad(), torch.autocast(device().type, torch.bfloat16)):
+            with (
+                pytest.raises(ValueError, match="were given different"),
+                setting if is_last else contextlib.nullcontext(),
+            ):
+                function(**call)
+        function(**call)
+    with pytest.raises(ValueError, match=r"were given different arguments.*function="):
+        calls[0][0](**calls[0][1]) if is_last else calls[1][0](**calls[1][1])
     del os.environ["FLCE_DEBUG"]
 
 
