@@ -9,9 +9,8 @@ from transformers import TrainerCallback
 
 from flce.core.numbers import check_bool
 from flce.core.options import ChunkOptions
-from flce.huggingface.lazy.state import OnMaterialize
-from flce.huggingface.patch import check_on_materialize, patch_model, unpatch_model, usages_of
-from flce.ops.arguments import check_options
+from flce.huggingface.lazy.state import OnMaterialize, Settings
+from flce.huggingface.patch import patch_model, unpatch_model, usages_of
 
 
 class FlceCallback(TrainerCallback):
@@ -42,8 +41,7 @@ class FlceCallback(TrainerCallback):
         on_materialize: OnMaterialize = "warn",
         unpatch: bool = False,
     ) -> None:
-        check_options(options)
-        check_on_materialize(on_materialize)
+        Settings(options, on_materialize)  # checks both
         check_bool("unpatch", unpatch)
         self.options = options
         self.on_materialize = on_materialize

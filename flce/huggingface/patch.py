@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ from flce.huggingface.usage import (
     format_unpatched,
 )
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
-from flce.ops.arguments import check_options, names_replacements
+from flce.ops.arguments import names_replacements
 from flce.ops.vocabulary_parallel import is_dtensor
 from flce.torch_ops.frames import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
 
@@ -517,12 +517,6 @@ def _make_product_mode(model: Any, patch: _Patch) -> VocabularyProductMode | Non
 # ------------------------------------------------------------------------------------------------ public functions
 
 
-def check_on_materialize(value: object) -> None:
-    """Raise ValueError if ``value`` is not one of the options of ``on_materialize``."""
-    if value not in get_args(OnMaterialize):
-        raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {value!r}")
-
-
 @names_replacements
 def patch_model(
     model: ModelT, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn"
@@ -553,8 +547,6 @@ def patch_model(
         TypeError: no model has an output embedding, or all output embeddings are quantised or not linear.
         ValueError: ``on_materialize`` is not one of the three options.
     """
-    check_options(options)
-    check_on_materialize(on_materialize)
     settings = Settings(options, on_materialize)
     _check_model("patch_model", model)
     if private.make_wrapper_subclass is None:  # Lazy logits cannot exist; `core.private` has warned.

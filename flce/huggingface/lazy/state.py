@@ -32,7 +32,7 @@ from flce.huggingface.lazy.normal_form import (
 )
 from flce.huggingface.staleness import TensorSnapshot, versions_of
 from flce.huggingface.wrappers import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
-from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype
+from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype, check_options
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
 TENSOR_NAMES = ("hidden", "weight", "bias")
@@ -40,10 +40,15 @@ TENSOR_NAMES = ("hidden", "weight", "bias")
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``patch_model``."""
+    """The arguments of ``patch_model``, checked in the constructor."""
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
+
+    def __post_init__(self) -> None:
+        check_options(self.options)
+        if self.on_materialize not in ("warn", "ignore", "raise"):
+            raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {self.on_materialize!r}")
 
 
 @dataclass(frozen=True)
