@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from flce.huggingface import MaterializedLogitsWarning
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning
 from tests.huggingface import fuzz
 
 SETUP = fuzz.Setup(bias=False)
@@ -164,6 +164,28 @@ PROGRAMS = {
         t2 = lg - t1
         loss1 = t2.softmax(-1).gather(-1, chosen(lg)) + t2.gather(-1, chosen(lg))
         loss2 = (t2.softmax(-1) * t2).sum(-1)""",
+    # Results of logits and of detached logits are different, although their values are equal.
+    "a normalizer of detached logits": """
+        t1 = lg.detach() - lg.logsumexp(-1, keepdim=True)
+        loss1 = t1.logsumexp(-1)
+        loss2 = loss_of(lg)""",
+    "products with detached logits": """
+        t1 = lg.detach() - lg.logsumexp(-1, keepdim=True)
+        loss1 = (lg.softmax(-1) * t1).sum(-1)
+        loss2 = (t1.softmax(-1) * lg).sum(-1)
+        loss3 = (lg.detach().softmax(-1) * t1).sum(-1)""",
+    "a normalizer that cancels": """
+        t1 = lg.detach() - lg.logsumexp(-1, keepdim=True)
+        loss1 = (t1.softmax(-1) * t1.log_softmax(-1)).sum(-1) + lg.logsumexp(-1)
+        note(lg.detach().logsumexp(-1).requires_grad)""",
+    # No tokens.
+    "classes of no tokens are written": """
+        t1 = lg[:0]
+        t2 = t1.clone()
+        t2[..., :5].div_(0.5)
+        t3 = t2 * 1
+        note(t2.detach().numpy().shape, t3.detach().numpy().shape)
+        loss1 = t3.sum()""",
     "logits are an output": """
         note(torch.neg(torch.ones_like(lg), out=lg.detach_()) is lg)
         t1 = lg * 2""",
@@ -197,6 +219,14 @@ PROGRAMS = {
     "a function that writes to a view": """
         t1 = DoubledInPlace.apply(lg.view(-1, 13))
         loss1 = loss_of(lg)""",
+    "functions of views of which some were written": """
+        t1, t2 = lg[:, 0], lg[:, 1]
+        t3, t4 = lg[:, 1:], lg[..., 3:]
+        t1.mul_(2.0)
+        t2.mul_(3.0)
+        t3[0].mul_(5.0)
+        loss1 = Doubled.apply(t1).square().sum() + Doubled.apply(t2).square().sum()
+        loss2 = Doubled.apply(t3).square().sum() + Doubled.apply(t4).square().sum()""",
     "a function that writes to a slice": """
         t1 = DoubledInPlace.apply(lg[:, 1:3])
         loss1 = loss_of(lg)""",
@@ -369,6 +399,24 @@ AUTOCAST = """
 def test_a_write_after_a_view_of_the_only_class() -> None:
     steps = ("lg = a(ids)", "t1 = lg[..., 0]", "lg.div_(noise(lg.shape[:-1]).abs().unsqueeze(-1))")
     assert fuzz.compare(fuzz.Program(fuzz.Setup(bias=False, head=(1, 5)), steps, (), False), fuzz.Comparison()) is None
+
+
+def test_no_tokens_with_a_bias() -> None:
+    steps = ("t1 = lg[:0]", "t2 = t1 * t1.detach().mean()", "loss1 = t2.sum()")
+    program = fuzz.Program(fuzz.Setup(), steps, ("loss1",), False)
+    assert fuzz.compare(program, fuzz.Comparison(limits=False)) is None
+
+
+def test_writes_to_many_views_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write changes the nodes of its own view and of the logits, not the nodes of views of other tokens."""
+    nodes: list[LazyLogits] = []
+    update = LazyLogits._take_over_node
+    monkeypatch.setattr(LazyLogits, "_take_over_node", lambda lazy, *written: (nodes.append(lazy), update(lazy, *written)))
+    logits = fuzz.Run(fuzz.Setup(shape=(2, 40)), patched=True).tensors["lg"]
+    views = [logits[:, i] for i in range(40)]
+    for view in views:
+        view.mul_(2.0)
+    assert len(nodes) <= 3 * len(views)
 
 
 @pytest.mark.parametrize("inside", [True, False])

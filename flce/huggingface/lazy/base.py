@@ -51,6 +51,8 @@ class Family:
 
     Attributes:
         views: the members except the root.
+        views_of_token: the views that `LazyBase._make_views_real` has computed, by the number of each of their tokens.
+        num_computed: the number of `views` in `views_of_token`.
         hooks: names of the users' hooks on the gradient. Nodes of the autograd graph refer to this set.
         copies: unread copies that need a gradient.
         is_bypassed: whether a copy was read or changed: its gradient does not pass through these logits.
@@ -60,6 +62,8 @@ class Family:
     """
 
     views: list[weakref.ref[Any]] = field(default_factory=list)
+    views_of_token: dict[int, list[weakref.ref[Any]]] = field(default_factory=dict)
+    num_computed: int = 0
     hooks: set[str] = field(default_factory=set)
     copies: list[weakref.ref[Any]] = field(default_factory=list)
     is_bypassed: bool = False
@@ -191,13 +195,30 @@ class LazyBase:
 
     def _make_views_real(self) -> None:
         """Compute the real tensors of all views before a possible write, if the real logits exist."""
+        family = self._family
         if self._root()._real is not None:
-            for view in live_objects(self._family.views):
+            self._update_nodes()
+            new, family.num_computed = family.views[family.num_computed :], len(family.views)
+            for ref, view in [(ref, ref()) for ref in new if ref() is not None]:
                 with contextlib.suppress(RuntimeError):  # autograd no longer allows this view
                     view._get_real()
+                for token in view._token_numbers():
+                    family.views_of_token.setdefault(token, []).append(ref)
 
-    def _update_nodes(self, always: bool = False) -> None:
-        """Update the nodes of the family after an operation on real logits that has written to them (or ``always``)."""
+    def _token_numbers(self) -> set[int]:
+        """Return the numbers of the tokens whose logits share memory with this view, or with parts of it."""
+        start, vocab_size = self._root()._meta_tensor.storage_offset(), self._root()._state.vocab_size
+        numbers = {(self._meta_tensor.storage_offset() - start) // vocab_size}
+        for size, stride in zip(self._meta_tensor.shape, self._meta_tensor.stride()):
+            if stride >= vocab_size:  # a dimension of tokens
+                numbers = {number + i * (stride // vocab_size) for number in numbers for i in range(size)}
+        return numbers
+
+    def _update_nodes(self, always: bool = False, writers: Sequence[LazyBase] = ()) -> None:
+        """Update the nodes of the family after an operation on real logits that has written to them (or ``always``).
+
+        ``writers``: arguments of the operation. Nodes of views of other tokens stay: their gradients do not change.
+        """
         root, family = self._root(), self._family
         version = None if root._real is None else versions_of(root._real)
         is_written, family.seen = version != family.seen, version
@@ -205,8 +226,12 @@ class LazyBase:
             family.forget_copies()
             family.is_written = True
         if is_written or always:
-            family.views = [ref for ref in family.views if ref() is not None]
-            for lazy in (root, *live_objects(family.views)):
+            writers = [lazy for lazy in writers if lazy._family is family]
+            views = family.views
+            if writers and root._node is not None and not any(lazy._is_full() for lazy in writers):
+                tokens = {token for lazy in writers for token in lazy._token_numbers()}
+                views = {ref for token in tokens for ref in family.views_of_token[token]}
+            for lazy in (root, *live_objects(views)):
                 lazy._take_over_node(is_written)
 
     def _update_before_operation(self, real: Tensor) -> None:

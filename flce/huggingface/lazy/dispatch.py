@@ -224,7 +224,7 @@ def _run_on_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         lazy._make_views_real()
     result = func(*real, **keyword_values)
     for lazy in written:
-        lazy._update_nodes()
+        lazy._update_nodes(writers=written)
     if args and result is real[0]:  # an in-place operation, or one that changes nothing
         return args[0]
     return kwargs["out"] if "out" in kwargs and result is keyword_values["out"] else result
@@ -284,6 +284,7 @@ def _make_view(
     if meta_tensor.untyped_storage()._cdata != before.untyped_storage()._cdata:
         return _make_copy(lazy, state.as_copy(), cut)
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
+    has_all_entries &= meta_tensor.shape[-1:] == before.shape[-1:]  # also if there are no tokens
     is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)

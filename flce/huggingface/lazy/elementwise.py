@@ -58,6 +58,8 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
             require_lazy(bool((other > 0.0).all()))  # not checked on a GPU, because the host would wait: NaN
         return _apply_token_vector(state, "div_row", other)
     require_lazy(other.dim() == 0 and state.normal_form.is_linear)
+    if not torch.compiler.is_compiling() and not state.shape.numel():
+        return replace(state)  # a bias would get the gradient 0 * NaN for the mean of no logits
     with state.gathered_weights():
         terms = [term.with_hidden(lambda hidden: scale(hidden, other)) for term in state.terms]
         terms = [term.map_tensors(lambda bias: scale(resolve_stand_in(bias), other), "bias") for term in terms]

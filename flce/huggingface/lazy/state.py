@@ -227,6 +227,17 @@ class LazyState:
         return any([tensor.requires_grad for tensor in self.tensors])  # noqa: C419 - faster than a generator
 
     @property
+    def differentiated_terms(self) -> tuple[bool, ...]:
+        """Whether a gradient is required, for each tensor of the terms. Detached states have the same cache."""
+        return tuple([tensor.requires_grad for term in self.terms for tensor in term.tensors])
+
+    @property
+    def cancelled_vector(self) -> Tensor | None:
+        """The vector that was subtracted from the logits and cancels in the softmax, if it requires a gradient."""
+        vector = self.token_vectors.get("sub_row")
+        return None if vector is None or self.normal_form.has_normalizer or not vector.requires_grad else vector
+
+    @property
     def is_outside_checkpoint(self) -> bool:
         """True if the running code is within a checkpoint, and a call of the head was outside of it."""
         return not torch.compiler.is_compiling() and any(call.is_outside_checkpoint for call in self.calls)
@@ -425,13 +436,13 @@ class LazyState:
         if torch.compiler.is_compiling() or self.is_outside_checkpoint:
             results = self.token_results("lse", "entropy")
         else:
-            divisor = self.token_vectors.get("div_row")
-            modes = self.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            key = id(divisor), *self.normal_form[:2], *modes
+            vectors = self.token_vectors.get("div_row"), self.cancelled_vector
+            modes = self.differentiated_terms, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            key = *map(id, vectors), *self.normal_form[:2], *modes
             with self.gathered_weights():  # raises if the weights of cached results have changed
                 if key not in self.cached_results:
-                    # The cache holds the divisor, so that its id is not used again.
-                    self.cached_results[key] = divisor, self.token_results("lse", "entropy")
+                    # The cache holds the vectors, so that their ids are not used again.
+                    self.cached_results[key] = vectors, self.token_results("lse", "entropy")
             results = self.cached_results[key][1]
         assert results.lse is not None
         assert results.entropy is not None
@@ -465,9 +476,8 @@ class LazyState:
             call.usage.has_gradient_use |= call.has_bypassing_gradient
         normal_form = self.normal_form
         hidden, weights = products[0]
-        vector = self.token_vectors.get("sub_row")
-        if requires_grad and vector is not None and vector.requires_grad and not normal_form.has_normalizer:
-            # The vector cancels in the softmax. It gets a gradient of zeros through `torch.where`.
+        vector = self.cancelled_vector
+        if requires_grad and vector is not None:  # it gets a gradient of zeros through `torch.where`
             always = torch.ones((), dtype=torch.bool, device=vector.device)
             hidden = torch.where(always, hidden, vector.to(hidden.dtype))
         return self._in_head_autocast(
