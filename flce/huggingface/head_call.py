@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
 from flce.huggingface.staleness import StaleLogitsError, TensorSnapshot, optimizer_steps
-from flce.huggingface.usage import Usage, calls_with_logits
+from flce.huggingface.usage import Usage
 from flce.huggingface.wrappers import (
     Hook,
     checkpoint_pack_hook,
@@ -79,7 +79,8 @@ class HeadCall:
     ) -> None:
         """``parameters``: if the head is divided, the DTensors of which ``weight`` and ``bias`` are local tensors."""
         self.usage = usage
-        self.forward = usage.forwards
+        if torch.is_grad_enabled():
+            usage.forwards_of_head = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
         self._wrapper_copy: tuple[Hook, HeadCall] | None = None
         """Set for logits that an autograd function of a wrapper has copied: the backward of this function as a hook,
@@ -101,7 +102,6 @@ class HeadCall:
         self._step = optimizer_steps.count
         pack = checkpoint_pack_hook()
         self._checkpoint = None if pack is None else weakref.ref(pack)
-        calls_with_logits.add(self)
 
     def for_wrapper_copy(self, hook: Hook) -> HeadCall:
         """Return a call for a copy of the logits by a wrapper's function. Gradients of the copy run ``hook``."""

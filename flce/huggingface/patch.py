@@ -665,6 +665,7 @@ def report(model: nn.Module) -> Report:
         patched=tuple(_patches(model)),
         forwards=sum(usage.forwards for usage in usages),
         fused=sum(usage.fused for usage in usages),
+        values=sum(usage.values for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
         left=find_language_models(model)[1],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,15 +32,11 @@ LINEAR_REPLACED = (
     "zero.Init replaces it for the rest of the process"
 )
 DIVIDED_DIFFERENTLY = "the head's weight is a DTensor, and it or its bias is not Shard(0) on a mesh of one dimension"
-_LOGITS_UNUSED = (
-    "no loss was computed from the model's logits. The trainer may call another kernel instead of the head, as TRL's "
-    "trainers do since version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the "
-    f"trainer; see {locate_page('trainers.md')}), or the loss may be computed from hidden states"
+_HEAD_BYPASSED = (
+    "the head was not called. The trainer may call another kernel instead of the head, as TRL's trainers do since "
+    "version 1.16 (to use flce there, call flce.huggingface.trl.install() before you create the trainer; see "
+    f"{locate_page('trainers.md')}), or the loss may be computed from hidden states"
 )
-
-
-calls_with_logits: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The calls of heads (`HeadCall`) whose lazy logits still exist."""
 
 
 class NotFusedWarning(UserWarning):
@@ -62,7 +57,10 @@ class Usage:
 
     forwards: int = 0
     """Number of forwards in training mode with gradients enabled."""
+    forwards_of_head: int = 0
+    """`forwards` at the last call of the head with gradients enabled that returned lazy logits."""
     fused: int = 0
+    values: int = 0
     materialized: Counter[str] = field(default_factory=Counter)
     stock: Counter[str] = field(default_factory=Counter)
     trained_stock_reason: str | None = None
@@ -84,11 +82,10 @@ class Usage:
     def warn_if_not_fused(self) -> None:
         """Warn, once for each model, if the model was trained and flce has not computed its loss."""
         reason = self.trained_stock_reason
-        if reason is None and self.forwards and not (self.has_gradient_use or self.is_compiled):
-            forwards_with_logits = {call.forward for call in list(calls_with_logits) if call.usage is self}
-            # If the logits of all forwards still exist, their loss may be computed later.
-            if len(forwards_with_logits) < self.forwards:
-                reason = _LOGITS_UNUSED
+        # Lazy logits that nothing reads need no memory.
+        is_head_used = self.has_gradient_use or self.is_compiled or self.forwards_of_head == self.forwards
+        if reason is None and not is_head_used:
+            reason = _HEAD_BYPASSED
         if reason is None or self.has_warned:
             return
         self.has_warned = True
@@ -184,7 +181,10 @@ class Report:
     Attributes:
         patched: names of the patched modules in the model; empty if the model is not patched.
         forwards: number of forwards in training mode with gradients enabled.
-        fused: number of losses and values that were computed without the logits, with or without gradients.
+        fused: number of results that were computed without the logits: losses, and log-probabilities, entropies,
+            logsumexps and logits of some classes that require a gradient.
+        values: number of other values that were computed without all of the logits: the argmax, and results without a
+            gradient.
         materialized: number of times that the logits were computed, by the operation and line that needed them;
             "materialize()" for calls of this method.
         stock: number of times that the head ran stock code with gradients enabled, by reason.
@@ -194,6 +194,7 @@ class Report:
     patched: tuple[str, ...]
     forwards: int
     fused: int
+    values: int
     materialized: Mapping[str, int]
     stock: Mapping[str, int]
     left: Mapping[str, str]
@@ -201,7 +202,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"patched: {', '.join(name or '(the model)' for name in self.patched) or 'nothing'}"]
         lines.append(f"training forwards: {self.forwards}")
-        lines.append(f"fused: {self.fused}")
+        lines += [f"fused: {self.fused}", f"values: {self.values}"]
         for title, counts in (("materialized", self.materialized), ("stock", self.stock)):
             lines.append(f"{title}: {sum(counts.values())}")
             lines += [f"  {count} x {reason}" for reason, count in counts.items()]

@@ -5,8 +5,8 @@ test_operations.py runs each line alone. The fuzzer (fuzz.py) draws the lines of
 The first word of a line is the kind of its result for a model's logits of 2 x 4 tokens and 13 classes:
 
 * ``lazy``: lazy logits; if the line has no result, the logits are still lazy
-* ``value``: a tensor that is computed without logits in memory
-* ``loss``: the fused loss
+* ``loss``: a result that is computed without logits in memory, and counted as fused: a loss, or values with a gradient
+* ``value``: another tensor that is computed without logits in memory
 * ``real``: the line computes all logits
 
 The fuzzer draws a value for each placeholder in braces. `FILLINGS` has the values for lines that run alone:
@@ -134,19 +134,19 @@ lazy  {y} = {x}[torch.tensor([0])]
 lazy  {y} = {x}[[0, -1]]
 lazy  {y} = {x}[index({x}, 0)]
 real  {y} = {l}[..., 5].sigmoid()
-value {y} = {x}[..., index({x}, -1)]
-value {y} = {x}[..., []]
+loss  {y} = {x}[..., index({x}, -1)]
+loss  {y} = {x}[..., []]
 lazy  {y} = {g}[:, index({g}, 1)]
-value {y} = {g}[:, -1, [0, -1]]
-value {y} = ({l} * 2)[:, -1, torch.tensor([3, 0], dtype=torch.int32)]
-value {y} = {l}[1, :, torch.tensor([[1], [4]])]
+loss  {y} = {g}[:, -1, [0, -1]]
+loss  {y} = ({l} * 2)[:, -1, torch.tensor([3, 0], dtype=torch.int32)]
+loss  {y} = {l}[1, :, torch.tensor([[1], [4]])]
 real  {y} = {l}[:, None, ..., [2, 1], None][..., 0]
-value {y} = {l}[bits((2, 4)), 5]
-value {y} = {l}[torch.tensor([1]), 2, 5].squeeze(0)
-value {y} = {l}[torch.tensor([1, 0]), torch.tensor([3, 2]), -1]
+loss  {y} = {l}[bits((2, 4)), 5]
+loss  {y} = {l}[torch.tensor([1]), 2, 5].squeeze(0)
+loss  {y} = {l}[torch.tensor([1, 0]), torch.tensor([3, 2]), -1]
 lazy  {y} = {l}[torch.tensor([0, 1, 1]), torch.tensor([3, 2, 2])]
 real  {y} = {l}[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([3, 4])]
-value {y} = {l}[..., [0, 1, 2, 3]]
+loss  {y} = {l}[..., [0, 1, 2, 3]]
 real  {y} = {l}[..., [0, 1, 2, 3, 4]]
 real  {y} = {x}.index_select({d}, index({x}, {d}))
 real  {y} = {x}.flip({d})
@@ -278,7 +278,7 @@ real  {y} = ({x}.softmax(-1) * {x}.log_softmax(-1)).sum()
 real  {y} = {x}.softmax(-1).sum(-1)
 real  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).sum(-1)
 loss  {y} = {x}.softmax(-1).gather(-1, few({x}))
-loss  {y} = {x}.softmax(-1).argmax(-1)
+value {y} = {x}.softmax(-1).argmax(-1)
 real  {y} = ({x}.softmax(-1) * {x}).argmax(-1)
 real  {y} = ({x}.softmax(-1) * {x}).gather(-1, chosen({x}))
 real  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
@@ -294,18 +294,18 @@ real  {y} = {x}.masked_fill(bits({x}.shape[-1:]) | True, float('-inf')).logsumex
 real  {y} = {x}.logsumexp({d})
 loss  {y} = ({x} * 3).float().logsumexp(dim=-1, keepdim=True)
 loss  {y} = torch.stack([torch.logsumexp(row, dim=-1) for row in {g}])
-loss  {y} = {x}.argmax(-1)
+value {y} = {x}.argmax(-1)
 real  {y} = {x}.argmax({d})
-loss  {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
-loss  {y} = {x}.log_softmax(-1).argmax(-1)
+value {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
+value {y} = {x}.log_softmax(-1).argmax(-1)
 real  {y} = {x}.max(-1).values
 real  {y} = {x}.topk(1).values
-value {y} = {x}.gather(-1, chosen({x}))
-value {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
-value {y} = {x}.gather(-1, few({x}))
+loss  {y} = {x}.gather(-1, chosen({x}))
+loss  {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
+loss  {y} = {x}.gather(-1, few({x}))
 real  {y} = {x}.gather(-1, few({x}).repeat_interleave(2, -1))
-value {y} = {x}.gather(-1, few({x})[..., :2])
-value {y} = {x}.gather(-1, few({x})[..., :0])
+loss  {y} = {x}.gather(-1, few({x})[..., :2])
+loss  {y} = {x}.gather(-1, few({x})[..., :0])
 loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
 loss  {y} = (-{x}.log_softmax(-1)).gather(-1, chosen({x}))
 loss  {y} = (-{x}.log_softmax(-1)).gather(-1, few({x}))
@@ -364,12 +364,12 @@ real  note(F.relu({x}, inplace=True) is {x})
 real  note({x}.__iadd__({n}) is {x})
 lazy  {y} = {x}.mul_({n})
 lazy  {y} = {x}.mul_({n})
-value {y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
-value {y} = {x}.gather(-1, chosen({x})).mul_({n})
-value {y} = {x}.tanh().gather(-1, chosen({x})).mul_({n})
+loss  {y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
+loss  {y} = {x}.gather(-1, chosen({x})).mul_({n})
+loss  {y} = {x}.tanh().gather(-1, chosen({x})).mul_({n})
 loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).mul_({n})
 loss  {y} = {g}.log_softmax(-1)[:, -1, [0, -1]].mul_({n})
-value {y} = {l}.tanh()[[1], :, 5].mul_({n})
+loss  {y} = {l}.tanh()[[1], :, 5].mul_({n})
 loss  {y} = {l}.log_softmax(-1)[[1], :, 5].mul_({n})
 real  {x}.mul_(noise({x}.shape[-1:]))
 lazy  {y} = {x}.div_({n})

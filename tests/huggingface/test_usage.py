@@ -16,8 +16,8 @@ from torch import Tensor
 
 import flce
 from flce.core import private
-from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, patch_model
-from tests.huggingface.scripts import IDS, Build, own_loss
+from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, lazy_logits, patch_model
+from tests.huggingface.scripts import IDS, Build, loss_of, own_loss
 
 
 def hidden_of(model: Any) -> Tensor:
@@ -61,8 +61,15 @@ WARNINGS = {
     ),
     # The loss is computed after all forwards, so no warning may be given before.
     "one loss of several forwards": ExpectedWarnings(losses_of_several, [0, 0]),
+    # The logits are never computed: reward, value and embedding models.
     "logits that are not used": ExpectedWarnings(
-        lambda model: model(input_ids=IDS, output_hidden_states=True).hidden_states[-1].sum(), [0, 0, 1, 0]
+        lambda model: model(input_ids=IDS, output_hidden_states=True).hidden_states[-1].sum(), [0] * 4
+    ),
+    "the logits of two classes": ExpectedWarnings(
+        lambda model: F.cross_entropy(model(input_ids=IDS).logits[:, -1, [7, 9]], IDS[:, 0] % 2), [0] * 4
+    ),
+    "gathered logits": ExpectedWarnings(
+        lambda model: model(input_ids=IDS).logits.gather(-1, IDS[..., None]).sum(), [0] * 4
     ),
     # This is not training.
     "an evaluation before": ExpectedWarnings(lambda model: hidden_of(model).sum(), [0, 0, 1, 0], evaluated=True),
@@ -102,6 +109,37 @@ def test_report_of_stock_and_fused_losses(build: Build) -> None:
         for _ in range(3):
             own_loss(model.eval()).backward()
     assert list(flce.report(model).stock.values()) == [3]
+
+
+# Results, with `fused` and `values` of the report.
+COUNTS: dict[str, tuple[Callable[[Any], Any], tuple[int, int], tuple[int, int]]] = {
+    "loss": (loss_of, (1, 0), (1, 0)),
+    "divergence": (lambda z: F.kl_div(z.log_softmax(-1), z.detach().log_softmax(-1), log_target=True), (2, 0), (2, 0)),
+    "log-probabilities": (lambda z: z.log_softmax(-1).gather(-1, IDS[..., None]), (1, 0), (0, 1)),
+    "entropy": (lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), (1, 0), (0, 1)),
+    "logsumexp": (lambda z: z.logsumexp(-1), (1, 0), (0, 1)),
+    "sum of log-probabilities": (lambda z: z.log_softmax(-1).sum(-1), (1, 1), (0, 2)),
+    "two classes": (lambda z: z[:, -1, [7, 9]], (1, 0), (0, 1)),
+    "logits of classes": (lambda z: z.gather(-1, IDS[..., None]), (1, 0), (0, 1)),
+    "argmax": (lambda z: z.argmax(-1), (0, 1), (0, 1)),
+    "without a gradient": (lambda z: z.detach().logsumexp(-1), (0, 1), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_losses_and_gradients_are_fused_and_other_results_are_values(name: str, build: Build) -> None:
+    """Accuracies that a loop logs do not count as fused."""
+    function, *expected = COUNTS[name]
+    for training, counts in zip((True, False), expected, strict=True):
+        model = patch_model(build("Llama").train(training), on_materialize="raise")
+        with lazy_logits(model), torch.set_grad_enabled(training):
+            result = function(model(input_ids=IDS).logits)
+        report = flce.report(model)
+        assert (report.fused, report.values) == counts
+        assert f"values: {counts[1]}" in str(report)
+        if result.requires_grad:
+            result.sum().backward()
+        assert model.lm_head.weight.grad is None or training
 
 
 def test_logits_of_evaluation_mode_can_be_saved(build: Build, tmp_path: Any) -> None:

@@ -332,8 +332,20 @@ class LazyState:
             return z if bias is None else z + bias[index].to(z.dtype)
 
         self.note_values()
+        self._count_result(is_loss=False)
         with self.gathered_weights():
             return self._sum_of_products(product, lambda bias: bias[index], merge).to(self.device)
+
+    def _count_result(self, is_loss: bool) -> bool:
+        """Count a result without the logits. Return True if its gradient will not pass through the logits."""
+        requires_grad = torch.is_grad_enabled() and self.requires_grad
+        is_fused = is_loss or requires_grad
+        for call in self.calls:
+            call.has_bypassing_gradient |= requires_grad
+            call.usage.has_gradient_use |= call.has_bypassing_gradient
+            call.usage.fused += is_fused and call is self.calls[0]
+            call.usage.values += call is self.calls[0] and not is_fused
+        return requires_grad
 
     def note_values(self) -> None:
         """Note that values are computed without the logits, so that their last bits may differ from real logits."""
@@ -387,11 +399,10 @@ class LazyState:
 
     def argmax(self) -> Tensor:
         """Compute the most probable class of each token."""
-        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.product_device)
         with self.gathered_weights(can_synchronize=True):
-            output = self.detach().fused_loss(target, reduction="none", ignore_index=-100, stats=("argmax",))
-        largest: Tensor = output.argmax.to(self.device)
-        return largest
+            largest = self.detach().token_results("argmax").argmax
+        assert largest is not None
+        return largest.to(self.device)
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
@@ -410,11 +421,11 @@ class LazyState:
         """
         if self.normal_form.has_divisor:
             spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
-        candidates = None if candidates is None else candidates.to(self.product_device)
+        spec |= {"candidates": None if candidates is None else candidates.to(self.product_device), "is_loss": False}
         self.note_values()
         with self.gathered_weights():
             results: LinearLogprobsOutput = self._call_operator(
-                linear_logprobs, target, self.token_options, outputs=outputs, candidates=candidates, **spec
+                linear_logprobs, target, self.token_options, outputs=outputs, **spec
             )
         return results
 
@@ -449,12 +460,16 @@ class LazyState:
         return results.lse, results.entropy
 
     def _call_operator(
-        self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
-    ) -> Any:
-        """Call one of flce's functions with the products, biases and normal form of this state."""
+        self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None,
+        is_loss: bool = True, **spec: Any,
+    ) -> Any:  # fmt: skip
+        """Call one of flce's functions with the products, biases and normal form of this state.
+
+        ``is_loss``: whether the result is a loss, which is counted as fused without a gradient, too.
+        """
         products, biases = [], []
         dtype = self.weight.dtype
-        requires_grad = torch.is_grad_enabled() and self.requires_grad
+        requires_grad = self._count_result(is_loss)
         for term in self.resolved_terms:
             factor = term.factor
             if term.bias is not None:
@@ -470,10 +485,6 @@ class LazyState:
             spec["adapters"] = tuple(products[1:])
         if self.division is not None:
             spec |= self.division.group_arguments
-        for call in self.calls:
-            call.usage.fused += call is self.calls[0]
-            call.has_bypassing_gradient |= requires_grad
-            call.usage.has_gradient_use |= call.has_bypassing_gradient
         normal_form = self.normal_form
         hidden, weights = products[0]
         vector = self.cancelled_vector

@@ -125,7 +125,8 @@ def _sum_of_logprobs(state: LazyState) -> Tensor:
     require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
     # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
-        return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * state.vocab_size
+        loss = state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
+    return 0.0 - loss * state.vocab_size
 
 
 def _require_finite_bias(state: LazyState) -> None:
