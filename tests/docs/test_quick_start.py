@@ -40,7 +40,7 @@ def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         steps = re.findall(r"^step (\d+) of (\d+): loss \d\.\d{3}$", done.stdout, re.M)
         assert [int(number) for number, _ in steps] == [*range(1, int(steps[0][1]) + 1)]
-        assert f"fused: {len(steps)}\nmaterialized: 0\nstock: 0\nsaved my-model-tuned\n" in done.stdout
+        assert f"fused: {len(steps)}\nvalues: 0\nmaterialized: 0\nstock: 0\nsaved my-model-tuned\n" in done.stdout
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "my-model-tuned")
     assert len(tokenizer((tmp_path / "my-text.txt").read_text()).input_ids) % 1024 == 1
     before, after = (

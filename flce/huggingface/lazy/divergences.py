@@ -45,11 +45,10 @@ def multiply(state: LazyState, other: LazyState) -> LazyState:
 
 def _have_same_logits(state: LazyState, other: LazyState) -> bool:
     """Return True if both are functions of the same logits, with the same gradients and the same vectors of tokens."""
-    gradients = [[tensor.requires_grad for term in each.terms for tensor in term.tensors] for each in (state, other)]
     return (
         state.cached_results is other.cached_results
         and (state.calls, state.device, state.division) == (other.calls, other.device, other.division)
-        and (gradients[0] == gradients[1] or not torch.is_grad_enabled())
+        and (state.differentiated_terms == other.differentiated_terms or not torch.is_grad_enabled())
         and all([other.token_vectors.get(name, vector) is vector for name, vector in state.token_vectors.items()])  # noqa: C419
     )
 
