@@ -16,7 +16,7 @@ from flce.backends.contract import LEAST_LOGPROB
 from flce.backends.formulas import divergence_terms
 from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
-from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LogprobSpec
+from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LinearTerm, LogprobSpec
 from flce.functional import DEFAULT_OPTIONS, make_linear_problem
 from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors, names_replacements
 from flce.ops.dtensors import supports_divided_heads
@@ -32,8 +32,9 @@ def linear_divergence(
     ignore_index: int | None = -100, shift: int = 0, student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None, student_softcap: float | None = None, teacher_softcap: float | None = None,
     student_logit_scale: float = 1.0, teacher_logit_scale: float = 1.0,
-    student_adapters: Sequence[tuple[Tensor, Tensor]] = (), teacher_topk: tuple[Tensor, Tensor] | None = None,
-    outputs: Sequence[str] = ("divergence",), options: ChunkOptions | None = None,
+    student_adapters: Sequence[tuple[Tensor, Tensor]] = (), teacher_adapters: Sequence[tuple[Tensor, Tensor]] = (),
+    teacher_topk: tuple[Tensor, Tensor] | None = None, outputs: Sequence[str] = ("divergence",),
+    options: ChunkOptions | None = None,
     process_group: dist.ProcessGroup | None = None, vocab_size: int | None = None, sequence_parallel: bool = False,
 ) -> LinearDivergenceOutput:  # fmt: skip
     """Compute the divergence of each token between the predicted distributions of a student and a teacher.
@@ -64,7 +65,7 @@ def linear_divergence(
         ignore_index, shift, options: as in `linear_logprobs`.
         student_bias, student_softcap, student_logit_scale, student_adapters: as `linear_bias`, `softcap`, `logit_scale`
             and `adapters` in `linear_logprobs`.
-        teacher_bias, teacher_softcap, teacher_logit_scale: the same of the teacher.
+        teacher_bias, teacher_softcap, teacher_logit_scale, teacher_adapters: the same of the teacher.
         teacher_topk: class indices and log-probabilities of the teacher's most probable classes, (..., K) each, instead
             of the teacher and its head. All other classes count as one more class, whose probability is the rest. -1
             and -inf are an empty entry. `temperature` divides only the student's logits.
@@ -112,8 +113,8 @@ def linear_divergence(
     ids, teacher_logprob = None, None
     if teacher is not None and teacher_weight is not None:
         _check_sizes(student, student_weight, teacher, teacher_weight, teacher_bias)
-    elif teacher_bias is not None or theirs != LogprobSpec():
-        raise ValueError("teacher_topk replaces the teacher's head: give no bias, softcap or scale of the teacher")
+    elif teacher_bias is not None or theirs != LogprobSpec() or teacher_adapters:
+        raise ValueError("teacher_topk replaces the teacher's head: give no other arguments of the teacher's head")
     elif not isinstance(teacher_topk, (tuple, list)) or len(teacher_topk) != 2:
         raise TypeError(f"teacher_topk must be a pair of tensors, got {type(teacher_topk).__name__}")
     else:
@@ -133,11 +134,13 @@ def linear_divergence(
         bias = None if teacher_bias is None else teacher_bias.detach()
         with _renamed_errors("teacher"):
             other = check_linear_arguments(
-                teacher.detach(), teacher_weight.detach(), own.target, bias, (), None, None, None, own.shift, options,
-                theirs, group,
+                teacher.detach(), teacher_weight.detach(), own.target, bias, teacher_adapters, None, None, None,
+                own.shift, options, theirs, group,
             )  # fmt: skip
+        pairs = (other.input, other.linear_weight), *other.adapters
+        terms = tuple([LinearTerm(x.detach().reshape(-1, x.shape[-1]), w.detach()) for x, w in pairs])
         problem = replace(
-            problem, teacher=other.input.reshape(-1, other.input.shape[-1]), teacher_weight=other.linear_weight,
+            problem, teacher_terms=terms,
             teacher_bias=None if other.linear_bias is None else other.linear_bias.contiguous(),
             spec=replace(
                 spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap, teacher_logit_scale=theirs.logit_scale

@@ -558,7 +558,7 @@ def plan(
     for name, value in sizes.items():
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
-    teacher = None if teacher_hidden_size is None else (sizes.pop("teacher_hidden_size"), dtype)
+    teacher = None if teacher_hidden_size is None else ((sizes.pop("teacher_hidden_size"),), dtype)
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_dtype("dtype", dtype)
     spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats)

@@ -277,7 +277,7 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
         bias = None if softcap is None else _new(3 * cols, dtype=accum)
         spec = LogprobSpec(softcap=softcap, divergence=kind, teacher_softcap=softcap)
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
-        teacher = Teacher(tile, tile, bias, spec, kind, 0.5, rows)
+        teacher = Teacher((), bias, spec, kind, 0.5, rows)
         tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
         call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
         for memory in (None, grad):

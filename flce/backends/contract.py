@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LogprobSpec, LossSpec
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, LossSpec
 from flce.core.slices import is_full_slice, slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
@@ -302,10 +302,9 @@ class TileCall(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The teacher of a divergence. Its logits are ``input @ weight.T + bias``, of the classes of this process."""
+    """The teacher of a divergence. Its logits are the sum of the terms and the bias, of the classes of this process."""
 
-    input: Tensor  # (N, H_t)
-    weight: Tensor  # (V, H_t)
+    terms: tuple[LinearTerm, ...]  # all N tokens
     bias: Tensor | None  # (V,)
     spec: LossSpec  # softcap, scale and temperature
     kind: str  # one of `problem.DIVERGENCES`
@@ -317,8 +316,7 @@ class Teacher(NamedTuple):
         """`kind` replaces the kind of the problem: the normalizers for "jsd" are statistics of another kind."""
         assert isinstance(p.spec, LogprobSpec)
         spec = replace(p.spec, softcap=p.spec.teacher_softcap, logit_scale=p.spec.teacher_logit_scale)
-        model = p.teacher, p.teacher_weight, p.teacher_bias
-        return Teacher(*model, spec, kind or str(p.spec.divergence), p.spec.beta, rows)  # type: ignore[arg-type]
+        return Teacher(p.teacher_terms, p.teacher_bias, spec, kind or str(p.spec.divergence), p.spec.beta, rows)
 
     def select_rows(self, part: slice) -> Teacher:
         return self._replace(rows=slice_columns(self.rows, part))

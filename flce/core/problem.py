@@ -239,8 +239,7 @@ class LinearCrossEntropyProblem:
     inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
     shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
     # The teacher of a divergence, of the same tokens and classes. It gets no gradients.
-    teacher: Tensor | None = None  # (N, H_t)
-    teacher_weight: Tensor | None = None  # (V, H_t)
+    teacher_terms: tuple[LinearTerm, ...] = ()
     teacher_bias: Tensor | None = None  # (V,)
 
     # Derived fields.

@@ -165,8 +165,8 @@ class Case:
     options: ChunkOptions
     sharding: HeadSharding | None = None
     """The division of the head over processes, or None. `vocab_size` is then of the process with most classes."""
-    teacher: tuple[int, torch.dtype] | None = None
-    """Hidden size and dtype of the teacher of a divergence, or None."""
+    teacher: tuple[tuple[int, ...], torch.dtype] | None = None
+    """H of each term and dtype of the teacher of a divergence, or None."""
 
     def check(self) -> None:
         """Raise TypeError or ValueError if flce or an option does not support the dtype. Called once for each plan."""

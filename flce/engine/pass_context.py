@@ -75,7 +75,7 @@ class PassContext:
         self.local_out: RowOutputs | None = self.local.local_out
         """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
-        self._inputs = [*[term.input for term in self.terms], *([] if self.teacher is None else [self.teacher.input])]
+        self._inputs = [term.input for term in (*self.terms, *(self.teacher.terms if self.teacher else ()))]
         self.vocab_size: int = self.problem.vocab_size
         self.all_classes = slice(0, self.vocab_size)
         needs = self.problem.needs
@@ -200,8 +200,8 @@ class PassContext:
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
-        """Return some rows of the input of each term, (rows, H), and of the teacher, the last. If they are gathered,
-        the rows of the previous call are freed."""
+        """Return some rows of the input of each term, (rows, H), then of each term of the teacher. If they are
+        gathered, the rows of the previous call are freed."""
         if self._gathered is None or self._gathered[0] != tokens:
             self._gathered = None
             xs = [slice_rows(x, tokens) for x in self._inputs]
@@ -271,9 +271,11 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------- from logits
 
-    def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor) -> None:
-        """Write the sum of all terms for a tile to `out`, (rows, cols). `xs`: the tile's rows of the inputs."""
-        for k, (term, x) in enumerate(zip(self.terms, xs[: len(self.terms)], strict=True)):
+    def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor, teacher: Teacher | None = None) -> None:
+        """Write the sum of all terms (of the teacher) for a tile to `out`, (rows, cols). `xs`: the tile's rows of the
+        inputs."""
+        terms, start = (self.terms, 0) if teacher is None else (teacher.terms, len(self.terms))
+        for k, (term, x) in enumerate(zip(terms, xs[start : start + len(terms)], strict=True)):
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
@@ -339,13 +341,16 @@ class PassContext:
             if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
             if teacher is not None:
-                self._compare(block_logits, xs[-1], tokens, call._replace(tile=tile))
+                self._compare(block_logits, xs, tokens, call._replace(tile=tile))
 
-    def _compare(self, logits: Tensor, x: Tensor, tokens: slice, call: TileCall, grad: Tensor | None = None) -> None:
-        """Compute the teacher's logits of a tile from its hidden states `x`, and run `Backend.divergence`."""
+    def _compare(
+        self, logits: Tensor, xs: Sequence[Tensor], tokens: slice, call: TileCall, grad: Tensor | None = None
+    ) -> None:
+        """Compute the teacher's logits of a tile from its rows of all inputs, and run `Backend.divergence`."""
         assert self.teacher is not None
-        teacher_logits = self.new_tile(len(logits), call.tile.cols, accumulation_dtype(self.teacher.weight.dtype))
-        self.matmul(x, slice_rows(self.teacher.weight, call.tile.columns).t(), out=teacher_logits)
+        dtype = accumulation_dtype(self.teacher.terms[0].weight.dtype)
+        teacher_logits = self.new_tile(len(logits), call.tile.cols, dtype)
+        self.write_logits(xs, call.tile.columns, teacher_logits, self.teacher)
         teacher = self.teacher.select_rows(tokens)
         self.backend.divergence(logits, teacher_logits, call, teacher, grad)
         has_rows = call.tile.cols == self.vocab_size and not self.local.is_sharded
@@ -366,8 +371,8 @@ class PassContext:
                 if self.teacher is None:
                     self.backend.gradient(logits, grad, call)
                 else:
-                    teacher_x = slice_rows(xs[-1], offset_slice(block_tokens, -tokens.start))
-                    self._compare(logits, teacher_x, block_tokens, call, grad)
+                    block_xs = [slice_rows(x, offset_slice(block_tokens, -tokens.start)) for x in xs]
+                    self._compare(logits, block_xs, block_tokens, call, grad)
         if self.candidate_grads is not None:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start

@@ -97,7 +97,7 @@ def forward(
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
-    if problem.teacher is not None:
+    if problem.teacher_terms:
         rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
         rows[: contract.DIVERGENCE : contract.NORMALIZER_SLOTS] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)

@@ -32,13 +32,14 @@ ResultT = TypeVar("ResultT")
 
 SCHEMA = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, Tensor? inverse_temperature, Tensor? teacher, Tensor? teacher_weight, "
-    "Tensor? teacher_bias, Tensor? candidates, str settings"
+    "Tensor? token_weight, Tensor? num_items, Tensor? inverse_temperature, Tensor? teacher_bias, Tensor? candidates, "
+    "str settings"
 )
 
 
 class OperatorArguments(NamedTuple):
-    """Arguments of an operator, in the order of `SCHEMA`, or their gradients under the same names."""
+    """Arguments of an operator, in the order of `SCHEMA`, or their gradients under the same names. Inputs and weights
+    of a teacher follow the inputs and weights of the head."""
 
     inputs: Any = None
     weights: Any = None
@@ -48,8 +49,6 @@ class OperatorArguments(NamedTuple):
     token_weight: Tensor | None = None
     num_items: Tensor | None = None
     inverse_temperature: Tensor | None = None
-    teacher: Tensor | None = None
-    teacher_weight: Tensor | None = None
     teacher_bias: Tensor | None = None
     candidates: Tensor | None = None
     settings: Any = None
@@ -70,20 +69,24 @@ class OperatorArguments(NamedTuple):
 
     @staticmethod
     def place_gradients(
-        needs: tuple[bool, ...], gradients: Iterable[Tensor] = (), token_weight: Tensor | None = None
+        needs: tuple[bool, ...],
+        gradients: Iterable[Tensor] = (),
+        token_weight: Tensor | None = None,
+        num_teacher_terms: int = 0,
     ) -> tuple[Any, ...]:
         """Return the needed gradients, in the order of `needs` (`Needs.flat`), at the positions of the arguments."""
         remaining, terms = iter(gradients), len(needs) // 2
         *term_grads, bias = [next(remaining, None) if needed else None for needed in needs]
-        return tuple(
-            OperatorArguments(term_grads[:terms], term_grads[terms:], linear_bias=bias, token_weight=token_weight)
-        )
+        inputs, weights = ([*grads, *[None] * num_teacher_terms] for grads in (term_grads[:terms], term_grads[terms:]))
+        return tuple(OperatorArguments(inputs, weights, linear_bias=bias, token_weight=token_weight))
 
     def to_call(self, spec: type[LossSpec] = LossSpec) -> LinearCall:
         """Return the call. `spec` is the class of its scalar arguments."""
         loss, options, others = from_json(self.settings, (spec, ChunkOptions, _OtherSettings))
+        terms, num_terms = tuple(map(LinearTerm, self.inputs, self.weights)), len(others.needs) // 2
         problem = LinearCrossEntropyProblem(
-            terms=tuple(map(LinearTerm, self.inputs, self.weights)),
+            terms=terms[:num_terms],
+            teacher_terms=terms[num_terms:],
             **{name: getattr(self, name) for name in _FIELDS},
             spec=loss,
             needs=Needs.from_flat(others.needs),
@@ -132,7 +135,8 @@ class LinearCall:
         """Return the tensors as `OperatorArguments.tensors` does."""
         p = self.problem
         others = [getattr(p, name) for name in _FIELDS]
-        return (*[x for x, _ in p.terms], *[w for _, w in p.terms], *others, self.candidates)
+        terms = (*p.terms, *p.teacher_terms)
+        return (*[x for x, _ in terms], *[w for _, w in terms], *others, self.candidates)
 
     @functools.cached_property
     def case(self) -> Case:
@@ -140,6 +144,7 @@ class LinearCall:
         most_classes, sharding = p.local_vocab_size, None
         if p.shard:
             most_classes, sharding = p.shard.max_local_vocab_size, p.shard.sharding
+        teacher_sizes = tuple([w.shape[1] for _, w in p.teacher_terms])
         # Fused products read their operands along rows.
         row_major = all(x.stride(-1) == 1 == w.stride(-1) for x, w in p.terms)
         if self.is_traced and options.strategy == "auto" and p.dtype == torch.float16:
@@ -159,7 +164,7 @@ class LinearCall:
             p.needs,
             options,
             sharding,
-            None if p.teacher is None else (p.teacher.shape[1], p.teacher.dtype),
+            (teacher_sizes, p.teacher_terms[0].weight.dtype) if p.teacher_terms else None,
         )
 
     @property
@@ -203,9 +208,8 @@ class LinearCall:
         gradient_flops = [
             flops * (dx + dw) for flops, dx, dw in zip(term_flops, needs.inputs, needs.weights, strict=True)
         ]
-        teacher = self.problem.teacher_weight
-        teacher_flops = 0 if teacher is None else 2 * self.problem.num_tokens * teacher.numel()
-        return sum(term_flops) + teacher_flops, sum(gradient_flops)
+        teacher_flops = [2 * self.problem.num_tokens * term.weight.numel() for term in self.problem.teacher_terms]
+        return sum(term_flops) + sum(teacher_flops), sum(gradient_flops)
 
 
 def plan_for_problem(call: LinearCall) -> ChunkPlan:

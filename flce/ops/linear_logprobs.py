@@ -153,8 +153,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
     ctx.mark_non_differentiable(*results[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
-    ctx.name = "linear_logprobs" if arguments.teacher is None else "linear_divergence"
-    ctx.needs, ctx.settings = arguments.to_call(LogprobSpec).problem.needs.flat, arguments.settings
+    problem = arguments.to_call(LogprobSpec).problem
+    ctx.num_teacher_terms = len(problem.teacher_terms)
+    ctx.name = "linear_divergence" if problem.teacher_terms else "linear_logprobs"
+    ctx.needs, ctx.settings = problem.needs.flat, arguments.settings
     saved = results.normalizer, results.entropy, results.candidate_logprob, results.teacher_rows
     ctx.save_for_backward(*saved, *arguments.tensors())
 
@@ -163,7 +165,7 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward(ctx.name, "torch.nn.functional.linear and log_softmax")
     given = upstream[:_NUM_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
-        return OperatorArguments.place_gradients(ctx.needs)
+        return OperatorArguments.place_gradients(ctx.needs, num_teacher_terms=ctx.num_teacher_terms)
     flops.update_active_counters()
     tensors = ctx.saved_tensors  # read once, as checkpoints require
     saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
@@ -174,7 +176,8 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(*saved, *contiguous, *arguments)
         return grads
 
-    return OperatorArguments.place_gradients(ctx.needs, map_over_batch(gradients, *given))
+    found = map_over_batch(gradients, *given)
+    return OperatorArguments.place_gradients(ctx.needs, found, num_teacher_terms=ctx.num_teacher_terms)
 
 
 def _backward_arguments(

@@ -82,9 +82,9 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
     if c.teacher is not None:
-        size, dtype = c.teacher
-        teacher, weight = (new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size))
-        problem = replace(problem, teacher=teacher, teacher_weight=weight)
+        sizes, dtype = c.teacher
+        pairs = [[new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size)] for size in sizes]
+        problem = replace(problem, teacher_terms=tuple(LinearTerm(*pair) for pair in pairs))
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
@@ -126,7 +126,7 @@ def _dry_run_token_passes(
 
     candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
-    teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher is not None else None
+    teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher_terms else None
     saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
     divergence = None if teacher_rows is None else vector()
     upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)

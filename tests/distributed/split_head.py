@@ -311,7 +311,8 @@ def divergences(group_name: str) -> None:
     for vocab, variant, sequence_parallel, kind in itertools.product(
         (40, 41, 3), variants, (False, True), ("forward_kl", "reverse_kl", "jsd")
     ):
-        p, theirs = problem((3, 8), 16, vocab, **variant), problem((3, 8), 12, vocab, bias=True, seed=5)
+        p = problem((3, 8), 16, vocab, **variant)
+        theirs = problem((3, 8), 12, vocab, bias=True, adapter_ranks=(2,), seed=5)
         shares = [LocalShare(each, group, sequence_parallel) for each in (p, theirs)]
         alone = [LocalShare(each, SimpleNamespace(size=lambda: 1, rank=lambda: 0)) for each in (p, theirs)]
 
@@ -321,7 +322,8 @@ def divergences(group_name: str) -> None:
             out = flce.linear_divergence(
                 student.input, student.weight, teacher.input, teacher.weight, target=student.p.target,
                 kind=kind, student_bias=student.bias, teacher_bias=teacher.bias, student_adapters=student.adapters,
-                student_softcap=4.0, temperature=0.8, outputs=("divergence", "logprob", "entropy"), **group_arguments,
+                teacher_adapters=teacher.adapters, student_softcap=4.0, temperature=0.8,
+                outputs=("divergence", "logprob", "entropy"), **group_arguments,
             )  # fmt: skip
             total = torch.zeros((), dtype=torch.float64, device=device())
             for values in (out.divergence, out.logprob, out.entropy):

@@ -65,10 +65,11 @@ def call_of(
     for name, kept in (("student_bias", dtype), ("teacher_bias", theirs)):
         if kwargs.pop(name, False):
             kwargs[name] = normal(vocab, dtype=kept).requires_grad_(name == "student_bias")
-    ranks = kwargs.pop("ranks", ())
-    kwargs["student_adapters"] = [
-        (normal(n, r).requires_grad_(), normal(vocab, r, std=0.3).requires_grad_()) for r in ranks
-    ]
+    for name, kept in (("student", dtype), ("teacher", theirs)):
+        kwargs[f"{name}_adapters"] = [
+            (normal(n, r, dtype=kept).requires_grad_(), normal(vocab, r, std=0.3, dtype=kept).requires_grad_())
+            for r in kwargs.pop(f"{name}_ranks", ())
+        ]
     return SimpleNamespace(student=student, teacher=teacher, kwargs=kwargs)
 
 
@@ -91,8 +92,8 @@ def oracle(call: SimpleNamespace, kind: str, beta: float = 0.5) -> tuple[dict[st
     adapters = [(others[2 * k], others[2 * k + 1]) for k in range(pairs)]
     z = dense_logits(x, w, others[-1] if "student_bias" in given else None, adapters=adapters, **options("student"))
     bias = given.get("teacher_bias")
-    teacher = [t.detach().double() for t in call.teacher]
-    t = dense_logits(teacher[0], teacher[1], None if bias is None else bias.double(), **options("teacher"))
+    terms = [[t.detach().double() for t in pair] for pair in (call.teacher, *given["teacher_adapters"])]
+    t = dense_logits(*terms[0], None if bias is None else bias.double(), adapters=terms[1:], **options("teacher"))
     logprob, target = z.log_softmax(-1), given["target"]
     counts = torch.ones_like(z[:, 0], dtype=torch.bool) if target is None else target != -100
     results = {
@@ -140,7 +141,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"student_softcap": 5.0, "teacher_softcap": 3.0, "temperature": 1.3},
     "one softcap": {"teacher_softcap": 3.0, "student_bias": True},
     "biases": {"student_bias": True, "teacher_bias": True},
-    "adapters": {"ranks": (3, 2), "student_bias": True},
+    "adapters": {"student_ranks": (3, 2), "student_bias": True, "teacher_ranks": (2, 5)},
 }
 
 
@@ -181,7 +182,7 @@ def test_budgets(
     """Tiles of some tokens and some classes, whose statistics are merged."""
     for name, number in {"CPU_SLAB_BYTES": 1024, "ACCELERATOR_SLAB_BYTES": 1024, "REDUCTION_BYTES": 0}.items():
         monkeypatch.setattr(f"flce.backends.eager.{name}", number)
-    call = call_of(33, 8, 12, 203, ranks=(2,), student_bias=True, device=device)
+    call = call_of(33, 8, 12, 203, student_ranks=(2,), teacher_ranks=(3,), student_bias=True, device=device)
     options = flce.ChunkOptions(max_workspace_bytes=budget, strategy=strategy)  # type: ignore[arg-type]
     check(call, kind, options=options)
 
@@ -332,6 +333,7 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "bias": (ValueError, r"teacher_bias must have shape \(30,\)", wrong(teacher_bias=(31,))),
     "its bias": (ValueError, r"student_bias must have shape \(30,\)", wrong(student_bias=(31,))),
     "adapters": (TypeError, r"student_adapters\[0\] must be a pair", wrong(student_adapters=[1])),
+    "teacher's adapters": (TypeError, r"teacher_adapters\[0\] must be a pair", wrong(teacher_adapters=[1])),
     "kind": (ValueError, "kind must be one of .*got 'kl'", wrong(kind="kl")),
     "beta": (ValueError, "beta needs kind='jsd', got beta=0.5 with kind='forward_kl'", wrong(beta=0.5)),
     "large": (ValueError, r"beta must be in \[0, 1\], got 1.5", wrong(beta=1.5, kind="jsd")),

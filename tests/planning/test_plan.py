@@ -224,7 +224,7 @@ def test_plan_of_a_divergence() -> None:
     sizes = 4096, 1024, 32000, torch.bfloat16
     plan = flce.plan(*sizes, device_kind="H200", teacher_hidden_size=2048, softcap=5.0, stats=("entropy",))
     assert plan.flops == 2 * 4096 * 32000 * (4 * 1024 + 2 * 2048)
-    assert plan.case.teacher == (2048, torch.bfloat16)
+    assert plan.case.teacher == ((2048,), torch.bfloat16)
     assert (plan.case.spec.softcap, plan.case.spec.stats) == (5.0, ("entropy",))
     options = flce.ChunkOptions(max_workspace_bytes="64MiB")
     assert flce.plan(*sizes, device_kind="H200", teacher_hidden_size=2048, options=options).workspace_bytes <= 64 << 20

@@ -24,6 +24,7 @@ DEFAULTS: Call = {
     "kind": "forward_kl",
     "beta": 0.5,
     "teacher_hidden": 4,
+    "teacher_rank": 0,
     "teacher_bias": False,
     "teacher_softcap": None,
     "teacher_logit_scale": 1.0,
@@ -37,6 +38,7 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         "kind": compiled.choice(["forward_kl", "reverse_kl", "jsd"]),
         "beta": rng.choice([0.5, 0.1, 0.9]),
         "teacher_hidden": compiled.choice([1, 4, 8, 24] if device == "cpu" else [8, 64, 129, 256]),
+        "teacher_rank": compiled.choice([0, 0, 0, 3]),
         "teacher_bias": compiled.random() < 0.2,
         "teacher_softcap": rng.choice([3.0, 30.0]) if compiled.random() < 0.2 else None,
         "teacher_logit_scale": rng.choice([-0.7, 0.1, 2.5]) if compiled.random() < 0.2 else 1.0,
@@ -79,7 +81,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
         return (torch.randn(size, generator=g, dtype=torch.float64) * std).to(device, dtype)
 
     hidden = call["teacher_hidden"]
-    teacher = normal(*shape, hidden), normal(vocab, hidden, std=min(call["std"], 4.0) / hidden**0.5)
+    sizes = [hidden, call["teacher_rank"]] if call["teacher_rank"] else [hidden]
+    std = min(call["std"], 4.0)
+    teacher, *adapters = [(normal(*shape, size), normal(vocab, size, std=std / size**0.5)) for size in sizes]
     teacher_bias = normal(vocab) if call["teacher_bias"] else None
     leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in call["grads"]))
     needed = arguments.leaves_of(leaves)
@@ -105,6 +109,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
             teacher_softcap=call["teacher_softcap"],
             teacher_logit_scale=call["teacher_logit_scale"],
             student_adapters=leaves.adapters,
+            teacher_adapters=adapters,
             options=flce.ChunkOptions(max_workspace_bytes=budget, **options),
             **{name: call[name] for name in ("outputs", "ignore_index", "shift")},
         )
@@ -123,9 +128,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
     how = arguments.arithmetic({**call, "upstream": 1.0}, p)
     rows = Rows(p, how, call["ignore_index"], call["shift"], **transform)
     student, y = rows.logits, rows.target
-    pair = rows.of(teacher[0].double(), 1), teacher[1].double()
+    terms = [(rows.of(x.double(), 1), w.double()) for x, w in (teacher, *adapters)]
     bias = None if teacher_bias is None else teacher_bias.double()
-    other = Logits([pair], bias, how, **theirs)
+    other = Logits(terms, bias, how, **theirs)
     (x, w), *pairs = [(x.clone().requires_grad_(), w.clone().requires_grad_()) for x, w in rows.terms]
     own_bias = None if rows.bias is None else rows.bias.clone().requires_grad_()
     z = dense_logits(x, w, own_bias, adapters=pairs, **transform)
