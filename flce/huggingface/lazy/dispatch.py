@@ -55,6 +55,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_on_state(args[0], func, operation, args[1:], kwargs)
     elif func in tables.COMMUTATIVE and len(args) == 2 and not kwargs:
         result = _run_on_state(args[1], func, operation, args[:1], kwargs)
+    elif func in tables.CONCATENATION and args and args[0] and is_lazy(args[0][0]):
+        result = _run_on_state(args[0][0], func, operation, ([*args[0][1:]], *args[1:]), kwargs)
     return _run_on_real(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -67,7 +69,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         real = lazy._real_for_operation()
     if lazy._state.teacher is not None and func not in tables.OF_DIFFERENCES:
         operation = None
-    if operation is None or lazy._state.is_single_class:
+    class_dim = lazy._state.class_dim
+    if operation is None or class_dim is None or (class_dim == 1 and func not in tables.OF_CLASSES_SECOND):
         return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:
         return NotImplemented
@@ -80,6 +83,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     has_plain_arguments = not kwargs and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
     if not has_plain_arguments:
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
+        if any(isinstance(value, LazyState) and value.class_dim != -1 for value in states):
+            return NotImplemented
     if state.division is not None and state.is_dtensor:
         states = tuple([full_tensor(value) for value in states])
         keyword_states = {name: full_tensor(value) for name, value in keyword_states.items()}
@@ -103,7 +108,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     if type(result) is not LazyState:
         register_results(state, (result,))
         return result if state.division is None else state.division.place_result(result)
-    if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):
+    others = [] if has_plain_arguments else [*states, *keyword_states.values()]
+    if func in tables.CONCATENATION or any(isinstance(value, LazyState) for value in others):
         note_bypassing_gradient(result.calls, result)  # a hook on the other logits would never run
     if result is state and (func is not torch.Tensor.contiguous or is_contiguous):
         return lazy  # as in stock, the operation changes nothing
@@ -285,7 +291,7 @@ def _make_view(
         return _make_copy(lazy, state.as_copy(), cut)
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     has_all_entries &= meta_tensor.shape[-1:] == before.shape[-1:]  # also if there are no tokens
-    is_full = is_full and not has_sibling_results and not state.is_single_class and has_all_entries
+    is_full = is_full and not has_sibling_results and state.class_dim == -1 and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 

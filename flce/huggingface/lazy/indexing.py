@@ -35,10 +35,53 @@ def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def transpose(state: LazyState, dim0: int, dim1: int) -> Any:
-    """Transpose two token dimensions."""
+    """Transpose two token dimensions, or the tokens of sequences and the classes."""
     dims = normalized_dim(state, dim0), normalized_dim(state, dim1)
+    if state.ndim == 3 and {*dims} == {1, 2}:
+        return replace(state, class_dim=1)
     require_lazy(state.ndim - 1 not in dims)
     return state.with_hidden(lambda hidden: hidden.transpose(*dims))
+
+
+def index_select(state: LazyState, dim: int, index: Tensor) -> Any:
+    require_lazy(not is_class_dim(state, dim) and isinstance(index, Tensor) and index.device == state.device)
+    return state.with_hidden(lambda hidden: hidden.index_select(dim, index.to(hidden.device)))
+
+
+def roll(state: LazyState, shifts: Any, dims: Any = ()) -> Any:
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    require_lazy(dims and not any(is_class_dim(state, dim) for dim in dims))
+    return state.with_hidden(lambda hidden: hidden.roll(shifts, dims))
+
+
+def cat(state: LazyState, others: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate selections of the tokens of one call of a head, by concatenating their hidden states."""
+    states = [state, *others]
+    require_lazy(not is_class_dim(state, dim) and all([_has_same_head(state, other) for other in others]))  # noqa: C419
+    for snapshot in [term.snapshot for each in states for term in each.terms if term.snapshot is not None]:
+        snapshot.check_unchanged(can_synchronize=False)
+    joined = iter([torch.cat(parts, dim) for parts in zip(*map(_token_tensors, states), strict=True)])
+    return state.with_hidden(lambda _: next(joined))
+
+
+def _has_same_head(state: LazyState, other: Any) -> bool:
+    """Return True if both states are functions of the logits of one call of a head, with the same gradients."""
+    return (
+        isinstance(other, LazyState)
+        and other.teacher is None
+        and (state.calls, [*state.token_vectors]) == (other.calls, [*other.token_vectors])
+        and replace(state, terms=()) == replace(other, terms=())
+        and len(state.terms) == len(other.terms)
+        and all([
+            (a.weight is b.weight) and (a.bias is b.bias) and a.ops == b.ops
+            for a, b in zip(state.terms, other.terms, strict=True)
+        ])  # noqa: C419
+    )  # fmt: skip
+
+
+def _token_tensors(state: LazyState) -> list[Tensor]:
+    """Return the tensors of the state that have the dimensions of tokens, in the order of `LazyState.with_hidden`."""
+    return [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors.values()]
 
 
 def split(state: LazyState, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
@@ -57,8 +100,7 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 def _split_tokens(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Split the tokens along ``dim``."""
     require_lazy(not is_class_dim(state, dim))
-    token_tensors = [*[term.hidden for term in state.terms if term.hidden is not None], *state.token_vectors.values()]
-    pieces = [iter(tensors_of_piece) for tensors_of_piece in zip(*map(cut, token_tensors), strict=True)]
+    pieces = [iter(tensors_of_piece) for tensors_of_piece in zip(*map(cut, _token_tensors(state)), strict=True)]
     return tuple(state.with_hidden(lambda _, piece=piece: next(piece)) for piece in pieces)  # type: ignore[misc]
 
 
@@ -81,7 +123,7 @@ def getitem(state: LazyState, index: Any) -> Any:
         return _select_classes(tokens, torch.tensor(classes))
     require_lazy(-state.vocab_size <= classes < state.vocab_size)  # PyTorch raises an error
     first = classes % state.vocab_size
-    return replace(_slice_classes(tokens, slice(first, first + 1)), is_single_class=True)
+    return replace(_slice_classes(tokens, slice(first, first + 1)), class_dim=None)
 
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:

@@ -148,7 +148,8 @@ class LazyState:
         normal_form: the normal form of `ops`.
         calls: the calls of the head and its adapters; empty under the compiler.
         token_vectors: the vector ``(..., 1)``, with one number for each token, of the operation with this name.
-        is_single_class: whether one class is selected, so that the logits have no dimension of classes.
+        class_dim: the dimension of the classes: -1; 1: they are before the tokens of a sequence, as `cross_entropy`
+            expects classes; None: one class is selected, so that the logits have no dimension of classes.
         division: the division of the head over processes. Weights and biases of `terms` then have the classes of this
             process. None: they have all classes.
         teacher: log-probabilities of another model, for differences from them.
@@ -163,7 +164,7 @@ class LazyState:
     normal_form: NormalForm = IDENTITY
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     token_vectors: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    is_single_class: bool = False
+    class_dim: int | None = -1
     division: HeadDivision | None = None
     teacher: LazyState | None = field(default=None, compare=False, repr=False)
     cached_results: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -187,16 +188,14 @@ class LazyState:
 
     @property
     def shape(self) -> torch.Size:
-        head = self.terms[0]
-        assert head.hidden is not None
-        assert head.weight is not None
-        tokens = head.hidden.shape[:-1]
-        vocab_size = head.weight.shape[0] if self.division is None else self.division.vocab_size
-        return tokens if self.is_single_class else torch.Size((*tokens, vocab_size))
+        tokens = self.hidden.shape[:-1]
+        if self.class_dim == -1:
+            return torch.Size((*tokens, self.vocab_size))
+        return tokens if self.class_dim is None else torch.Size((tokens[0], self.vocab_size, *tokens[1:]))
 
     @property
     def ndim(self) -> int:
-        return self.hidden.dim() - self.is_single_class
+        return self.hidden.dim() - (self.class_dim is None)
 
     @property
     def vocab_size(self) -> int:
@@ -311,7 +310,7 @@ class LazyState:
         with self.gathered_weights(can_synchronize=True):
             merge = None if self.division is None else self.division.merge_classes
             logits = self._sum_of_products(F.linear, merge=merge).to(self.device)
-            return logits.squeeze(-1) if self.is_single_class else logits
+            return logits.squeeze(-1) if self.class_dim is None else logits.movedim(-1, self.class_dim)
 
     def of_classes(self, index: Tensor) -> Tensor:
         """Compute the logits ``(..., K)`` of classes. ``index``: ``(..., K)`` for each token, or ``(K,)`` for all."""
@@ -331,10 +330,26 @@ class LazyState:
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
 
+        return self._values(product, lambda bias: bias[index], merge)
+
+    def mean_of_classes(self) -> Tensor:
+        """Compute the mean logit ``(..., 1)`` of each token, by a product with the mean of the head's rows."""
+
+        def mean(rows: Tensor) -> Tensor:
+            total = rows.sum(0, keepdim=True, dtype=accumulation_dtype(rows.dtype))
+            return (total / self.vocab_size).to(rows.dtype)
+
+        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return F.linear(hidden, mean(weight), None if bias is None else mean(bias))
+
+        return self._values(product, mean, None if self.division is None else self.division.sum_over_processes)
+
+    def _values(self, *functions: Any) -> Tensor:
+        """Compute values without the logits. For the arguments see `_sum_of_products`."""
         self.note_values()
         self._count_result(is_loss=False)
         with self.gathered_weights():
-            return self._sum_of_products(product, lambda bias: bias[index], merge).to(self.device)
+            return self._sum_of_products(*functions).to(self.device)
 
     def _count_result(self, is_loss: bool) -> bool:
         """Count a result without the logits. Return True if its gradient will not pass through the logits."""

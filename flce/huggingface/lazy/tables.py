@@ -49,11 +49,14 @@ _TABLE: dict[str, Operation] = {
     "flatten": Operation(indexing.reshaped(Tensor.flatten), "training loops: tokens as rows", "view"),
     "squeeze": Operation(indexing.reshaped(Tensor.squeeze), "verl: sequences without padding", "view"),
     "unsqueeze": Operation(indexing.reshaped(Tensor.unsqueeze), "verl: sequences without padding", "view"),
-    "transpose": Operation(indexing.transpose, "ProphetNet", "view"),
+    "transpose": Operation(indexing.transpose, "ProphetNet; loops whose loss has the classes in dimension 1", "view"),
     "split": Operation(indexing.split, "TRL: entropies, piece by piece", "view"),
     "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
     "unbind": Operation(indexing.unbind, "TRL: a loop over sequences", "view"),
     "__getitem__": Operation(indexing.getitem, "Transformers: shifted logits, logits_to_keep", "view"),
+    "cat concat concatenate": Operation(indexing.cat, "Dream; Axolotl: diffusion"),
+    "roll": Operation(indexing.roll, "Axolotl: diffusion"),
+    "index_select": Operation(indexing.index_select, "policy losses of packed sequences"),
     "detach data": Operation(LazyState.detach, "Trainer: outputs of a step", "view"),
     "contiguous": Operation(elementwise.contiguous, "Transformers: shifted logits"),
     "clone": Operation(elementwise.clone, "DDP: outputs", "elementwise"),
@@ -77,6 +80,10 @@ _TABLE: dict[str, Operation] = {
     "argmax": Operation(values.argmax, "TRL: accuracy of tokens"),
     "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
     "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
+    "take_along_dim": Operation(
+        lambda state, indices, dim=None: values.gather(state, dim, indices), "policy losses: gather with another name"
+    ),
+    "mean": Operation(values.mean, "TRL: metrics of ORPO and CPO; smoothing by hand"),
     "sum": Operation(values.sum_over_vocabulary, "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
     "kl_div": Operation(divergences.kl_div, "TRL and others: distillation"),
@@ -95,6 +102,12 @@ OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_ent
 
 # Operations on a state with a teacher. Operations on the dimensions of tokens or classes would have to change both.
 OF_DIFFERENCES = frozenset(torch_functions("mul multiply __mul__ __rmul__ neg negative __neg__ sum float to"))
+
+# Operations on logits whose classes are before the tokens of a sequence.
+OF_CLASSES_SECOND = frozenset(torch_functions("cross_entropy nll_loss"))
+
+# Functions whose first argument is a list of tensors.
+CONCATENATION = frozenset(torch_functions("cat concat concatenate"))
 
 # Functions that expand their arguments to one shape.
 BROADCAST = frozenset(torch_functions("broadcast_tensors"))

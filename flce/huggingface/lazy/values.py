@@ -111,7 +111,7 @@ def sum_over_vocabulary(
         values = divergences.sum_of_terms(state)
         return values.sum() if sums_all else _with_kept_dim(state, values, keepdim)
     if form == "log-probabilities":
-        value = _sum_of_logprobs(state)
+        value = _mean_of_logprobs(state) * state.vocab_size
     else:
         _require_finite_bias(state)
         lse, entropy = state.lse_and_entropy()
@@ -120,13 +120,32 @@ def sum_over_vocabulary(
     return _with_kept_dim(state, value.to(state.device, state.dtype), keepdim)
 
 
-def _sum_of_logprobs(state: LazyState) -> Tensor:
-    """Return the cross entropy with a uniform distribution, times -V."""
+def mean(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Compute the mean of the logits or log-probabilities of each token, or (``dim`` is None) of all tokens."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    normal_form = state.normal_form
+    require_lazy((dim is None and not keepdim) or is_class_dim(state, dim))
+    require_lazy(normal_form.form in ("logits", "log-probabilities") and not normal_form.is_clamped)
+    state = state if dtype is None else to_dtype(state, dtype)
+    if normal_form.form == "log-probabilities":
+        value = _mean_of_logprobs(state)
+        value = 0.0 - value if normal_form.is_negative else value
+    elif normal_form.softcap is None:
+        value = state.as_copy().mean_of_classes().squeeze(-1)
+    else:
+        require_lazy(not (state.requires_grad and torch.is_grad_enabled()))
+        value = state.token_results("mean_logit").mean_logit - state.normalizer()
+    value = value.to(state.device, state.dtype)
+    return value.mean() if dim is None else _with_kept_dim(state, value, keepdim)
+
+
+def _mean_of_logprobs(state: LazyState) -> Tensor:
+    """Return the negative cross entropy with a uniform distribution."""
     require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
     # Any target has the same result, except a target whose logit is -inf. The argmax never is.
     with state.gathered_weights():
-        loss = state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
-    return 0.0 - loss * state.vocab_size
+        return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
 
 
 def _require_finite_bias(state: LazyState) -> None:
@@ -165,13 +184,13 @@ def cross_entropy(
     require_lazy(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
-        and (weight is None or (weight.shape == state.shape[-1:] and not weight.requires_grad))
+        and (weight is None or (weight.shape == (state.vocab_size,) and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, autocast_result_dtype(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
         # Class probabilities are as large as the logits, so a loss without logits would save no memory.
         and target.dtype == torch.int64
-        and target.shape == state.shape[:-1]
-        and state.ndim <= 2  # with more dimensions, stock's classes are in the second one
+        and target.shape == state.hidden.shape[:-1]
+        and (state.ndim <= 2 or state.class_dim == 1)  # with more dimensions, stock's classes are in the second one
         and normal_form.has_loss
     )
     return state.cross_entropy(
