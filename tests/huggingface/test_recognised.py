@@ -17,6 +17,7 @@ import flce
 from flce.core import private
 from flce.huggingface import NotFusedWarning, patch_model
 from tests.huggingface.scripts import IDS, Around, Build, Compare, V
+from tests.huggingface.test_entropies import Logits
 
 pytestmark = pytest.mark.usefixtures("fail_on_materialize")
 
@@ -224,18 +225,65 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
 FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "cross entropy": lambda x: F.cross_entropy(x.view(-1, x.shape[-1]), IDS.flatten()),
     "log-probabilities": READ["log-probabilities"],
+    "logsumexp": READ["logsumexp"],
 }
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", FUSED)
-def test_losses_of_logits_from_outside_are_fused(name: str, compare: Compare) -> None:
+def test_losses_of_logits_from_outside_are_fused(name: str, reentrant: bool, compare: Compare) -> None:
     script = """
         model = patch(build("Llama", num_hidden_layers=1), on_materialize="raise")
         logits = model(input_ids=IDS).logits
-        backward(checkpoint(loss_of, logits, use_reentrant=False))
+        backward(checkpoint(loss_of, logits, use_reentrant=reentrant))
         fused(2)
         lazy(logits)"""
-    compare(script, loss_of=FUSED[name])
+    compare(script, loss_of=FUSED[name], reentrant=reentrant)
+
+
+REENTRANT: dict[str, Callable[[Tensor], Tensor]] = {
+    "chunks": lambda z: torch.stack([checkpoint(READ["entropy"], x, use_reentrant=True) for x in z.split(4, 1)]).sum(),
+    "two checkpoints and the loss": lambda z: (
+        checkpoint(READ["entropy"], z, use_reentrant=True)
+        + checkpoint(READ["logsumexp"], z, use_reentrant=True)
+        + F.cross_entropy(z.flatten(0, 1), IDS.flatten())
+    ),
+    "the same logits twice": lambda z: checkpoint(
+        lambda x, y: READ["entropy"](x) + READ["logsumexp"](y), z, z, use_reentrant=True
+    ),
+    "a checkpoint within another": lambda z: checkpoint(
+        lambda x: 2 * checkpoint(READ["entropy"], x, use_reentrant=True), z, use_reentrant=True
+    ),
+    "logits that are not used": lambda z: checkpoint(
+        lambda x, y: READ["entropy"](x), z, z[:, 1:], use_reentrant=True
+    ),
+    "temperatures": lambda z: checkpoint(READ["entropy"], z / torch.full((1, 9, 1), 0.7), use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", REENTRANT)
+def test_reentrant_checkpoints_of_logits_are_fused(name: str, compare: Compare) -> None:
+    """The gradients of the logits are never in memory."""
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="raise")
+        with Logits() as mode:
+            for _ in range(2):
+                loss = function(model(input_ids=IDS).logits)
+                loss.backward()
+        note(loss, [p.grad for p in model.parameters()])
+        assert bool(mode.found) != patched"""
+    compare(script, function=REENTRANT[name], Logits=Logits)
+
+
+@pytest.mark.parametrize("name", [*READ, "a function", "and a function"])
+def test_logits_that_are_read_in_a_reentrant_checkpoint(name: str, compare: Compare) -> None:
+    read = READ | {"a function": lambda x: Doubled.apply(x).sum(), "and a function": READ["entropy"]}
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
+        logits = model(input_ids=IDS).logits
+        loss = checkpoint(read, logits, use_reentrant=True)
+        backward(loss + Doubled.apply(logits).square().mean() if name == "and a function" else loss)"""
+    compare(script, read=read[name], name=name)
 
 
 def some_are_kept() -> Any:

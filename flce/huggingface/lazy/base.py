@@ -103,6 +103,8 @@ class LazyBase:
     _view: View | None
     _family: Family
     _origin: Origin | None = None
+    # For the input of a function that a reentrant checkpoint computes again: see `LazyLogits._become_recomputed`.
+    _recomputation: Any = None
     # The node in the autograd graph; None if the logits need no gradient; True for a leaf and under `torch.compile`.
     _node: Any = True
     # A meta tensor with the shape and strides of stock's logits, which distinguishes views from copies.

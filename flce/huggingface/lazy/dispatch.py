@@ -31,7 +31,7 @@ from flce.huggingface.lazy.normal_form import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
-from flce.huggingface.wrappers import is_called_by_wrapper, is_wrapper_hook
+from flce.huggingface.wrappers import is_called_by_recomputation, is_called_by_wrapper, is_wrapper_hook
 from flce.ops.dtensors import full_tensor
 
 
@@ -131,6 +131,10 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run functions outside of the table of operations: metadata, hooks, ``grad_fn``. Else return NotImplemented."""
+    if func == tables.GET_GRAD and lazy._recomputation is not None:
+        return lazy._pass_gradients()
+    if real is None and func == tables.SET_REQUIRES_GRAD and args == (True,) and is_called_by_recomputation():
+        return None if lazy._become_recomputed() else NotImplemented
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy if real is None else real, *args, **kwargs)

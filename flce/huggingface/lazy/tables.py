@@ -129,6 +129,9 @@ METADATA = frozenset(
     """)
 )
 
+# The setter of `requires_grad`, and the getter of the gradient.
+SET_REQUIRES_GRAD, GET_GRAD = torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+
 # Functions that need the node of the logits in the autograd graph.
 GRAPH_ACCESS = frozenset(torch_functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flce.core import private
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import gather_weights, run_wrapper_hooks
-from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase, View, make_lazy, materialize_and_report
+from flce.huggingface.lazy.base import CLASS_BY_COMPILING, Family, LazyBase, View, make_lazy, materialize_and_report
 from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_from_node
@@ -103,6 +103,38 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         self._state, self._node, self._view = replace(state, calls=calls), node, None
         self._leave_origin()
         return True
+
+    def _become_recomputed(self) -> bool:
+        """Become the input of a function that a reentrant checkpoint computes again. Return False if this is impossible.
+
+        The checkpoint has detached this input, and will read the gradient of the input. This gradient would be as large
+        as the logits. So the function gets logits of copies of the head's tensors without a graph, and the gradients of
+        these copies are passed to the node of the checkpoint's logits.
+        """
+        given = None if self._view is None else self._view.parent
+        node = None if given is None else given._node
+        if not private.is_node_of(node, _LogitsNode) or node.state.is_dtensor:
+            return False
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in node.state.tensors]
+        self._view, self._family, self._recomputation = None, Family(), (node, leaves)
+        with torch.enable_grad():
+            self._set_state(node.state.with_tensors(iter(leaves)))
+        return True
+
+    def _pass_gradients(self) -> Tensor | None:
+        """Pass the gradients of the copies to the node. Return a gradient of zeros without memory, or None.
+
+        If the logits were given to several checkpoints, one gradient of zeros is enough to run their node.
+        """
+        node, leaves = self._recomputation
+        gradients = [leaf.grad for leaf in leaves]
+        if all(gradient is None for gradient in gradients):
+            return None
+        node.passed.append(gradients)
+        if len(node.passed) > 1:
+            return None
+        node.zeros = torch.zeros((), dtype=node.state.dtype, device=node.state.device).expand(node.state.shape)
+        return node.zeros
 
     def register_hook(self, hook: Any) -> Any:
         """Call ``Tensor.register_hook``. Dynamo fails if a subclass does not define this method."""
@@ -199,7 +231,7 @@ class _LogitsNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: LazyState, meta_tensor: Any, *tensors: Tensor) -> Tensor:
-        ctx.state, ctx.hooks = state, None
+        ctx.state, ctx.hooks, ctx.passed, ctx.zeros = state, None, [], None
         ctx.set_materialize_grads(False)
         if lazy is not None:  # an in-place operation: this becomes the node of the logits
             ctx.mark_dirty(lazy)
@@ -218,7 +250,7 @@ class _LogitsNode(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_grad, state = ctx.needs_input_grad[3:], ctx.state
+        needs_grad, state, gradients = ctx.needs_input_grad[3:], ctx.state, ctx.passed
         if grad is None:
             return None, None, None, *(None for _ in needs_grad)
         if ctx.hooks:
@@ -226,13 +258,18 @@ class _LogitsNode(torch.autograd.Function):
                 "a hook was set on logits, or retain_grad() called, after they were passed to an autograd.Function: "
                 "its gradient does not reach the hook. Call logits.materialize() before both, and use its result."
             )
+        is_passed = ctx.zeros is not None and grad.data_ptr() == ctx.zeros.data_ptr()
+        ctx.passed, ctx.zeros = [], None
         grad = run_wrapper_hooks(grad, state.calls)
-        with gather_weights(state.calls):
-            leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, needs_grad, strict=True)]
-            with torch.enable_grad():
-                logits = state.with_tensors(iter(leaves)).logits()
-            grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
-        return None, None, None, *(next(grads) if need else None for need in needs_grad)
+        if not is_passed:
+            with gather_weights(state.calls):
+                leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, needs_grad, strict=True)]
+                with torch.enable_grad():
+                    logits = state.with_tensors(iter(leaves)).logits()
+                grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
+            gradients.append([next(grads) if need else None for need in needs_grad])
+        present = [[g for g in of_tensor if g is not None] for of_tensor in zip(*gradients, strict=True)]
+        return None, None, None, *(sum(g[1:], g[0]) if g else None for g in present)
 
 
 class _TakeNode(torch.autograd.Function):
