@@ -103,9 +103,7 @@ def check_linear_arguments(
     shard, vocab_size = None, len(linear_weight)
     num_class_weights = vocab_size
     if sharded_head != NOT_SHARDED:
-        given, shard = prepare_sharded_head(input, linear_weight, linear_bias, adapters, sharded_head)
-        input, linear_weight, linear_bias, adapters = given
-        operands = {"input": input, "linear_weight": linear_weight, **adapters_by_name(adapters)}
+        operands, linear_bias, shard = prepare_sharded_head(operands, linear_bias, sharded_head)
         vocab_size = shard.vocab_size
         # Class weights cover the slice or all classes.
         if weight is None or weight.shape != (num_class_weights,):
@@ -412,15 +410,15 @@ def _refuse_head(input: Tensor, linear_weight: Tensor, target: Tensor, is_loss: 
     )
 
 
-def adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]], argument: str = "adapters") -> dict[str, Tensor]:
+def adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     if not isinstance(adapters, (tuple, list)):
-        raise TypeError(f"{argument} must be a sequence of pairs of tensors, got {type(adapters).__name__}")
+        raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
     for k, pair in enumerate(adapters):
         is_sequence = isinstance(pair, (tuple, list))
         if not is_sequence or len(pair) != 2:
             got = f"{len(pair)} values" if is_sequence else type(pair).__name__
-            raise TypeError(f"{argument}[{k}] must be a pair of tensors (..., r) and (V, r), got {got}")
-    return {f"{argument}[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
+            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {got}")
+    return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
 
 
 def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, linear_weight: Tensor) -> None:

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import adapters_by_name, autocast_dtype, check_shift, check_tensor, shift_target
-from flce.ops.vocabulary_parallel import (
-    CLASS_TENSORS,
-    compare_calls,
-    has_classes,
-    has_hidden_states,
-    is_dtensor,
-    local_logits,
-)
+from flce.ops.arguments import autocast_dtype, check_shift, check_tensor, shift_target
+from flce.ops.vocabulary_parallel import compare_calls, has_classes, has_hidden_states, is_dtensor, local_logits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,10 +40,11 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         x, group = given.get(first), kwargs.get("process_group")
         is_placed = is_dtensor(x)
-        if is_placed and second in CLASS_TENSORS and is_dtensor(given.get(second)):
+        if is_placed and has_classes(second) and is_dtensor(given.get(second)):
             return run_on_local_tensors(wrapper, (first, second), {**defaults, **given})
-        if (is_placed or group is not None) and not torch.compiler.is_compiling():
-            group = local_logits(x)[1] if is_placed and first == "logits" else group
+        if is_placed and first == "logits" and not torch.compiler.is_compiling():
+            given["logits"], group, given["vocab_size"] = local_logits(x)
+        if group is not None and not torch.compiler.is_compiling():
             device = x.device if isinstance(x, Tensor) else torch.device("cpu")
             settings = {**defaults, **given, "process_group": None, "autocast": autocast_dtype(device.type)}
             compare_calls(function.__name__, settings, group, device)
@@ -77,21 +71,15 @@ def run_on_local_tensors(function: Callable[..., R], head: tuple[str, str], argu
     layout = _make_layout(input, weight, head)
 
     def local(name: str, value: Any) -> Any:
-        if value is None:
-            return None
-        if name.endswith("adapters"):
-            parts = [local(*item) for item in adapters_by_name(value, name).items()]
-            return tuple(zip(parts[::2], parts[1::2], strict=True))
-        if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
+        if isinstance(value, (tuple, list)):
             return tuple([local(f"{name}[{k}]", each) for k, each in enumerate(value)])
-        if has_hidden_states(name):
+        if has_hidden_states(name) and value is not None:
             return layout.local_input(name, value)
-        if has_classes(name):
+        if has_classes(name) and value is not None:
             return layout.local_weight(name, value)
-        if name in ("weight", "num_items"):
-            return full_tensor(value)
-        is_of_tokens = name in _TOKEN_TENSORS and isinstance(value, Tensor) and value.dim()
-        return layout.local_tokens(name, value) if is_of_tokens else value
+        if name in _TOKEN_TENSORS and isinstance(value, Tensor) and value.dim():
+            return layout.local_tokens(name, value)
+        return full_tensor(value) if name in ("weight", "num_items") else value
 
     call = dict(arguments)
     if target is not None and layout.token_dims:

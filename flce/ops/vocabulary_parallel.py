@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,14 +28,8 @@ from flce.engine.shards import gather_shard_results, merge_shard_results, unpack
 from flce.engine.vectors import can_read_values
 from flce.torch_ops.registration import register_operator
 
-# Tensors of which each process has some of the classes: an entry or a row of each, or a column of logits.
-CLASS_TENSORS = (
-    "linear_weight", "linear_bias", "student_weight", "student_bias", "teacher_weight", "teacher_bias", "logits"
-)  # fmt: skip
 # Rows and columns of the sample of a slice that is compared.
 _SAMPLES = 16
-# Numbers that `compare_calls` sends in any call: hashes of texts, and of slices of weights.
-_MAX_TEXTS, _MAX_SLICES = 62, 2
 
 
 class ShardedHeadArguments(NamedTuple):
@@ -59,43 +52,33 @@ NOT_SHARDED = ShardedHeadArguments()
 
 
 def prepare_sharded_head(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-    sharded_head: ShardedHeadArguments,
-) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
-    """Check the division of the head, and gather the tokens with sequence parallelism. Return the first four arguments
-    for the computation in this process, and its shard."""
+    operands: Mapping[str, Tensor], linear_bias: Tensor | None, sharded_head: ShardedHeadArguments
+) -> tuple[dict[str, Tensor], Tensor | None, Shard]:
+    """Check the division of the head, and gather the tokens with sequence parallelism. Return the operands, by argument
+    name, and the bias for the computation in this process, and its shard."""
     group, vocab_size, sequence_parallel = sharded_head
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
-    if linear_weight.dim() != 2:
-        raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
-    shard = shard_from_group(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
-    if sequence_parallel:
-        input = _gather_full_sequence("an input", input, shard)
-        adapters = [(_gather_full_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
-    if shard.is_empty:
-        # A call needs at least one class. A process without classes computes one class of zeros and discards it.
-        linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
-        linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
-        adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
-    # A plan depends on whether rows are contiguous, and a slice of one class or none has no stride that shows this. So
-    # that all processes have the same plan, rows are contiguous in each of them.
-    input, linear_weight = _with_contiguous_rows(input), _with_contiguous_rows(linear_weight)
-    adapters = [(_with_contiguous_rows(a), _with_contiguous_rows(b)) for a, b in adapters]
-    return (input, linear_weight, linear_bias, adapters), shard
-
-
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
+    count = len(operands["linear_weight"])
+    shard, prepared = shard_from_group(count, vocab_size, group, "a linear_weight", sequence_parallel), {}
+    for name, x in operands.items():
+        if sequence_parallel and has_hidden_states(name):
+            if x.dim() < 2:
+                raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
+            x = torch.ops.flce.gather_sequence(x, shard.group)
+        if shard.is_empty and has_classes(name):
+            # A call needs at least one class. A process without classes computes one class of zeros and discards it.
+            x = F.pad(x, (0, 0, 0, 1))
+        # A plan depends on whether rows are contiguous, and a slice of one class or none has no stride that shows this.
+        # So that all processes have the same plan, rows are contiguous in each of them.
+        prepared[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
+    return prepared, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias, shard
 
 
 def compare_calls(function: str, arguments: dict[str, Any], group: Any, device: torch.device) -> None:
     """Raise ValueError, in all processes of the group, if their calls do not fit together: different functions or
-    arguments, or equal slices of a weight. Run one collective, on a CPU and with ``FLCE_DEBUG=1``; otherwise none.
+    arguments, or equal slices of a weight or of logits. One collective, on a CPU and with ``FLCE_DEBUG=1``; else none.
 
     Called before all checks, so that no process raises an error while the others wait for its results.
 
@@ -103,69 +86,37 @@ def compare_calls(function: str, arguments: dict[str, Any], group: Any, device: 
         arguments: all arguments by name, and other settings. Tensors of classes may have different lengths, and
             floating numbers of tensors are not compared. Everything else must be equal.
     """
-    if group is None or not can_read_values(device):
+    if not can_read_values(device):
         return
     check_group(group)
-    try:
-        texts, slices = _describe_call({"function": function, **arguments}, group)
-    except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
-        texts, slices = {"error": repr(error)}, {}
-    numbers = [_hash_value(text) for text in texts.values()]
-    numbers += [0] * (_MAX_TEXTS - len(numbers)) + [*slices.values()] + [0] * (_MAX_SLICES - len(slices))
-    fingerprints = all_gather(torch.tensor(numbers, device=device), group)
-    is_equal = (fingerprints == fingerprints[0]).all(0).tolist()
-    if not all(is_equal[:-_MAX_SLICES]):
-        differ = [f"{name}={text}" for (name, text), equal in zip(texts.items(), is_equal, strict=False) if not equal]
+    call, slices = {"function": function}, {}
+    for name, value in arguments.items():
+        try:
+            call.update(_describe(name, value, arguments, group))
+            if has_classes(name) and "bias" not in name and value is not None:
+                slices[name] = _fingerprint_of_slice(name, value)
+        except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
+            call[name] = repr(error)
+    data, numbers = json.dumps(call).encode(), [*slices.values(), 0, 0][:2]
+    hashes = all_gather(torch.tensor([_hash(data), len(data), *numbers], device=device), group).T.tolist()
+    if len(set(hashes[0])) > 1:
+        texts = all_gather(torch.tensor([*data.ljust(max(hashes[1]))], dtype=torch.uint8, device=device), group)
+        calls = [json.loads(bytes(text)) for text in texts.tolist()]
+        other = next(rank for rank, texts in enumerate(calls) if texts != call)
+        pairs = {name: (call.get(name), calls[other].get(name)) for name in {**call, **calls[other]}}
+        differ = ", ".join([f"{name}={own} and {text}" for name, (own, text) in pairs.items() if own != text])
         raise ValueError(
-            f"the processes of the group were given different arguments or options: rank {group.rank()} has "
-            f"{', '.join(differ)}"
+            "the processes of the group were given different arguments or options: "
+            f"ranks {group.rank()} and {other} have {differ}"
         )
-    for name, column in zip(slices, fingerprints[:, -_MAX_SLICES:].T.tolist(), strict=False):
-        refuse_equal_slices([fingerprint or None for fingerprint in column], name, f"{name}.chunk(n)[rank]")
-
-
-def _describe_call(arguments: dict[str, Any], group: Any) -> tuple[dict[str, str], dict[str, int]]:
-    """Return texts by name, which are equal in processes whose calls fit together, and a hash of the slice of each
-    weight. The text of an argument is at one position for all values of the argument."""
-    of_classes, total = [name for name in arguments if name in CLASS_TENSORS], arguments["vocab_size"]
-    holder = of_classes[0]
-    lengths = lengths_of_weight = defaultdict(lambda: "its slice")  # `merge_results` compares numbers of logits
-    if total is None and (holder != "logits" or arguments["weight"] is not None):
-        total = arguments[holder].shape[_class_dim(holder)] * group.size()
-    if total is not None:
-        (_, most), (start, stop) = (shard_bounds(total, group.size(), rank) for rank in (0, group.rank()))
-        lengths = defaultdict(lambda: f"not its slice of {total}", {stop - start: f"its slice of {total}"})
-        # If one process has all classes, class weights of all classes and of its slice have the same length.
-        lengths_of_weight = lengths | {total: "all"} | ({stop - start: "all"} if most >= total else {})
-    texts, tensors = {}, {}
-    for name, value in {**arguments, "vocab_size": total}.items():
-        found = dict(_named_tensors(name, value))
-        tensors.update(found)
-        words = "" if not found else "the shape of " if name in found else "shapes of "
-        words = "classes of " if has_classes(name) or name == "weight" else words
-        shapes = [_text(each, x, lengths_of_weight if name == "weight" else lengths) for each, x in found.items()]
-        # 1 and 1.0 are equal. A text may have an address.
-        text = ", ".join(shapes) or re.sub(r" at 0x\w+", "", repr(value)).removesuffix(".0")
-        texts["V" if name == "vocab_size" else words + name] = text
-    texts["dtypes"] = str({name: f"{x.dtype} on {x.device.type}" for name, x in tensors.items()})
-    needed = [name for name, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
-    weights = [name for name in of_classes if name in tensors and name.endswith("_weight")]
-    slices = {name: _fingerprint_of_slice(tensors[name]) for name in weights}
-    return {**texts, "required gradients": str(needed)}, slices
-
-
-def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an argument by name, such as ``adapters[0][1]``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (tuple, list)):
-        for k, each in enumerate(value):
-            yield from _named_tensors(f"{name}[{k}]", each)
+    for name, fingerprints in zip(slices, hashes[2:], strict=False):
+        refuse_equal_slices(fingerprints, name)
 
 
 def has_classes(name: str) -> bool:
-    """Return True if the tensor of this name has an entry, a row or a column for each class."""
-    return name in CLASS_TENSORS or ("adapters[" in name and name.endswith("[1]"))
+    """Return True if the tensor of this name has an entry, a row or a column for each class of this process."""
+    of_head = name.endswith(("_weight", "_bias", "logits")) and name != "token_weight"
+    return of_head or ("adapters[" in name and name.endswith("[1]"))
 
 
 def has_hidden_states(name: str) -> bool:
@@ -176,40 +127,55 @@ def _class_dim(name: str) -> int:
     return -1 if name == "logits" else 0
 
 
-def _text(name: str, x: Tensor, lengths: Mapping[int, str]) -> str:
-    """Return the shape of a tensor in words, and what is compared of its values. `lengths`: words for the numbers of
-    classes that a tensor of classes may have."""
-    sizes, values = [*map(str, x.shape)], ""
-    is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
-    if has_classes(name) or name == "weight":
-        sizes[_class_dim(name)] = lengths[x.shape[_class_dim(name)]]
-    elif is_plain and not has_hidden_states(name):
-        values = f" of {_text_of_values(x)}"
-    return f"({', '.join(sizes)}){values}{'' if is_plain else f', {type(x).__name__} of layout {x.layout}'}"
+def _text_of_classes(name: str, size: int, arguments: Mapping[str, Any], group: Any) -> str:
+    """Return a text of the number of classes of a tensor, which is equal for the slices of all processes."""
+    vocab_size = arguments["vocab_size"]
+    if vocab_size is None:  # All slices have one length. `merge_results` compares the lengths of logits.
+        return "its slice" if name == "logits" and arguments["weight"] is None else f"{size} of V"
+    start, stop = shard_bounds(vocab_size, group.size(), group.rank())
+    if name == "weight" and (size == vocab_size or size < vocab_size == 1):  # a slice of one class has all or none
+        return "all"
+    return f"{'' if size == stop - start else 'not '}its slice of {vocab_size}"
 
 
-def _text_of_values(x: Tensor) -> str:
-    """Return the number of a 0-d tensor, a hash of integers, or, as floating numbers may differ by rounding errors, the
-    number of those above 0."""
-    if x.dim() == 0:
-        return repr(x.item())
-    if x.is_floating_point():
-        return f"{int((x > 0).sum())} numbers above 0"
-    factors = torch.randint(2**62, x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return f"values with the hash {int((x.cpu() * factors).sum())}"
+def _describe(name: str, value: Any, arguments: Mapping[str, Any], group: Any) -> Iterator[tuple[str, str]]:
+    """Yield texts of an argument by name. They are equal in processes whose arguments fit together."""
+    if isinstance(value, (tuple, list)) and any(isinstance(each, (Tensor, tuple, list)) for each in value):
+        for k, each in enumerate(value):
+            yield from _describe(f"{name}[{k}]", each, arguments, group)
+    elif not isinstance(value, Tensor):  # 1 and 1.0 are equal. A text may have an address.
+        yield name, re.sub(r" at 0x\w+", "", repr(value)).removesuffix(".0")
+    else:
+        sizes, values, is_of_classes = [*map(str, value.shape)], "", has_classes(name) or name == "weight"
+        if is_of_classes:
+            sizes[_class_dim(name)] = _text_of_classes(name, value.shape[_class_dim(name)], arguments, group)
+        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            values = f" of {type(value).__name__}, {value.layout}"
+        elif value.dim() == 0:
+            values = f" of {value.item()}"
+        elif not value.is_floating_point():
+            factors = torch.randint(2**62, value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+            values = f" with the hash {int((value.cpu() * factors).sum())}"
+        elif not (is_of_classes or has_hidden_states(name)):  # The numbers may differ by rounding errors.
+            values = f" with {int((value > 0).sum())} numbers above 0"
+        words = "shapes of" if "[" in name else "classes of" if is_of_classes else "the shape of"
+        yield f"{words} {name}", f"({', '.join(sizes)}){values}"
+        yield f"dtypes of {name}", f"{value.dtype} on {value.device.type}"
+        yield f"required gradients of {name}", str(torch.is_grad_enabled() and value.requires_grad)
 
 
-def _fingerprint_of_slice(linear_weight: Tensor) -> int:
-    """Return a hash of some entries of the slice; 0, for no comparison, if its rows are equal or have a NaN."""
-    rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
-    entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
-    is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
-    return 0 if is_constant else _hash_value(entries.tolist())
+def _fingerprint_of_slice(name: str, x: Tensor) -> int:
+    """Return a hash of some entries of the slice; 0, for no comparison, if its classes are equal or have a NaN."""
+    classes = x.detach().movedim(_class_dim(name), 0).unsqueeze(-1)
+    classes = classes[:: 1 + len(classes) // _SAMPLES].flatten(1)
+    classes = classes[:, :: 1 + classes.shape[1] // _SAMPLES]
+    is_constant = bool((classes == classes[:1]).all()) or bool(classes.isnan().any())
+    return 0 if is_constant else _hash(repr(classes.tolist()).encode())
 
 
-def _hash_value(value: Any) -> int:
-    """Return a hash that is equal for equal values in all processes."""
-    return int.from_bytes(hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:7], "big")
+def _hash(data: bytes) -> int:
+    """Return a hash that is equal for equal data in all processes."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
 
 
 def shard_from_group(
@@ -219,8 +185,11 @@ def shard_from_group(
     `vocab_size` None: all processes have as many. `holder`: the tensor that has the classes, for messages."""
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
-    total, start = total_vocab_size(cols, vocab_size, process_group), rank * cols
+    total, start = size * cols, rank * cols
     if vocab_size is not None:
+        total = check_int("vocab_size", vocab_size, "None or an int")
+        if total < 1:
+            raise ValueError(f"vocab_size must be positive, got {total}")
         start, stop = shard_bounds(total, size, rank)
         if stop - start != cols:
             raise ValueError(
@@ -254,37 +223,20 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
     )
 
 
-def refuse_equal_slices(fingerprints: Sequence[Hashable | None], name: str, own: str) -> None:
+def refuse_equal_slices(fingerprints: Sequence[int], name: str) -> None:
     """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice of the argument
-    `name`. A fingerprint of None is not compared. `own`: an expression for the slice of a process."""
+    `name`. Fingerprints of 0 are not compared."""
     for rank, fingerprint in enumerate(fingerprints):
         first = fingerprints.index(fingerprint)
-        if fingerprint is not None and first < rank:
+        if fingerprint and first < rank:
             raise ValueError(
                 f"ranks {first} and {rank} of the group were given equal slices of {name}, probably all classes in "
-                f"each. Give each process its own classes, {own}, and the number of all classes as vocab_size"
+                f"each. Give each process its own classes, {name}.chunk(n{', -1' * (name == 'logits')})[rank], and the "
+                "number of all classes as vocab_size"
             )
 
 
-def total_vocab_size(cols: int, vocab_size: int | None, process_group: Any) -> int:
-    """Return V of a group in which this process has `cols` classes. `vocab_size` None: all processes have as many."""
-    if vocab_size is None:
-        return cols * process_group.size()
-    vocab_size = check_int("vocab_size", vocab_size, "None or an int")
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size must be positive, got {vocab_size}")
-    return vocab_size
-
-
 # ------------------------------------------------------------------------------------------- sequence parallelism
-
-
-def _gather_full_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
-    """Return (..., S, H) from the shares `x`, (..., S / processes, H). Backward reduce-scatters the gradient."""
-    if x.dim() < 2:
-        raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
-    full: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
-    return full
 
 
 def _gather_sequence(x: Tensor, group: str) -> Tensor:
@@ -348,20 +300,7 @@ def merge_results(
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
     shards = unpack_shard_results(gathered, names, shard)
-    if can_read_values(gathered.device):
-        _refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
     return merge_shard_results(shards, target, class_weight, shard)
-
-
-def _refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
-    """Raise ValueError if two processes have the same log-sum-exps, unless the logits within each row are equal.
-    offsets, log_sums: (processes, rows) of `RowStatistics`; widths: (processes, 1) numbers of classes."""
-    is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
-    numbers = torch.cat((offsets, log_sums), 1).tolist()
-    fingerprints = [
-        None if constant else (*fingerprint,) for constant, fingerprint in zip(is_constant, numbers, strict=True)
-    ]
-    refuse_equal_slices(fingerprints, "logits", "logits.chunk(n, -1)[rank]")
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
