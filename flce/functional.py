@@ -86,6 +86,7 @@ def fused_linear_cross_entropy(
     token_weight: Tensor | None = None,
     num_items: int | Tensor | None = None,
     shift: int = 0,
+    empty_loss: str = "nan",
     stats: tuple[str, ...] = (),
     options: ChunkOptions | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -118,8 +119,8 @@ def fused_linear_cross_entropy(
             different r. The dtype is the dtype of `linear_weight`.
         weight: (V,) class weights.
         reduction: "none": (...) losses. "sum": the sum of the losses. "mean": the sum of cross entropies divided by the
-            sum of ``weight[target]``, plus the sum of z-losses divided by the number of tokens that are not ignored;
-            NaN if all tokens are ignored.
+            sum of ``weight[target]``, plus the sum of z-losses divided by the number of tokens that are not ignored. If
+            all tokens are ignored, see `empty_loss`.
         ignore_index: the target value of ignored tokens; None means -100.
         label_smoothing: s, in [0, 1].
         softcap: bound of the logits, > 0.
@@ -132,11 +133,15 @@ def fused_linear_cross_entropy(
             the positions of `input`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens over all
             micro-batches. A number is > 0. A 0-d tensor may be 0, because a GPU's values are not read: then the loss is
-            NaN or infinite, as in a division.
+            NaN or infinite, as in a division, unless `empty_loss` is "zero".
         shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. At most the
             length of the sequence. Hidden states are not copied. Positions are the last dimension of `target`: if B
             sequences are flattened to (B * T, H) and (B * T), the last token of each sequence predicts, without an
             error, the first token of the next one. Give (B, T, H) and (B, T).
+        empty_loss: the loss where a divisor is 0, without waiting for the device. "nan": as in PyTorch, NaN if all
+            tokens are ignored. "zero": if the sum of ``weight[target]`` or `num_items` is 0, the loss is 0 and its
+            gradients are 0; so a process or micro-batch without labels does not spoil a sum. `num_items` may then be
+            the number 0. The z-loss has a divisor of its own, the number of tokens, if `reduction` is "mean".
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
         options: memory and precision, see `ChunkOptions`.
         process_group: a group over which the head is divided (vocabulary parallelism). All processes have the same
@@ -183,7 +188,7 @@ def fused_linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
-        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats,
+        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
     )  # fmt: skip
     args = check_linear_arguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
@@ -392,6 +397,7 @@ def cross_entropy(
     token_weight: Tensor | None = None,
     num_items: int | Tensor | None = None,
     shift: int = 0,
+    empty_loss: str = "nan",
     stats: tuple[str, ...] = (),
     inplace: bool = False,
     process_group: dist.ProcessGroup | None = None,
@@ -418,7 +424,7 @@ def cross_entropy(
         weight: (V,) class weights, of all classes.
         ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as in
             `fused_linear_cross_entropy`.
-        token_weight, num_items, stats: as in `fused_linear_cross_entropy`.
+        token_weight, num_items, empty_loss, stats: as in `fused_linear_cross_entropy`.
         shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. The backward
             of ``logits[:, :-1]`` copies the gradient; with `shift` there is no copy. Positions are the last dimension
             of `target`: (B, S) for logits (B, S, V). For (S, B, V), transpose `logits` and `target` first; this copies
@@ -469,7 +475,7 @@ def cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
-        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats,
+        logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
     )  # fmt: skip
     problem = check_logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec

@@ -297,7 +297,12 @@ def slice_calls() -> Calls:
 
 def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
     results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
-    specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
+    specs = (
+        LossSpec(),
+        LossSpec(z_loss=0.1, empty_loss="zero"),
+        LossSpec("none"),
+        LogprobSpec(stats=results, candidates=5),
+    )
     grad_dtypes = (None, E4M3) if dtype == torch.bfloat16 and device.own_products else (None,)
     calls = itertools.product(specs, ("xw", "xwb", "x", ""), (False, True), grad_dtypes)
     for spec, grads, skip, grad_dtype in calls:

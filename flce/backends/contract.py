@@ -89,6 +89,7 @@ FUSED_PRODUCT_FIELDS = frozenset(
         "temperature",
         "z_loss",
         "stats",
+        "empty_loss",
         "candidates",
         "top_k",
         "row_temperature",
@@ -543,7 +544,8 @@ class Backend(Protocol):
         """Write ``tile[i, ids[i, k] - start] = values[i, k]`` for columns of the tile. Equal ids have equal values."""
 
     def loss_scales(self, p: RowProblem) -> Tensor:
-        """Return (3,): the factor of the cross entropy, the factor of the z-loss, the sum of the class weights.
+        """Return (3,): the factor of the cross entropy, the factor of the z-loss, the sum of the class weights. A
+        factor is 1 / divisor; for a divisor of 0 it is inf or, with ``empty_loss="zero"``, 0.
 
         The host must not wait for the device here and in `reduce`.
         """

@@ -132,25 +132,32 @@ def loss_scales(p: RowProblem) -> Tensor:
         weight_sum = p.class_weight.sum(dtype=accum)
     if p.spec.reduction == "mean":
         valid = target != p.spec.ignore_index
-        ce_scale = z_scale = valid.sum().to(accum).reciprocal()
+        divisor = z_divisor = valid.sum().to(accum)
         if p.class_weight is not None:
             weights = p.class_weight[target.clamp(0, p.vocab_size - 1)].to(accum)
-            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
-    elif p.num_items is None:
-        ce_scale = z_scale = torch.ones_like(weight_sum)
+            divisor = torch.where(valid, weights, 0.0).sum()
     else:
-        ce_scale = z_scale = p.num_items.to(accum).reciprocal()
-    return torch.stack((ce_scale, z_scale, weight_sum))
+        divisor = z_divisor = torch.ones_like(weight_sum) if p.num_items is None else p.num_items.to(accum)
+    divisors = torch.stack((divisor, z_divisor, weight_sum))
+    factors = divisors[:2].reciprocal()
+    divisors[:2] = torch.where(divisors[:2] == 0.0, 0.0, factors) if p.spec.empty_loss == "zero" else factors
+    return divisors
+
+
+def scale_losses(losses: Tensor, factor: Tensor, spec: LossSpec) -> Tensor:
+    """Return the product, and with ``empty_loss="zero"`` 0 for infinite losses times 0."""
+    product = losses * factor
+    return product.masked_fill_(factor == 0.0, 0.0) if spec.empty_loss == "zero" else product
 
 
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the result of `Backend.reduce`."""
     scales = loss_scales(p) if scales is None else scales
     cross_entropy, z_loss = out.losses
-    loss = cross_entropy.sum() * scales[0]
+    loss = scale_losses(cross_entropy.sum(), scales[0], p.spec)
     if z_loss is None:
         return loss, None, scales
-    total_z_loss = z_loss.sum() * scales[1]
+    total_z_loss = scale_losses(z_loss.sum(), scales[1], p.spec)
     return loss + total_z_loss, total_z_loss, scales
 
 

@@ -55,6 +55,7 @@ class LossSpec:
     temperature: float = 1.0
     z_loss: float = 0.0
     stats: tuple[str, ...] = ()
+    empty_loss: str = "nan"
 
     allowed_stats: ClassVar[tuple[str, ...]] = STATS
     stats_argument: ClassVar[str] = "stats"
@@ -81,6 +82,8 @@ class LossSpec:
             raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
+        if self.empty_loss not in ("nan", "zero"):
+            raise ValueError(f"empty_loss must be 'nan' or 'zero', got {self.empty_loss!r}")
         argument, known = self.stats_argument, self.allowed_stats
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
             raise TypeError(f"{argument} must be a tuple of names out of {known}, got {self.stats!r}")
@@ -165,6 +168,7 @@ class SpecArguments(TypedDict, total=False):
     temperature: float
     z_loss: float
     shift: int
+    empty_loss: str
 
 
 def loss_spec(**values: Any) -> LossSpec:

@@ -64,7 +64,7 @@ LOGIT_FIELDS = (
     "teacher_softcap", "teacher_logit_scale",
 )  # fmt: skip
 # Fields that are used when results are merged, see `formulas.write_results` and `formulas.row_gradient`.
-RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats")
+RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats", "empty_loss")
 
 
 def shard_spec(spec: LossSpec) -> LossSpec:

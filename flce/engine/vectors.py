@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import Backend, RowOutputs, RowProblem
+from flce.backends.formulas import scale_losses
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.engine.arena import Arena
 
@@ -166,9 +167,9 @@ def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | Non
     if spec.reduction == "none":
         return cross_entropy.clone() if z_loss is None else cross_entropy + z_loss
     assert scales is not None
-    total = cross_entropy * scales[0]
+    total = scale_losses(cross_entropy, scales[0], spec)
     if z_loss is not None:
-        total.addcmul_(z_loss, scales[1])
+        total += scale_losses(z_loss, scales[1], spec)
     # If all tokens are ignored, the scales of a mean are infinite.
     return total.masked_fill_(ignored, 0.0)
 

@@ -25,13 +25,13 @@ class FlceCallback(TrainerCallback):
 
     Args:
         options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
-        on_materialize: the reaction if an operation needs the real logits, see `flce.patch_model`.
+        on_materialize, empty_loss: see `flce.patch_model`.
         unpatch: restore the stock model when training ends.
 
     Raises:
         TypeError: `options` or `unpatch` has the wrong type; (from ``Trainer``) the model cannot be patched, see
             `flce.patch_model`.
-        ValueError: `on_materialize` is not one of the options of `flce.patch_model`.
+        ValueError: `on_materialize` or `empty_loss` is not one of the options of `flce.patch_model`.
     """
 
     def __init__(
@@ -39,17 +39,16 @@ class FlceCallback(TrainerCallback):
         *,
         options: ChunkOptions | None = None,
         on_materialize: OnMaterialize = "warn",
+        empty_loss: str = "nan",
         unpatch: bool = False,
     ) -> None:
-        Settings(options, on_materialize)  # checks both
+        self.settings = Settings(options, on_materialize, empty_loss)
         check_bool("unpatch", unpatch)
-        self.options = options
-        self.on_materialize = on_materialize
         self.unpatch = unpatch
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         if model is not None:
-            patch_model(model, options=self.options, on_materialize=self.on_materialize)
+            patch_model(model, **vars(self.settings))
 
     on_train_begin = on_init_end
 

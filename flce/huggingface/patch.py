@@ -519,8 +519,9 @@ def _make_product_mode(model: Any, patch: _Patch) -> VocabularyProductMode | Non
 
 @names_replacements
 def patch_model(
-    model: ModelT, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn"
-) -> ModelT:
+    model: ModelT, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn",
+    empty_loss: str = "nan",
+) -> ModelT:  # fmt: skip
     """Change a model in place, so that its cross-entropy loss is computed without its logits in memory.
 
     Loss, gradients and generated text equal those of the stock model. In calls with a loss, ``outputs.logits`` is a
@@ -539,15 +540,17 @@ def patch_model(
             it. "ignore": no warning. "raise": a `flce.huggingface.MaterializedLogitsError` names them, and is also
             raised if the head would run stock code in training or within `lazy_logits`.
             ``outputs.logits.materialize()`` is always allowed.
+        empty_loss: "nan" or "zero", see `flce.fused_linear_cross_entropy`: the mean of a loss without any label. If the
+            model's code divides a sum, such as by ``num_items_in_batch``, it divides by 0.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
         TypeError: no model has an output embedding, or all output embeddings are quantised or not linear.
-        ValueError: ``on_materialize`` is not one of the three options.
+        ValueError: ``on_materialize`` or ``empty_loss`` is not one of its options.
     """
-    settings = Settings(options, on_materialize)
+    settings = Settings(options, on_materialize, empty_loss)
     _check_model("patch_model", model)
     if private.make_wrapper_subclass is None:  # Lazy logits cannot exist; `core.private` has warned.
         return model

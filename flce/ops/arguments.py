@@ -567,7 +567,7 @@ def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> 
             raise TypeError(f"num_items must be a number or a tensor of real numbers, got a {num_items.dtype} tensor")
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
     number = check_float("num_items", num_items)
-    if not 0 < number < float("inf"):
+    if not 0 < number < float("inf") and (number != 0 or spec.empty_loss == "nan"):
         raise ValueError(f"num_items must be > 0 and finite, got {number}")
     return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
 

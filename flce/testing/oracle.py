@@ -102,6 +102,7 @@ def oracle(
     token_weight: Tensor | None = None,
     num_items: int | Tensor | None = None,
     shift: int = 0,
+    empty_loss: str = "nan",
     grad_output: Tensor | float | None = None,
 ) -> OracleResult:
     """Return the loss, the statistics and the gradients for the upstream gradient ``grad_output`` (default: ones)."""
@@ -121,6 +122,8 @@ def oracle(
         divisor = z_divisor = one if num_items is None else one * float(num_items)
     else:
         raise ValueError(reduction)
+    if empty_loss == "zero":
+        divisor, z_divisor = (d.masked_fill(d == 0.0, torch.inf) for d in (divisor, z_divisor))
     upstream = one if grad_output is None else torch.as_tensor(grad_output, device=input.device).detach().double()
     upstream = upstream.expand(target.shape).reshape(-1)
 

@@ -109,7 +109,7 @@ def losses() -> None:
         "weights": {"class_weight": True, "shift": 1, "ignored": 0.2},
     }
     for (k, (mesh, tokens, classes)), (name, case_kwargs) in itertools.product(enumerate(_meshes()), kwargs.items()):
-        if k and name in ("plain", "smoothing", "softcap", "all ignored"):
+        if k and name in ("plain", "smoothing", "softcap"):
             continue
         p = problem((4, 8) if name != "shifted" else (3, 8), 16, 41, **case_kwargs)
         are_tokens_divided = any(

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1, "bias": True},
     "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3, "adapter_ranks": (3, 2)},
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "bias": True},
-    "all ignored": {"ignored": 1.0, "reduction": "sum", "z_loss": 0.1},
+    "all ignored": {"ignored": 1.0, "z_loss": 0.1, "empty_loss": "zero"},
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"strategy": "vocab", "max_workspace_bytes": 16000}, {"chunk_rows": 5}]
 OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob")

@@ -58,6 +58,19 @@ def test_training_step(name: str, inputs: str, compare: Compare) -> None:
     compare(script, name=name, inputs=inputs)
 
 
+@pytest.mark.parametrize("settings", [{}, {"empty_loss": "zero"}], ids=str)
+def test_a_loss_without_labels(settings: dict[str, str], build: Build) -> None:
+    """NaN as in stock, or 0. The gradients are 0 in both."""
+    model = patch_model(build("Llama"), **settings)  # type: ignore[arg-type]
+    for loss in (
+        model(input_ids=IDS, **NOTHING).loss,
+        flce.cross_entropy(model(input_ids=IDS).logits, NOTHING["labels"]),
+    ):
+        assert torch.equal(loss, torch.zeros(())) if settings else loss.isnan()
+        loss.backward()
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
 def test_the_operator_does_what_lies_between_head_and_loss(build: Build, fused_calls: Calls) -> None:
     for name in ("Llama", "Gemma2", "Granite"):
         patch_model(build(name))(**batch())

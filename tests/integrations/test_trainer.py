@@ -245,7 +245,9 @@ def test_save_and_resume(tmp_path):
 
 
 class TestCallback:
-    @pytest.mark.parametrize("kwargs", [{"on_materialize": "zzz"}, {"unpatch": "no"}, {"options": {}}], ids=str)
+    @pytest.mark.parametrize(
+        "kwargs", [{"on_materialize": "zzz"}, {"empty_loss": 0}, {"unpatch": "no"}, {"options": {}}], ids=str
+    )
     def test_wrong_arguments(self, kwargs: dict[str, Any]) -> None:
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
             FlceCallback(**kwargs)

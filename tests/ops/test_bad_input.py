@@ -116,6 +116,7 @@ SCALARS: list[Case] = [
         (ValueError, f"z_loss must be a finite number >= 0, got {value}", {"z_loss": value})
         for value in (-0.1, math.nan)
     ),
+    (ValueError, "empty_loss must be 'nan' or 'zero', got 'none'", {"empty_loss": "none"}),
     (TypeError, "stats must be a tuple of names out of ('lse', …got 'lse'", {"stats": "lse"}),
     (ValueError, "unknown stat 'mean'; expected any of ('lse', ", {"stats": ("lse", "mean")}),
     (ValueError, "unknown stat []; expected any of", {"stats": ([],)}),

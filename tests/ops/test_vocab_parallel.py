@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1},
     "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
+    "empty": {"token_weight": True, "z_loss": 0.1, "ignored": 1.0, "empty_loss": "zero"},
 }
 INPLACE = (False, True)
 

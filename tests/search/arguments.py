@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import eager
+from flce.core.problem import NUMERIC_FIELDS
 from flce.testing.oracle import shifted_target
 from flce.testing.problem import Problem, make_problem, run_oracle
 from tests.helpers import STATS
@@ -34,13 +35,14 @@ MAX_LOGITS_ON_GPU = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 # For each argument its default, and the values that calls have; a value that occurs twice is frequent.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "class_weight": (False, True, 1e-3),  # a number: times random weights
+    "class_weight": (False, True, 1e-3, "0"),  # a number: times random weights
     "token_weight": (False, True),
     "label_smoothing": (0.0, 0.1, 0.9, 1.0),
     "softcap": (None, 0.5, 3.0, 30.0),
     "logit_scale": (1.0, -0.7, -0.7, 0.1, 0.1, 2.5, 2.5, 0.0),
     "temperature": (1.0, 0.3, 3.0),
     "z_loss": (0.0, 1e-4, 0.5),
+    "empty_loss": ("nan", "zero"),
 }
 LOSS: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DTYPES),
@@ -118,7 +120,9 @@ def draw_loss(rng: random.Random, compiled: random.Random, device: str) -> tuple
     vocab = smaller(rng, compiled, size(compiled, most // 4), 1 / 8)
     call["ignore_index"] = rng.choice([-100, -100, 0, vocab - 1, vocab + 5, -1, 2**32 + 3])
     call["target_dtype"] = "int64" if call["ignore_index"] > 2**31 else call["target_dtype"]
-    call["num_items"] = rng.choice([None, 1, 13]) if call["reduction"] == "sum" else None
+    call["empty_loss"] = "zero" if call["class_weight"] == "0" else call["empty_loss"]
+    counts = [None, 1, 13, *[0] * (call["empty_loss"] == "zero")]
+    call["num_items"] = rng.choice(counts) if call["reduction"] == "sum" else None
     return {**call, "vocab": vocab, "seed": rng.randrange(1 << 20)}, most
 
 
@@ -200,7 +204,7 @@ def run_within_budget(call: Call, p: Problem, forward: Callable[[int | None], An
     return forward(call["beyond"] + least_budget(lambda: forward(1)))
 
 
-LOSS_ARGUMENTS = ("reduction", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "shift")
+LOSS_ARGUMENTS = ("reduction", *NUMERIC_FIELDS, "shift", "empty_loss")
 MAKE_PROBLEM = (*LOSS_ARGUMENTS, "ignore_index", "class_weight", "token_weight", "vocab", "std")
 
 
@@ -378,13 +382,14 @@ class Expected:
         weight = None if kwargs.get("weight") is None else kwargs["weight"].double()
         loss: Loss = loss_of_rows(logits, y, how, weight, kwargs["label_smoothing"], kwargs["z_loss"])
 
-        one = logits.z.new_ones(())
-        scale = z_scale = one
+        divisor = z_divisor = logits.z.new_ones(())
         if kwargs["reduction"] == "mean":
             of_targets = torch.ones_like(logits.lse) if weight is None else weight[y]
-            scale, z_scale = 1.0 / of_targets.sum(), one / len(y) if len(y) else one
+            divisor, z_divisor = of_targets.sum(), torch.full_like(divisor, max(1, len(y)))
         elif kwargs.get("num_items") is not None:
-            scale = z_scale = one / kwargs["num_items"]
+            divisor = z_divisor = torch.full_like(divisor, kwargs["num_items"])
+        # A divisor of 0 is an error of the search, unless the loss is then 0.
+        scale, z_scale = (d.reciprocal().masked_fill(d == 0.0, 0.0) for d in (divisor, z_divisor))
         of_token = torch.ones_like(logits.lse)
         if p.token_weight is not None:
             of_token = self.rows.of(p.token_weight.double())

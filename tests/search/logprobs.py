@@ -17,7 +17,7 @@ from tests.search.driver import Call, Errors, Kind, Mismatch
 
 DIFFERENTIABLE = ("logprob", "entropy", "lse", "candidate_logprob")
 OF_LOSSES = {"class_weight", "token_weight", "reduction", "label_smoothing", "z_loss", "num_items", "stats"}
-OF_LOSSES |= {"logits_dtype", "accum_dtype"}
+OF_LOSSES |= {"empty_loss", "logits_dtype", "accum_dtype"}
 HEADS = defaults(**LOSS, **HEAD)
 DEFAULTS: Call = {
     **{name: value for name, value in HEADS.items() if name not in OF_LOSSES},

@@ -60,6 +60,7 @@ def test_the_oracle_shares_no_code_with_flce() -> None:
         ),
         # Each position predicts the next label: the last nothing, the second an ignored one.
         ({"reduction": "sum", "shift": 1}, LOSSES[0], [[0.25, -0.25], [0, 0], [0, 0]]),
+        ({"reduction": "sum", "num_items": 0, "empty_loss": "zero"}, 0.0, [[0, 0], [0, 0], [0, 0]]),
         ({"reduction": "sum", "logit_scale": -1.0}, sum(LOSSES), [[-0.75, 0.75], [-0.25, 0.25], [0, 0]]),
         (
             {"reduction": "sum", "temperature": 2 * math.log(3) / math.log(9)},

@@ -35,7 +35,7 @@ MIN_FILLED_SHARE = 3 / 4
 # Fields of `LossSpec` that change logits, for kernels that do not read logits.
 LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")
 # Fields of `LossSpec` that are parameters of no kernel: they decide the scales of the loss and the requested results.
-_HOST_OPTIONS = ("reduction", "stats")
+_HOST_OPTIONS = ("reduction", "stats", "empty_loss")
 # Parameters that stand for several fields.
 _PARAMETERS = {"logit_scale": "scale", "temperature": "scale"}
 

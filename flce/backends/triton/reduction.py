@@ -42,6 +42,7 @@ def reduction_kernel(
     COMPUTE_SCALES: tl.constexpr,
     MEAN: tl.constexpr,  # over the rows that are not ignored
     HAS_NUM_ITEMS: tl.constexpr,
+    ZERO_IF_EMPTY: tl.constexpr,
     HAS_LOSS: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
@@ -68,6 +69,8 @@ def reduction_kernel(
             items = tl.full((), 1.0, tl.float64)
         # In float64, because float32 division is not rounded correctly.
         scale = (1.0 / items).to(ACCUM)
+        if ZERO_IF_EMPTY:
+            scale = tl.where(items == 0.0, 0.0, scale)
         z_loss_scale = scale
     if OVERLAP and SETTLED:
         gdc_wait()
@@ -91,8 +94,12 @@ def reduction_kernel(
             if HAS_Z_LOSS:
                 z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
         loss = tl.sum(losses, axis=0) * scale
+        if ZERO_IF_EMPTY:
+            loss = tl.where(scale == 0.0, 0.0, loss)  # also for an infinite loss
         if HAS_Z_LOSS:
             z_loss = tl.sum(z_losses, axis=0) * z_loss_scale
+            if ZERO_IF_EMPTY:
+                z_loss = tl.where(z_loss_scale == 0.0, 0.0, z_loss)
             tl.store(z_loss_sum_ptr, z_loss)
             loss += z_loss
         tl.store(loss_sum_ptr, loss)
@@ -137,6 +144,7 @@ def _launch(
         "ACCUM": tl.float64 if scales.dtype == torch.float64 else tl.float32,
         "COMPUTE_SCALES": compute_scales,
         "MEAN": spec.reduction == "mean",
+        "ZERO_IF_EMPTY": spec.empty_loss == "zero",
         "SETTLED": settled,
         "BLOCK": BLOCK,
         **thread_options(target.device, WARPS),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
+from flce.core.problem import LinearLogprobsOutput, LossSpec, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.head_call import HeadCall, gather_weights
@@ -44,9 +44,11 @@ class Settings:
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
+    empty_loss: str = "nan"
 
     def __post_init__(self) -> None:
         check_options(self.options)
+        LossSpec(empty_loss=self.empty_loss)  # checks it
         if self.on_materialize not in ("warn", "ignore", "raise"):
             raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {self.on_materialize!r}")
 
@@ -425,6 +427,7 @@ class LazyState:
         if spec.get("reduction") == "none":
             self.note_values()
         weight = None if weight is None else weight.to(self.product_device)
+        spec = {"empty_loss": self.settings.empty_loss, **spec}
         return self._call_operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
     def token_results(
