@@ -46,7 +46,7 @@ from flce.backends.contract import (
     TileCall,
     TileClasses,
 )
-from flce.backends.triton import softmax_launch
+from flce.backends.triton import softmax
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
 from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
@@ -148,7 +148,7 @@ def compiling(name: str) -> Iterator[list[CompiledKernel]]:
         driver.set_active(cast(Any, _CompileOnlyDriver(name, target)))
         for module in modules:
             module.device_record = lambda device: target
-        for cached in (kernels._launch_size, softmax_launch._choose):
+        for cached in (kernels._launch_size, softmax.row_launch):
             cached.cache_clear()
         try:
             yield built
@@ -246,16 +246,13 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
 
 
 def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:
-    """Yield softmax calls with adjacent columns, rows of one level and of two, and with columns that lie apart."""
-    backend = kernels.TritonBackend()
-    layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
-    for (x, dim), log in itertools.product(layouts, (False, True)):
+    """Yield softmax calls on rows in memory, in forward and backward."""
+    backend, x = kernels.TritonBackend(), _new(64, cols, dtype=dtype)
+    for log in (False, True):
         for wide in {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}:
-            y = _new(*x.shape, dtype=wide)
-            yield partial(backend.softmax, x, dim, wide, log)
-            yield partial(backend.softmax_backward, y, y, dim, dtype, log)
-            if x.dim() == 2 and dim == 1:  # of every second column
-                yield partial(backend.softmax_backward, _new(*x.shape, 2, dtype=wide)[..., 0], y, dim, dtype, log)
+            y = _new(64, cols, dtype=wide)
+            yield partial(backend.softmax, x, wide, log)
+            yield partial(backend.softmax_backward, y, y, dtype, log)
 
 
 def operator_calls(case: Case) -> Calls:

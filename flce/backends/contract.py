@@ -567,9 +567,9 @@ class Backend(Protocol):
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return ``(x * factor).to(dtype)``, computed in one pass and rounded once."""
 
-    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        """Return the softmax or log-softmax along `dim` >= 0, with the strides of ``torch.empty_like(x)``."""
+    def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
+        """Return the softmax or log-softmax of contiguous `x` along the last dimension."""
 
-    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-        """Return the gradient, of `dtype`, with respect to the input whose (log-)softmax is `y`, with the strides of
-        ``torch.empty_like(y)``."""
+    def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
+        """Return the gradient, of `dtype`, with respect to the input whose (log-)softmax is `y`. `grad` and `y` are
+        contiguous and have one dtype."""

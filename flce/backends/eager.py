@@ -209,15 +209,15 @@ class TorchBackend:
         self._scale_into(out, x, factor)
         return out
 
-    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
         function = torch.log_softmax if log else torch.softmax
         # If `dtype` has fewer bits or a smaller range, PyTorch rounds the input instead of the result.
-        return _dense_like(x, function(x, dim, dtype=torch.promote_types(dtype, x.dtype)), dtype)
+        return function(x, -1, dtype=torch.promote_types(dtype, x.dtype)).to(dtype)
 
-    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
         function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
         wide = torch.promote_types(dtype, y.dtype)
-        return _dense_like(y, function(grad.to(wide), y.to(wide), dim, wide), dtype)
+        return function(grad.to(wide), y.to(wide), -1, wide).to(dtype)
 
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
         if x.device.type != "cpu" or not math.isfinite(factor.item()):
@@ -237,14 +237,6 @@ def divergence_bytes(tile: Tensor, device_type: str) -> int:
     """Return an upper bound of the temporary memory of an operation on a tile of student and teacher, (rows, cols)."""
     itemsize, (rows, cols) = accumulation_dtype(tile.dtype).itemsize, tile.shape
     return 9 * slab_rows(device_type, rows, cols, itemsize) * cols * itemsize
-
-
-def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `y` in `dtype` with the strides of `torch.empty_like(x)`."""
-    out = torch.empty_like(x, dtype=dtype, device="meta")
-    if y.dtype == dtype and y.stride() == out.stride():
-        return y
-    return torch.empty_like(x, dtype=dtype).copy_(y)
 
 
 def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:

@@ -22,13 +22,11 @@ from flce.torch_ops.vmap import register_vmap_loop
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
     """Compute ``exp(x) / exp(x).sum()`` along `dim`, as `torch.nn.functional.softmax`.
 
-    Computed in float32 (float64 if input or result are float64) and rounded once. `dim` may be any dimension. The input
-    is read without a copy if the dimensions before `dim`, and the dimensions after `dim`, can each be addressed with
-    one stride. This holds for dense tensors with any order of dimensions, for slices of them, and for expanded tensors;
-    any other input is copied. If all elements of a row are -inf, or a row has a NaN or +inf, the row of the result is
-    NaN. Differentiable twice; the result is saved for backward. Two runs return the same bits, for any number of rows.
-    If the rows begin at different addresses modulo 16 bytes (an odd number of columns, for example), the order of a sum
-    may depend on this address.
+    Computed in float32 (float64 if input or result are float64) and rounded once. `dim` may be any dimension. If it is
+    not the last one, or the input is not contiguous, input and result are copied. If all elements of a row are -inf, or
+    a row has a NaN or +inf, the row of the result is NaN. Differentiable twice; the result is saved for backward. Two
+    runs return the same bits, for any number of rows. If the rows begin at different addresses modulo 16 bytes (an odd
+    number of columns, for example), the order of a sum may depend on this address.
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64. May be empty, or have no dimensions.
@@ -56,21 +54,7 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
     """Compute ``x - log(exp(x).sum())`` along `dim`, as `torch.nn.functional.log_softmax`.
 
     Computed as ``(x - max(x)) - log(sum(exp(x - max(x))))``: an offset that all elements of a row share costs no
-    digits. Dtypes, copies, derivatives and bits are as for `softmax`.
-
-    Args:
-        input: tensor of any shape; float16, bfloat16, float32 or float64.
-        dim: the dimension of the sum.
-        dtype: dtype of the result, as for `softmax`.
-
-    Returns:
-        A dense tensor with the shape of `input` and the same order of dimensions in memory.
-
-    Raises:
-        TypeError: `input` is not a tensor or has another dtype, `dim` is not an int, or `dtype` is not one of the four
-            dtypes.
-        IndexError: `dim` is out of range.
-        RuntimeError: `input` has a forward-mode tangent.
+    digits. Arguments, copies, derivatives, bits and errors are as for `softmax`.
     """
     return _softmax("log_softmax", input, dim, dtype, log=True)
 
@@ -97,12 +81,24 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     return y if input.dim() else y[0]
 
 
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """Return `x`, or a copy, in which the elements along `dim` are contiguous rows."""
+    return x.movedim(dim, -1).contiguous()
+
+
+def _like(x: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """Return `rows` with the shape and the strides of ``torch.empty_like(x)``."""
+    y = rows.movedim(-1, dim)
+    return y if x.is_contiguous() and y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
+
+
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    return get_backend(x.device).softmax(x, dim, dtype, log)
+    return _like(x, get_backend(x.device).softmax(_rows(x, dim), dtype, log), dim)
 
 
 def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
-    return get_backend(y.device).softmax_backward(grad, y, dim, dtype, log)
+    backend = get_backend(y.device)
+    return _like(y, backend.softmax_backward(_rows(grad.to(y.dtype), dim), _rows(y, dim), dtype, log), dim)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

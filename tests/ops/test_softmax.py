@@ -1,4 +1,4 @@
-"""`flce.softmax` and `flce.log_softmax` against PyTorch in float64, in both backends and with both kinds of kernel."""
+"""`flce.softmax` and `flce.log_softmax` against PyTorch in float64, in both backends, resident and online."""
 
 from __future__ import annotations
 
@@ -69,27 +69,25 @@ def both(
 # The kernels, with block sizes that small tensors do not have by default
 
 LAUNCHES: dict[str, dict[str, Any]] = {
-    "one row": {"resident": True, "warps": 1},
-    "four rows": {"resident": True, "warps": 2, "rows": 4},
-    "narrow": {"resident": True, "warps": 1, "rows": 2, "narrow": True},
-    "online": {"resident": False, "warps": 1, "parts": 2, "vector": 2},
-    "online, one part": {"resident": False, "warps": 1},
-    "online, four rows": {"resident": False, "warps": 1, "rows": 4, "parts": 2},
+    "one row": {"warps": 1},
+    "four rows": {"warps": 2, "rows": 4},
+    "narrow": {"warps": 1, "rows": 2, "narrow": True},
+    "online": {"warps": 1, "parts": 2, "vector": 2},
+    "online, one part": {"warps": 1, "parts": 1},
 }
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
-    from flce.backends.triton import softmax_launch
+    from flce.backends.triton import softmax
 
-    launch = softmax_launch.RowLaunch(**sizes)
-    monkeypatch.setattr(softmax_launch, "row_launch", lambda *args: launch)
+    launch = softmax.RowLaunch(**sizes)
+    monkeypatch.setattr(softmax, "row_launch", lambda *args: launch)
 
 
 # Vectors between edges of single elements, for every alignment of the beginning of a row
-EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, four rows"}
 EDGES_GRID = allpairs(
     {
-        "launch": list(EDGED),
+        "launch": list(LAUNCHES),
         "columns": [1, 2, 3, 8, 15, 17, 129, *range(264, 272)],
         "dtypes": [(bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
         "name": list(FUNCTIONS),
@@ -103,16 +101,16 @@ def test_edges(
     case: dict[str, Any], triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows are written, and no element before the first or after the last row."""
-    from flce.backends.triton import softmax_launch
+    from flce.backends.triton import softmax
 
     (dtype, out), columns, name, rows = case["dtypes"], case["columns"], case["name"], 11
     out = out or dtype
-    sizes = dict(EDGED[case["launch"]])
+    sizes = dict(LAUNCHES[case["launch"]])
     sizes["narrow"] = sizes.get("narrow", False) and dtype.itemsize == out.itemsize == 2
-    launch = softmax_launch.RowLaunch(**sizes)
-    monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
+    launch = softmax.RowLaunch(**sizes)
+    monkeypatch.setattr(softmax, "EDGES_FROM", 0)
     # PyTorch aligns allocations to 64 bytes.
-    monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64 if case["lines"] else 16)
+    monkeypatch.setattr(softmax, "LINE_BYTES", 64 if case["lines"] else 16)
     buffers: list[Tensor] = []
 
     def surrounded(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,8 +120,8 @@ def test_edges(
     monkeypatch.setattr(torch, "empty_like", surrounded)
     x = torch.randn(rows, columns, dtype=f64).mul(3).to(device, dtype)
     g = torch.randn(rows, columns, dtype=f64).to(device, out)
-    y = softmax_launch.forward(x, 1, out, name == "log_softmax", launch)
-    dx = softmax_launch.backward(g, y, 1, dtype, name == "log_softmax", launch)
+    y = softmax.forward(x, out, name == "log_softmax", launch)
+    dx = softmax.backward(g, y, dtype, name == "log_softmax", launch)
     monkeypatch.undo()
     for buffer in buffers:
         assert bool((buffer[:64] == 7).all() and (buffer[-64:] == 7).all())
@@ -159,31 +157,15 @@ def test_slices_that_begin_anywhere(
 def test_launches_on_what_is_not_finite(
     launch: str, name: str, triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flce.backends.triton import softmax_launch
+    from flce.backends.triton import softmax
 
     launched(monkeypatch, **LAUNCHES[launch])
     x = extreme_rows(70).to(device, bf16 if LAUNCHES[launch].get("narrow") else f32)
     held_to_pytorch(name, x)
     held_to_pytorch(name, x.t(), 0)
     held_to_pytorch(name, x.t().contiguous(), 0)
-    monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
+    monkeypatch.setattr(softmax, "EDGES_FROM", 0)
     held_to_pytorch(name, extreme_rows(133).to(x))
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_what_is_copied(layout: str, triton_backend: str) -> None:
-    """Up to three dimensions are never copied; more dimensions are copied if they have more than three strides."""
-    from flce.backends.triton import softmax_launch
-
-    def copied(dim: int, *shape: int) -> bool:
-        x = LAYOUTS[layout](torch.randn(shape))
-        (_, kept), _ = softmax_launch._lay_out(dim, torch.empty_like(x), x)
-        return kept is not x
-
-    assert not any(copied(dim, 6, 10) for dim in range(2))
-    assert not any(copied(dim, 4, 6, 10) for dim in range(3))
-    if layout in ("contiguous", "reversed", "padded all around"):
-        assert all(copied(dim, 3, 4, 6, 10) == (layout == "padded all around") for dim in range(4))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -370,26 +352,26 @@ def test_sizes_on_cuda(case: dict[str, Any], triton_backend: str) -> None:
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("shape, dim", [((2**31 // 4096 + 3, 4096), 1), ((2, 2**30 + 5), 1), ((2**20 + 1, 2051), 0)])
-def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name: str, triton_backend: str) -> None:
+@pytest.mark.parametrize("shape", [(2**31 // 4096 + 3, 4096), (2, 2**30 + 5)])
+def test_more_elements_than_32_bits_count(shape: tuple[int, int], name: str, triton_backend: str) -> None:
     """Rows or columns after element 2^31. At most three tensors of 4 GiB at a time: tests run in parallel."""
     log = name == "log_softmax"
 
     def last(t: Tensor) -> tuple[Tensor, ...]:
-        return (t[-1] if dim == 1 else t[:, -1]).split(1 << 24)  # compared in pieces
+        return t[-1].split(1 << 24)  # compared in pieces
 
     def check(actual: Tensor, expected: Tensor, what: str) -> None:
         size, error = float(expected.abs().max()), float((actual - expected).abs().max())
         assert error <= 1e-2 * size, f"{what}: off by {error:.3e} of {size:.3e}"
 
     x = torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda").to(bf16)
-    y = torch.ops.flce.softmax(x, dim, bf16, log)
+    y = torch.ops.flce.softmax(x, 1, bf16, log)
     lse = torch.stack([piece.double().logsumexp(0) for piece in last(x)]).logsumexp(0)
     for piece, of_y in zip(last(x), last(y), strict=True):
         expected = piece.double() - lse
         check(of_y.double(), expected if log else expected.exp(), "result")
     del x
-    dx = torch.ops.flce.softmax_backward(y, y, dim, bf16, log)  # the result is its upstream gradient
+    dx = torch.ops.flce.softmax_backward(y, y, 1, bf16, log)  # the result is its upstream gradient
     total = sum(float((piece.double() if log else piece.double().square()).sum()) for piece in last(y))
     for piece, of_dx in zip(last(y), last(dx), strict=True):
         z = piece.double()

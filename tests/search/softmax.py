@@ -28,8 +28,8 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
     sizes = [compiled.randint(1, 4) for _ in range(compiled.randint(1, 4))]
     dim = compiled.randrange(len(sizes))
     sizes[dim] = arguments.smaller(rng, compiled, arguments.size(compiled, 300 if device == "cpu" else 40_000), 1 / 8)
-    rows = compiled.choice([1, 1, 2, 8])
-    blocks = (compiled.random() < 0.5, rows, compiled.choice([1, 2]), compiled.choice([1, 2]) if rows == 1 else 1)
+    # Resident with some rows in a program, or online with some parts and elements of a vector.
+    blocks = (compiled.choice([1, 2, 8]), 0, 1) if compiled.random() < 0.5 else (1, *compiled.choices([1, 2], k=2))
     # PyTorch's backend calls PyTorch's functions, whose intermediate results on a CPU are in half precision.
     dtypes = list(DTYPES)[: 2 if backend == "torch" and device == "cpu" else 4]
     dtype, result = compiled.choice(dtypes), compiled.choice([None, None, *dtypes])
@@ -57,8 +57,8 @@ def check(call: Call, device: str, errors: Errors) -> None:
     upstream = LAYOUTS[call["upstream"]](normal[1].to(device))
     with arguments.backend(call["backend"]), pytest.MonkeyPatch.context() as patch:
         if call["launch"]:
-            resident, rows, parts, vector = call["launch"]
-            launched(patch, resident=resident, warps=1, rows=rows, parts=parts, vector=vector)
+            rows, parts, vector = call["launch"]
+            launched(patch, warps=1, rows=rows, parts=parts, vector=vector)
         dim = min(call["dim"], x.dim() - 1) % x.dim()
         both(call["function"], x, upstream, dim, DTYPES.get(call["result"]))
 

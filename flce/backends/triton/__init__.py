@@ -26,7 +26,7 @@ from flce.backends.triton import (
     reduction,
     scale,
     sharded_rows,
-    softmax_launch,
+    softmax,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel, gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
@@ -229,13 +229,13 @@ class TritonBackend:
         run(scale.scale, x, out, None, factor)
         return out
 
-    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
         with _device_guard(x):
-            return softmax_launch.forward(x, dim, dtype, log)
+            return softmax.forward(x, dtype, log)
 
-    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
         with _device_guard(y):
-            return softmax_launch.backward(grad.to(y.dtype), y, dim, dtype, log)
+            return softmax.backward(grad, y, dtype, log)
 
 
 def _cross_entropy(

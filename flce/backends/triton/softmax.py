@@ -1,9 +1,10 @@
-"""The softmax kernels: softmax or log-softmax of rows with any strides, and their gradients.
+"""Softmax and log-softmax of rows in memory, and their gradients: the kernel and its launch.
 
-There are two kernels for each direction. `softmax_launch` chooses by the size of a row:
+`TritonBackend.softmax` and `softmax_backward` call `forward` and `backward`. All tensors are contiguous. The size of a
+row decides how the kernel processes the row:
 
-* *resident*: a program has one row or a few rows in registers; it reads them once and writes their results once;
-* *online*: a program reads its rows block by block, twice, the second time backwards, because the caches then have the
+* *resident*: a program has one row or a few rows in registers. It reads the rows once and writes their results once;
+* *online*: a program reads its row block by block, twice, the second time backwards, because the caches then have the
   blocks that were read last. The first pass is the online softmax of the fused operator (`math.softmax_update`), or a
   sum.
 
@@ -12,85 +13,240 @@ With p = softmax(x) over a row and an upstream gradient g:
     y = p               dx_k = y_k (g_k - sum_j g_j y_j)
     y = log p           dx_k = g_k - exp(y_k) sum_j g_j
 
-The result of a row is NaN if all its elements are -inf, or if it has +inf or NaN, as in PyTorch. The kernels have no
+The result of a row is NaN if all its elements are -inf, or if it has +inf or NaN, as in PyTorch. The kernel has no
 check: NaN results from (-inf) - (-inf), because the row's maximum is not replaced by 0.
 
-A tensor has (outer, columns, inner) elements with three strides. The softmax is along the columns. Rows are numbered
-along `inner` first, and the rows of one program are neighbours along `inner`: if columns are not adjacent in memory,
-vectors are loaded along `inner`. If columns are adjacent, the strides between rows and the number of columns are in
-units of ALIGN elements, so that the compiler knows their divisors, and whole vectors lie within a row.
-
-Rows that begin at any address (with an odd number of columns) have *edges*: up to EDGES - 1 elements before the first
-boundary of a vector and behind the last one. The kernels process the whole vectors between the edges like an aligned
-row, and the edges as a second small tile of single elements. All tensors of a call have the same edges.
+The number of columns is in units of ALIGN elements, so that the compiler knows its divisors, and whole vectors lie
+within a row. Rows that begin at any address (with an odd number of columns) have *edges*: up to EDGES - 1 elements
+before the first boundary of a vector and behind the last one. The kernel processes the whole vectors between the edges
+like an aligned row, and the edges as a second small tile of single elements.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flce.backends.triton.launch import (
+    LINE_BYTES,
+    MAX_REGISTERS,
+    MIN_FILLED_SHARE,
+    VECTOR_BYTES,
+    WARP,
+    fewest_warps,
+    filled_share,
+    overlap_options,
+    spills_more,
+    thread_options,
+)
 from flce.backends.triton.math import (
     LOG2_E,
-    broadcast_lanes,
     lane_sum,
     load_columns,
     row_head,
     softmax_merge,
     softmax_update,
 )
+from flce.core.devices import device_record
+
+MAX_WARPS = 32
+
+# The launch table. Figures were measured on an H200 with 4096 rows. Percentages are of the speed of a copy that moves
+# the same number of bytes. (Percentages above 120 are for tensors of 512 MiB, for which the copy had two thirds of the
+# speed of a kernel.)
+#
+# The share of a program's registers for a resident row as it is loaded (in backward with its gradient). The other
+# registers are for the computation. Longer rows use the online kernel.
+RESIDENT_SHARE = 0.5
+# Values of a resident row in a thread, in backward of both tensors: with this number the few threads of such rows have
+# enough loads in flight.
+VALUES_PER_THREAD = 32
+# Rows shorter than SHORT_TILE columns share a program with SHORT_WARPS, because with programs of one warp a
+# multiprocessor runs half of its possible warps. The rows of a program together have SHORT_TILE columns. Unaligned rows
+# differ (see EDGES_FROM). In backward a program has half of these rows if they are very short and of float32. In
+# forward, rows of up to 2 * VERY_SHORT columns have twice the warps, and a program has 8 rows of 128 or 256 columns, or
+# the rows that are two vectors for a thread.
+#   backward, columns          512              256              256 float32       128 float32
+#   chosen                     2 warps 118%     4 warps 115%     16 values 86%     4 rows 113%
+#   alternative                1 warp 91%       1 warp 99%       32 values 78%     8 rows 98%
+#   log-softmax, columns       128    129    200    128 float32    200 float32    256 float32
+#   chosen                     72%    59%    67%    77%            70%            76 to 80% (8 rows 75 to 77)
+#   with half of the warps     57%    55%    51%    74%            67%            74%
+SHORT_TILE = 1024
+SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
+VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
+# Rows of 16-bit values with more than half of this number of columns have half the warps and twice the values, which
+# fit because they stay 16 bits wide. Then more rows are in flight.
+#   columns            16384    16384 backward    5003 backward    8192 backward
+#   half the warps     96%      102%              99%              103%
+#   all of them        91%      96%               81%              104%
+NARROW_COLUMNS = 8192
+# In forward, rows of 16-bit values use the online kernel if they are longer than RESIDENT_COLUMNS, or if they are
+# longer than NARROW_COLUMNS and fill less than MIN_FILLED_SHARE of a resident row. (In backward 32768 columns reach
+# 101% with either kernel.)
+#   columns      10007    12001    32768    65536
+#   online       82%      88%      90%      142%
+#   resident     71%      82%      76%      122%
+RESIDENT_COLUMNS = 16384
+# Up to this number of columns edges are not separate from the vectors (`softmax`), except for 16-bit values just above
+# a power of two. In backward the difference is 3% in either direction. The edges of online rows end at the first cache
+# line, so that the vectors of two rows never write to the same line. A resident row is slower with such long edges.
+# Microseconds of log-softmax:
+#   columns             67              129     201                          257     385
+#   rows in warps       4 in 1                  2 in 1 (4 in 2)                      2 in 4
+#   not separate        2.05            3.05    3.15 (3.30)                  3.87    4.30
+#   separate, at best   2.36            2.70    3.29                         3.41    5.00
+#   eager PyTorch       2.64                    3.10                                 4.69
+#   float32: 201 columns 3.58 (4.21), 3.79 and 3.63; 385 columns 4.79, 5.42 and 5.07
+#   edges up to the first cache line, and up to 16 bytes: 50257 online 82%, 80%; 10007 resident, backward, 80%, 90%
+EDGES_FROM = 512
+# For `fewest_warps` of the online kernels. Columns of 16-bit values, unless another dtype is named:
+#   forward, 65536        16 warps 142%    32 warps 126%, which is best for twice the bytes
+#   forward, 32768        8 warps 87%      16 warps 90%
+#   backward, 50257       32 warps 95%     16 warps 76%
+#   backward, 32768 float32    32 warps 154%    16 warps 108%
+ONLINE_WARPS = (16, 32)
+ONLINE_BACKWARD_WARPS = (32,)
+# In forward the number of warps is halved, down to this number, while rows fill less than MIN_FILLED_SHARE of their
+# blocks: 20001 columns of 16-bit values reach 82% if they fill 81% of three blocks, 64% if they fill 61% of two.
+FEWEST_ONLINE_WARPS = 4
+# Vectors of a thread and tensor in one block. In backward 4 reach 158% and 2 reach 142% for 65536 columns of 16-bit
+# values; for other sizes 2 are 2% slower to 1% faster.
+ONLINE_PARTS = 4
 
 
-@triton.jit
-def _row_indices(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
-    """Return the indices along `outer` and `inner` of the rows `local` < ROWS of this program, and the mask of rows
-    that exist.
-
-    FLAT: the rows are consecutive among all rows. Otherwise they have one index along `outer`, and the last program of
-    this index may have fewer rows.
-    """
-    # 64 bits: row numbers and offsets may exceed 2^31. Divisions of 64 bits are slow, so not for each row.
-    program = tl.program_id(0)
-    if FLAT:
-        row = program.to(num_rows.dtype) * ROWS + local
-        # Row numbers behind the last row may overflow 32 bits and be negative.
-        present = (row >= 0) & (row < num_rows)
-        return (row // inner).to(tl.int64), (row % inner).to(tl.int64), present
-    else:
-        blocks = tl.cdiv(inner, ROWS)
-        row = (program % blocks).to(tl.int64) * ROWS + local
-        return (program // blocks).to(tl.int64), row, row < inner
-
-
-@triton.jit
-def _row_start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
-    """Return pointers to the rows, with EDGES to their first whole vectors. Strides are in units of ALIGN elements."""
-    start = (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_kernel(
+    x_ptr,  # (num_rows, cols); in backward the result y
+    grad_ptr,  # likewise, in backward the upstream gradient
+    out_ptr,  # likewise
+    num_rows,
+    cols,  # in units of ALIGN
+    ACCUM: tl.constexpr,
+    LOG: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    EDGES: tl.constexpr,  # elements of a vector if rows have edges; otherwise 0
+    SLOTS: tl.constexpr,  # size of the tile for the edges of a row
+    LONG: tl.constexpr,  # 2^30 columns or more
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
+    ROWS: tl.constexpr,  # of a program
+    COLS: tl.constexpr,  # resident: at least cols, or the columns in whole vectors; 0: online
+    NARROW: tl.constexpr,  # resident: the row stays in the dtype of x
+    PARTS: tl.constexpr,  # online: a block has PARTS x LANES x VECTOR columns, each thread is a lane
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A tile of several rows has two dimensions. A resident tile of one row has one dimension, and its statistics are
+    # scalars: then two tiles of different length each keep the layout in which they were loaded.
+    FLAT: tl.constexpr = COLS > 0 and ROWS == 1
+    AXIS: tl.constexpr = 0 if FLAT else 1
+    row = tl.program_id(0).to(tl.int64)  # 64 bits: offsets may exceed 2^31
+    if ROWS > 1:
+        row = row * ROWS + tl.arange(0, ROWS)[:, None]
+        present = row < num_rows
+    start = row * cols * ALIGN
+    if LONG:
+        cols = cols.to(tl.int64)
+    vector_cols = cols * ALIGN
     if EDGES:
-        # Add the head as a product: then the compiler knows that the pointer is aligned like the tensor.
+        head = row_head(start, EDGES)
+        # Add the head as a product: then the compiler knows that pointers to vectors are aligned like the tensors.
         start = (start + (EDGES - 1)) // EDGES * EDGES
-    return ptr + start
+        rest = cols - head
+        # A product: then the compiler knows that no vector is masked in part.
+        vector_cols = tl.maximum(rest, 0) // EDGES * EDGES
+        slots = tl.arange(0, SLOTS) if FLAT else tl.arange(0, SLOTS)[None, :]
+        edges = slots - head + tl.where(slots < head, 0, vector_cols)
+        edge_mask = edges < rest
+        if ROWS > 1:
+            edge_mask = edge_mask & present
+    x_ptr += start
+    grad_ptr += start
+    out_ptr += start
+    if EDGES:
+        edge_x, edge_grad = _load(x_ptr, grad_ptr, edges, edge_mask, "", BACKWARD)
+        edge_x, edge_grad = edge_x.to(ACCUM), edge_grad.to(ACCUM)
 
-
-@triton.jit
-def _split_edges(outer_index, inner_index, outer_stride, inner_stride, cols, slots, EDGES: tl.constexpr):
-    """Return the number of elements in whole vectors of the rows, the offsets of the edges from the first vector, and
-    the mask of edges that exist."""
-    head = row_head(outer_index * outer_stride + inner_index * inner_stride, EDGES)
-    rest = cols - head
-    # A product: then the compiler knows that no vector is masked in part.
-    vector_cols = tl.maximum(rest, 0) // EDGES * EDGES
-    edges = slots - head + tl.where(slots < head, 0, vector_cols)
-    return vector_cols, edges, edges < rest
-
-
-@triton.jit
-def _column_offsets(columns, stride, UNIT_STRIDE: tl.constexpr):
-    if UNIT_STRIDE:
-        return columns
+    if COLS > 0:
+        columns = tl.arange(0, COLS) if FLAT else tl.arange(0, COLS)[None, :]
+        mask = columns < vector_cols
+        if ROWS > 1:
+            mask = mask & present
+        x, grad = _load(x_ptr, grad_ptr, columns, mask, "", BACKWARD)
+        largest, wide_x = 0.0, x.to(ACCUM)
+        if not BACKWARD:
+            largest = tl.max(wide_x, AXIS, keep_dims=not FLAT)
+            if EDGES:
+                largest = tl.maximum(largest, tl.max(edge_x, AXIS, keep_dims=not FLAT))
+            if NARROW:
+                wide_x = _reload_after(x, largest).to(ACCUM)
+        total = tl.sum(_term(wide_x, grad.to(ACCUM), largest, LOG, BACKWARD), AXIS, keep_dims=not FLAT)
+        if EDGES:
+            total += tl.sum(_term(edge_x, edge_grad, largest, LOG, BACKWARD), AXIS, keep_dims=not FLAT)
+        if NARROW:
+            x, grad = _reload_after(x, total), _reload_after(grad, total)
+        normalizer = _normalizer(total, LOG, BACKWARD)
+        out = _result(x.to(ACCUM), grad.to(ACCUM), largest, normalizer, LOG, BACKWARD)
+        tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+        if EDGES:
+            out = _result(edge_x, edge_grad, largest, normalizer, LOG, BACKWARD)
+            tl.store(out_ptr + edges, out.to(out_ptr.dtype.element_ty), mask=edge_mask)
     else:
-        return columns.to(tl.int64) * stride
+        # Keep the row in the cache for the second pass: this saves 1 to 3% for rows of 32,000 elements or more, and
+        # nothing in backward. Evict written lines first, before lines that the second pass still has to read.
+        FIRST: tl.constexpr = "" if BACKWARD else "evict_last"
+        BLOCK: tl.constexpr = PARTS * LANES * VECTOR
+        offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
+        largest = tl.full((LANES,), float("-inf"), ACCUM)
+        total = tl.full((LANES,), 0.0, ACCUM)
+        if EDGES:
+            # Each lane has at most one element of the edges.
+            largest, total = _update(largest, total, edge_x, edge_grad, LOG, BACKWARD, LANES, 1)
+        # All blocks but the last are full.
+        last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
+        last_columns = last + offsets
+        mask = last_columns < vector_cols
+        for first in range(0, last, BLOCK):
+            x, grad = _load(x_ptr, grad_ptr, first + offsets, None, FIRST, BACKWARD)
+            largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, FIRST, BACKWARD)
+        largest, total = _update(largest, total, x.to(ACCUM), grad.to(ACCUM), LOG, BACKWARD, LANES, VECTOR)
+        if BACKWARD:
+            row_largest, row_total = 0.0, tl.sum(total, axis=0)
+        else:
+            row_largest, row_total = tl.reduce((largest, total), 0, softmax_merge)
+        normalizer = _normalizer(row_total, LOG, BACKWARD)
+        for done in range(0, last, BLOCK):
+            columns = last - BLOCK - done + offsets
+            x, grad = _load(x_ptr, grad_ptr, columns, None, "evict_first", BACKWARD)
+            out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
+            tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
+        x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first", BACKWARD)
+        out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
+        tl.store(out_ptr + last_columns, out.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        if EDGES:
+            out = _result(edge_x, edge_grad, row_largest, normalizer, LOG, BACKWARD)
+            tl.store(out_ptr + edges, out.to(out_ptr.dtype.element_ty), mask=edge_mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr, BACKWARD: tl.constexpr):
+    if BACKWARD:
+        return load_columns(x_ptr + columns, mask, EVICTION), load_columns(grad_ptr + columns, mask, EVICTION)
+    else:
+        x = load_columns(x_ptr + columns, mask, EVICTION, float("-inf"))
+        return x, x
 
 
 @triton.jit
@@ -104,386 +260,175 @@ def _reload_after(x, after):
     return (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
 
 
-# A tile of several rows has two dimensions. A tile of one row has one dimension, and its statistics are scalars: then
-# two tiles of different length each keep the layout in which they were loaded.
 @triton.jit
-def _row_range(ROWS: tl.constexpr):
-    if ROWS == 1:
-        return 0
-    else:
-        return tl.arange(0, ROWS)[:, None]
-
-
-@triton.jit
-def _column_range(COLS: tl.constexpr, ROWS: tl.constexpr):
-    if ROWS == 1:
-        return tl.arange(0, COLS)
-    else:
-        return tl.arange(0, COLS)[None, :]
-
-
-@triton.jit
-def _row_max(x, ROWS: tl.constexpr):
-    if ROWS == 1:
-        return tl.max(x, axis=0)
-    else:
-        return tl.max(x, axis=1, keep_dims=True)
-
-
-@triton.jit
-def _row_sum(x, ROWS: tl.constexpr):
-    if ROWS == 1:
-        return tl.sum(x, axis=0)
-    else:
-        return tl.sum(x, axis=1, keep_dims=True)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def softmax_resident_kernel(
-    x_ptr,  # each (outer, cols, inner)
-    y_ptr,
-    x_outer, x_column, x_inner,
-    y_outer, y_column, y_inner,
-    num_rows,  # outer * inner
-    inner,
-    cols,  # in units of ALIGN
-    ACCUM: tl.constexpr,
-    LOG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,  # all column strides are 1
-    ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,  # elements of a vector if rows have edges; otherwise 0
-    SLOTS: tl.constexpr,  # size of the tile for the edges of a row
-    FLAT: tl.constexpr,
-    NARROW: tl.constexpr,  # the row stays in the dtype of x
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,  # at least cols, or the columns in whole vectors
-):  # fmt: skip
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    outer_index, inner_index, present = _row_indices(_row_range(ROWS), num_rows, inner, FLAT, ROWS)
-    x_ptr = _row_start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
-    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    vector_cols = cols * ALIGN
-    if EDGES:
-        slots = _column_range(SLOTS, ROWS)
-        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
-        edge_mask = edge_mask & present
-        edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
-    columns = _column_range(COLS, ROWS)
-    mask = columns < vector_cols
-    if ROWS > 1:
-        mask = mask & present
-    x = tl.load(x_ptr + _column_offsets(columns, x_column, UNIT_STRIDE), mask=mask, other=float("-inf"))
-    z = x.to(ACCUM)
-    largest = _row_max(z, ROWS)
-    if EDGES:
-        largest = tl.maximum(largest, _row_max(edge_z, ROWS))
-    if NARROW:
-        z = _reload_after(x, largest).to(ACCUM)
-    exps = tl.exp2((z - largest) * LOG2_E)
-    total = _row_sum(exps, ROWS)
-    if EDGES:
-        total += _row_sum(tl.exp2((edge_z - largest) * LOG2_E), ROWS)
-    if NARROW:
-        z = _reload_after(x, total).to(ACCUM)
-        if not LOG:
-            exps = tl.exp2((z - largest) * LOG2_E)
-    if LOG:
-        normalizer = tl.log(total)
-        # Differences first: exact if all elements of the row share a large offset.
-        y = (z - largest) - normalizer
-    else:
-        normalizer = 1.0 / total
-        y = exps * normalizer
-    tl.store(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), mask=mask)
-    if EDGES:
-        edge_y = _normalized(edge_z, largest, normalizer, LOG)
-        tl.store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), mask=edge_mask)
-
-
-@triton.jit
-def _normalized(z, largest, normalizer, LOG: tl.constexpr):
-    if LOG:
-        return (z - largest) - normalizer
-    else:
-        return tl.exp2((z - largest) * LOG2_E) * normalizer
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def softmax_resident_backward_kernel(
-    y_ptr,  # each (outer, cols, inner)
-    grad_ptr,
-    dx_ptr,
-    y_outer, y_column, y_inner,
-    grad_outer, grad_column, grad_inner,
-    dx_outer, dx_column, dx_inner,
-    num_rows,  # outer * inner
-    inner,
-    cols,  # in units of ALIGN
-    ACCUM: tl.constexpr,
-    LOG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    FLAT: tl.constexpr,
-    NARROW: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    outer_index, inner_index, present = _row_indices(_row_range(ROWS), num_rows, inner, FLAT, ROWS)
-    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    grad_ptr = _row_start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
-    dx_ptr = _row_start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
-    vector_cols = cols * ALIGN
-    if EDGES:
-        slots = _column_range(SLOTS, ROWS)
-        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
-        edge_mask = edge_mask & present
-        edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
-        edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
-    columns = _column_range(COLS, ROWS)
-    mask = columns < vector_cols
-    if ROWS > 1:
-        mask = mask & present
-    y = tl.load(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), mask=mask, other=0.0)
-    grad = tl.load(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), mask=mask, other=0.0)
-    wide_y, wide_grad = y.to(ACCUM), grad.to(ACCUM)
-    total = _row_sum(_term(wide_y, wide_grad, LOG), ROWS)
-    if EDGES:
-        total += _row_sum(_term(edge_y, edge_grad, LOG), ROWS)
-    if NARROW:
-        wide_y, wide_grad = _reload_after(y, total).to(ACCUM), _reload_after(grad, total).to(ACCUM)
-    dx = _gradient(wide_y, wide_grad, total, LOG)
-    tl.store(dx_ptr + _column_offsets(columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if EDGES:
-        edge_dx = _gradient(edge_y, edge_grad, total, LOG)
-        tl.store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), mask=edge_mask)
-
-
-@triton.jit
-def _term(y, grad, LOG: tl.constexpr):
-    """Return the terms of the sum over a row that the gradient needs."""
-    if LOG:
+def _term(x, grad, largest, LOG: tl.constexpr, BACKWARD: tl.constexpr):
+    """Return the terms of the sum over a row that the results need."""
+    if not BACKWARD:
+        return tl.exp2((x - largest) * LOG2_E)
+    elif LOG:
         return grad
     else:
-        return grad * y
+        return grad * x
 
 
 @triton.jit
-def _gradient(y, grad, total, LOG: tl.constexpr):
-    if LOG:
-        return grad - tl.exp2(y * LOG2_E) * total
+def _update(
+    largest, total, x, grad, LOG: tl.constexpr, BACKWARD: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Merge a block into the maximum and the sum of each lane."""
+    if BACKWARD:
+        return largest, total + lane_sum(_term(x, grad, largest, LOG, BACKWARD), LANES, VECTOR)
     else:
-        return y * (grad - total)
+        largest, total, _exps, _reference, _decay = softmax_update(largest, total, x, LANES, VECTOR)
+        return largest, total
 
 
 @triton.jit
-def _tile(ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Return the row of the program and the column of the block for each element of a (PARTS, LANES * VECTOR) tile.
-
-    A lane has VECTOR columns of one row. The next lane has the next columns or, with several rows, the same column of
-    the next row; then VECTOR is 1.
-    """
-    tl.static_assert(ROWS == 1 or VECTOR == 1)
-    width = tl.arange(0, LANES * VECTOR)[None, :]
-    columns = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR // ROWS) + width // ROWS
-    return width % ROWS, columns
+def _normalizer(total, LOG: tl.constexpr, BACKWARD: tl.constexpr):
+    if BACKWARD:
+        return total
+    elif LOG:
+        return tl.log(total)
+    else:
+        return 1.0 / total
 
 
 @triton.jit
-def _broadcast_to_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Broadcast a value for each row, (ROWS,), or the scalar of the only row to the elements of a tile."""
-    if ROWS == 1:
-        return value
+def _result(x, grad, largest, normalizer, LOG: tl.constexpr, BACKWARD: tl.constexpr):
+    if BACKWARD and LOG:
+        return grad - tl.exp2(x * LOG2_E) * normalizer
+    elif BACKWARD:
+        return x * (grad - normalizer)
+    elif LOG:
+        # Differences first: exact if all elements of the row share a large offset.
+        return (x - largest) - normalizer
     else:
-        lanes = tl.reshape(tl.broadcast_to(value[None, :], (LANES // ROWS, ROWS)), (LANES,))
-        return broadcast_lanes(lanes, LANES, VECTOR)
+        return tl.exp2((x - largest) * LOG2_E) * normalizer
 
 
-@triton.jit
-def _store(pointers, value, mask):
-    # Evict written lines first, before lines that the second pass still has to read.
-    if mask is None:
-        tl.store(pointers, value, eviction_policy="evict_first")
-    else:
-        tl.store(pointers, value, mask=mask, eviction_policy="evict_first")
+class RowLaunch(NamedTuple):
+    """The sizes of a program."""
+
+    warps: int
+    rows: int = 1  # resident: a power of two
+    narrow: bool = False  # resident: 16-bit values stay 16 bits wide between their uses
+    parts: int = 0  # online: parts of a block; 0: resident
+    vector: int = 1  # online: elements of a vector
+    registers: int | None = None  # maximum of a thread
 
 
-@triton.jit
-def _update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    largest, total, _exps, _reference, _decay = softmax_update(largest, total, z, LANES, VECTOR)
-    return largest, total
+def forward(x: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
+    """Return the result of `Backend.softmax`. A `launch` replaces the launch that `row_launch` chooses."""
+    return _launch(x, x, torch.empty_like(x, dtype=dtype), log, False, launch)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def softmax_online_kernel(
-    x_ptr,  # each (outer, cols, inner)
-    y_ptr,
-    x_outer, x_column, x_inner,
-    y_outer, y_column, y_inner,
-    num_rows,  # outer * inner
-    inner,
-    cols,  # in units of ALIGN
-    ACCUM: tl.constexpr,
-    LOG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,
-    FLAT: tl.constexpr,
-    LONG: tl.constexpr,  # 2^30 columns or more
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
-    local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
-    if ROWS == 1:
-        outer_index, inner_index, _present = _row_indices(0, num_rows, inner, FLAT, ROWS)
-        present = None
-    else:
-        outer_index, inner_index, present = _row_indices(local, num_rows, inner, FLAT, ROWS)
-    x_ptr = _row_start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
-    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    if LONG:
-        cols = cols.to(tl.int64)
-    largest = tl.full((LANES,), float("-inf"), ACCUM)
-    total = tl.full((LANES,), 0.0, ACCUM)
-    vector_cols = cols * ALIGN
-    if EDGES:
-        # Each lane has at most one element of the edges.
-        slots = tl.arange(0, LANES)[None, :]
-        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
-        edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
-        largest, total = _update(largest, total, edge_z, LANES, 1)
-    # All blocks but the last are full.
-    last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
-    last_columns = last + offsets
-    mask = last_columns < vector_cols
-    if ROWS > 1:
-        mask = mask & present
-
-    # Keep the row in the cache for the second pass: this saves 1 to 3% for rows of 32,000 elements or more, and nothing
-    # in backward.
-    for start in range(0, last, BLOCK):
-        x = load_columns(
-            x_ptr + _column_offsets(start + offsets, x_column, UNIT_STRIDE), present, "evict_last", float("-inf")
-        )
-        largest, total = _update(largest, total, x.to(ACCUM), LANES, VECTOR)
-    x = load_columns(x_ptr + _column_offsets(last_columns, x_column, UNIT_STRIDE), mask, "evict_last", float("-inf"))
-    largest, total = _update(largest, total, x.to(ACCUM), LANES, VECTOR)
-    if ROWS > 1:
-        largest = tl.reshape(largest, (LANES // ROWS, ROWS))
-        total = tl.reshape(total, (LANES // ROWS, ROWS))
-    row_largest, row_total = tl.reduce((largest, total), 0, softmax_merge)
-    shift = _broadcast_to_tile(row_largest, ROWS, LANES, VECTOR)
-    if LOG:
-        normalizer = _broadcast_to_tile(tl.log(row_total), ROWS, LANES, VECTOR)
-    else:
-        normalizer = _broadcast_to_tile(1.0 / row_total, ROWS, LANES, VECTOR)
-
-    for done in range(0, last, BLOCK):
-        columns = last - BLOCK - done + offsets
-        x = load_columns(x_ptr + _column_offsets(columns, x_column, UNIT_STRIDE), present, "evict_first", float("-inf"))
-        y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
-        _store(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), present)
-    x = load_columns(x_ptr + _column_offsets(last_columns, x_column, UNIT_STRIDE), mask, "evict_first", float("-inf"))
-    y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
-    _store(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), y.to(y_ptr.dtype.element_ty), mask)
-    if EDGES:
-        edge_y = _normalized(edge_z, shift, normalizer, LOG)
-        _store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), edge_mask)
+def backward(grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
+    """Return the result of `Backend.softmax_backward`. A `launch` replaces the launch that `row_launch` chooses."""
+    return _launch(y, grad, torch.empty_like(y, dtype=dtype), log, True, launch)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def softmax_online_backward_kernel(
-    y_ptr,  # each (outer, cols, inner)
-    grad_ptr,
-    dx_ptr,
-    y_outer, y_column, y_inner,
-    grad_outer, grad_column, grad_inner,
-    dx_outer, dx_column, dx_inner,
-    num_rows,  # outer * inner
-    inner,
-    cols,  # in units of ALIGN
-    ACCUM: tl.constexpr,
-    LOG: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,
-    FLAT: tl.constexpr,
-    LONG: tl.constexpr,  # 2^30 columns or more
-    OVERLAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
-    local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
-    if ROWS == 1:
-        outer_index, inner_index, _present = _row_indices(0, num_rows, inner, FLAT, ROWS)
-        present = None
-    else:
-        outer_index, inner_index, present = _row_indices(local, num_rows, inner, FLAT, ROWS)
-    y_ptr = _row_start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
-    grad_ptr = _row_start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
-    dx_ptr = _row_start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
-    if LONG:
-        cols = cols.to(tl.int64)
-    total = tl.full((LANES,), 0.0, ACCUM)
-    vector_cols = cols * ALIGN
-    if EDGES:
-        # Each lane has at most one element of the edges.
-        slots = tl.arange(0, LANES)[None, :]
-        vector_cols, edges, edge_mask = _split_edges(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
-        edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
-        edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
-        total += lane_sum(_term(edge_y, edge_grad, LOG), LANES, 1)
-    last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
-    last_columns = last + offsets
-    mask = last_columns < vector_cols
-    if ROWS > 1:
-        mask = mask & present
+@functools.lru_cache(maxsize=1024)
+def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device) -> RowLaunch:
+    """Return the launch for rows of this length. It does not depend on the number of rows, so a row's result does not
+    either."""
+    tensors = 2 if backward else 1
+    padded_cols = triton.next_power_of_2(cols)
+    smallest = min(read.itemsize, written.itemsize)
+    vector_cols = _vector_cols(cols, smallest)
+    edges = vector_cols < cols and _has_edges(cols, smallest)
+    # With separate edges, only the columns in vectors count. Backward, 129 columns as 128: 83% instead of 66%; forward,
+    # 257 as 256: 72% instead of 67%, but 515 of float32 as 512: 87% instead of 103%.
+    if edges and vector_cols <= (SHORT_TILE if backward else 2 * VERY_SHORT):
+        padded_cols = triton.next_power_of_2(vector_cols)
+    float64 = torch.float64 in (read, written)
+    size = 8 if float64 else read.itemsize  # bytes of an element in registers
+    tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
+    if vector_cols < cols and not edges:
+        tile, short_warps = max(SHORT_TILE // 2, 2 * padded_cols), 1 if padded_cols <= 2 * VERY_SHORT else 4
+    elif not backward and padded_cols <= 2 * VERY_SHORT:
+        tile, short_warps = min(8 * max(padded_cols, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
+    elif padded_cols <= VERY_SHORT and size > 2:
+        tile = SHORT_TILE // 2
+    rows = max(1, tile // padded_cols)
+    max_bytes = RESIDENT_SHARE * min(device_record(device).registers, MAX_WARPS * WARP * MAX_REGISTERS) * 4
+    is_underfilled = padded_cols > NARROW_COLUMNS and filled_share(cols, padded_cols) < MIN_FILLED_SHARE
+    online = size == 2 and not backward and (padded_cols > RESIDENT_COLUMNS or is_underfilled)
+    if rows * padded_cols * size * tensors <= max_bytes and not online:
+        values = rows * padded_cols * tensors * (2 if float64 else 1)  # 32 bits each, except with `narrow`
+        needed = triton.cdiv(values, 32 * VALUES_PER_THREAD)
+        if rows > 1:
+            needed = short_warps * (2 if float64 else 1)
+        # At most 2 * MAX_WARPS are needed, and more than MAX_WARPS only for 16-bit values.
+        narrow = (size == 2 and padded_cols >= NARROW_COLUMNS) or needed > MAX_WARPS
+        return RowLaunch(triton.cdiv(needed, 2) if narrow else needed, rows, narrow)
 
-    for start in range(0, last, BLOCK):
-        columns = start + offsets
-        term = load_columns(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), present, "").to(ACCUM)
-        if not LOG:
-            term *= load_columns(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), present, "").to(ACCUM)
-        total += lane_sum(term, LANES, VECTOR)
-    term = load_columns(grad_ptr + _column_offsets(last_columns, grad_column, UNIT_STRIDE), mask, "").to(ACCUM)
-    if not LOG:
-        term *= load_columns(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), mask, "").to(ACCUM)
-    total += lane_sum(term, LANES, VECTOR)
-    if ROWS > 1:
-        total = tl.reshape(total, (LANES // ROWS, ROWS))
-    row_total = _broadcast_to_tile(tl.sum(total, axis=0), ROWS, LANES, VECTOR)
+    vector = VECTOR_BYTES // (size if float64 else smallest)
+    row_bytes = cols * read.itemsize * tensors
+    warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
+    # 4 parts of float64 spill 72 bytes in backward (12.0).
+    parts = ONLINE_PARTS // 2 if float64 and backward and spills_more(device) else ONLINE_PARTS
+    block = parts * 32 * vector  # columns of a warp
+    while not backward and warps > FEWEST_ONLINE_WARPS and filled_share(cols, warps * block) < MIN_FILLED_SHARE:
+        warps //= 2
+    return RowLaunch(warps, parts=parts, vector=vector, registers=MAX_REGISTERS)
 
-    for done in range(0, last, BLOCK):
-        columns = last - BLOCK - done + offsets
-        grad = load_columns(grad_ptr + _column_offsets(columns, grad_column, UNIT_STRIDE), present, "evict_first")
-        y = load_columns(y_ptr + _column_offsets(columns, y_column, UNIT_STRIDE), present, "evict_first")
-        dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
-        _store(dx_ptr + _column_offsets(columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), present)
-    grad = load_columns(grad_ptr + _column_offsets(last_columns, grad_column, UNIT_STRIDE), mask, "evict_first")
-    y = load_columns(y_ptr + _column_offsets(last_columns, y_column, UNIT_STRIDE), mask, "evict_first")
-    dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
-    _store(dx_ptr + _column_offsets(last_columns, dx_column, UNIT_STRIDE), dx.to(dx_ptr.dtype.element_ty), mask)
-    if EDGES:
-        edge_dx = _gradient(edge_y, edge_grad, row_total, LOG)
-        _store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), edge_mask)
+
+def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, launch: RowLaunch | None) -> Tensor:
+    if not x.numel():
+        return out
+    cols = x.shape[-1]
+    num_rows = x.numel() // cols
+    launch = launch or row_launch(cols, x.dtype, out.dtype, backward, x.device)
+    rows, lanes, resident = launch.rows, 32 * launch.warps, launch.parts == 0
+    edges = _edges((x, grad, out), cols, 0 if resident else lanes)
+    align = 1 if edges else math.gcd(VECTOR_BYTES, cols)  # an element has at least one byte
+    block = triton.next_power_of_2(max(edges, cols // edges * edges) if edges else cols)
+    # With fewer slots than threads, the compiler would use the layout of the vectors: one load for each vector.
+    slots = max(2 * edges, lanes // rows if rows > 1 else 1)
+    softmax_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        grad,
+        out,
+        num_rows,
+        cols // align,
+        ACCUM=tl.float64 if torch.float64 in (x.dtype, grad.dtype, out.dtype) else tl.float32,
+        LOG=log,
+        BACKWARD=backward,
+        ALIGN=align,
+        EDGES=edges,
+        SLOTS=slots if resident else lanes,
+        LONG=cols >= 1 << 30,
+        ROWS=rows,
+        COLS=block if resident else 0,
+        NARROW=launch.narrow,
+        PARTS=launch.parts,
+        LANES=lanes,
+        VECTOR=launch.vector,
+        **thread_options(x.device, launch.warps, launch.registers),
+        **overlap_options(x.device),
+    )
+    return out
+
+
+def _vector_cols(cols: int, size: int) -> int:
+    """Return the number of columns in whole vectors, for elements of `size` bytes."""
+    return cols - cols % (VECTOR_BYTES // size)
+
+
+def _has_edges(cols: int, size: int) -> bool:
+    """Return True if the edges of unaligned rows are separate from their vectors, see `EDGES_FROM`."""
+    above_power_of_2 = size == 2 and cols > VERY_SHORT and 2 * _vector_cols(cols, size) <= triton.next_power_of_2(cols)
+    return cols > EDGES_FROM or above_power_of_2
+
+
+def _edges(tensors: tuple[Tensor, ...], cols: int, slots: int) -> int:
+    """Return the alignment, in elements, of the whole vectors of rows: a cache line if the edges then fit in `slots`,
+    otherwise a vector. Return 0 if rows have no edges, or if the edges of the tensors differ."""
+    smallest = min(t.element_size() for t in tensors)
+    if _vector_cols(cols, smallest) == cols or not _has_edges(cols, smallest):
+        return 0
+    for size in (LINE_BYTES, VECTOR_BYTES):
+        fits = size == VECTOR_BYTES or 2 * size // smallest <= min(slots, cols)
+        if fits and not any(t.data_ptr() % size for t in tensors):
+            return size // smallest
+    return 0
