@@ -72,22 +72,19 @@ class Rows:
     ) -> None:
         backend.statistics(logits, self.call(tile, out), state)
 
-    def gradient(
-        self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, normalizer: Tensor, upstream: Tensor | None
-    ) -> None:
-        backend.gradient(logits, grad, TileCall(self.inputs, self.spec, tile, None, normalizer, upstream))
-
-    def row_gradient(self, backend: Any, tile: TileClasses, normalizer: Tensor) -> Tensor:
-        """Return the row gradient of the loss with `upstream`: the slots that the loss has."""
+    def row_gradient(self, backend: Any, tile: TileClasses, normalizer: Tensor, upstream: Tensor | None) -> Tensor:
+        """Return the row gradient of the loss: the slots that the loss has."""
         out = normalizer.new_full((LOSS_GRADIENT_SLOTS, normalizer.shape[1]), -77.0)
-        backend.row_gradient(TileCall(self.inputs, self.spec, tile, None, normalizer, self.upstream), out)
+        inputs = self.inputs._replace(upstream=upstream)
+        backend.row_gradient(TileCall(inputs, self.spec, tile, normalizer=normalizer), out)
         return out if self.spec.label_smoothing else out[:CLASSES]
 
-    def gradient_of_rows(
+    def gradient(
         self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, normalizer: Tensor, row_gradient: Tensor
     ) -> None:
         inputs = self.inputs._replace(scales=None, token_weight=None)
-        backend.gradient(logits, grad, TileCall(inputs, self.spec, tile, None, normalizer, None, row_gradient))
+        call = TileCall(inputs, self.spec, tile, normalizer=normalizer, row_gradient=row_gradient)
+        backend.gradient(logits, grad, call)
 
     def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, out: RowOutputs) -> None:
         backend.loss_and_gradient(logits, grad, self.call(tile, out))

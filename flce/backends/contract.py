@@ -35,10 +35,10 @@ EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
 LEAST_JACOBIAN_FACTOR = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
-# Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest, and
-# log(sum(exp(z - m))).
-NORMALIZER_SLOTS = 2
-OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
+# Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest,
+# log(sum(exp(z - m))), and the target's log-probability. Every kernel that ends rows writes all of them.
+NORMALIZER_SLOTS = 3
+OFFSET, LOG_SUM, LOGPROB = range(NORMALIZER_SLOTS)
 
 # Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last two. Log-probabilities are clamped to
 # LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
@@ -47,11 +47,10 @@ SOFTMAX, TARGET, CLASSES, ENTROPY, DIVERGENCE_FACTOR = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
 
-# Slots of `Teacher.rows`: the normalizers of teacher and student, the divergence, and the mean under the student of the
+# Slots of `Teacher.rows`: OFFSET and LOG_SUM of teacher and student, the divergence, and the mean under the student of the
 # weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials, and
 # DIVERGENCE is the sum of probabilities times differences of logits, all relative to the largest logits so far.
-TEACHER, STUDENT = 0, NORMALIZER_SLOTS
-DIVERGENCE, MEAN_WEIGHT, DIVERGENCE_SLOTS = range(2 * NORMALIZER_SLOTS, 2 * NORMALIZER_SLOTS + 3)
+TEACHER, STUDENT, DIVERGENCE, MEAN_WEIGHT, DIVERGENCE_SLOTS = 0, 2, 4, 5, 6
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
@@ -157,6 +156,7 @@ class RowInputs(NamedTuple):
     bias: Tensor | None  # (V,)
     scales: Tensor | None  # (3,) of `Backend.loss_scales`; None for statistics of unweighted classes
     inverse_temperature: Tensor | None = None  # (rows,) 1 / temperature: multiplies z
+    upstream: Tensor | None = None  # gradient of each row's loss, (rows,), or of the loss, (): multiplies `scales`
 
     def tile_bias(self, tile: TileClasses) -> Tensor | None:
         """Return the bias of the classes of a tile, (cols,)."""
@@ -173,7 +173,10 @@ class RowInputs(NamedTuple):
     def select_rows(self, part: slice) -> RowInputs:
         weight = None if self.token_weight is None else self.token_weight[part]
         factor = None if self.inverse_temperature is None else self.inverse_temperature[part]
-        return self._replace(target=self.target[part], token_weight=weight, inverse_temperature=factor)
+        upstream = self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part]
+        return self._replace(
+            target=self.target[part], token_weight=weight, inverse_temperature=factor, upstream=upstream
+        )
 
 
 class RowOutputs(NamedTuple):
@@ -268,18 +271,16 @@ class TileClasses(NamedTuple):
 
 
 class TileCall(NamedTuple):
-    """The call of an operation on a tile. Statistics are written to `out`. Gradients are computed from `normalizer`,
-    which statistics wrote, and `row_gradient`; or in the same pass as statistics."""
+    """The call of an operation on a tile. Statistics read all `inputs` and write `out`. Gradients read `normalizer`,
+    `row_gradient` and, of the inputs, what changes logits and, with label smoothing, the class weights."""
 
     inputs: RowInputs
     spec: LossSpec
     tile: TileClasses
-    out: RowOutputs | None = None  # None: no statistics
-    normalizer: Tensor | None = None  # (slots, rows); None: `out.normalizer`
-    # Multiplies `inputs.scales`: the upstream gradient of each row's loss, (rows,), or of the loss, (); None: 1.
-    upstream: Tensor | None = None
-    # (slots, rows) the row gradient: factors of the gradient of each row's logits. They include scales, upstream and
-    # token weights. None: computed from these. With log-probabilities l and p = exp(l), the gradient in z is
+    out: RowOutputs | None = None  # of statistics
+    normalizer: Tensor | None = None  # (slots, rows), of gradients
+    # (slots, rows) of gradients: factors of the gradient of each row's logits. They include scales, upstream gradients
+    # and token weights. With log-probabilities l and p = exp(l), the gradient in z is
     #     row_gradient[SOFTMAX] * p
     #     - row_gradient[ENTROPY] * p * l, if there is this slot
     #     - row_gradient[TARGET] in the target's column
@@ -297,7 +298,6 @@ class TileCall(NamedTuple):
             inputs=self.inputs.select_rows(part),
             out=None if self.out is None else self.out.select_rows(part),
             normalizer=None if self.normalizer is None else self.normalizer[:, part],
-            upstream=self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part],
             row_gradient=None if self.row_gradient is None else self.row_gradient[:, part],
         )
 
@@ -369,11 +369,12 @@ class Backend(Protocol):
         """
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        """Compute the row gradient of a loss from ``call.normalizer``. Write it to `out`, (LOSS_GRADIENT_SLOTS, rows):
-        0 for ignored rows, NaN for wrong targets. TARGET is 0 where the target is not a class of the tile."""
+        """End rows again, from ``call.normalizer``. Write their row gradient to `out`, (LOSS_GRADIENT_SLOTS, rows): 0
+        for ignored rows, NaN for wrong targets. TARGET is 0 where the target is not a class of the tile."""
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
+        """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself. It follows from
+        ``call.normalizer`` and ``call.row_gradient``.
 
         `grad` has the dimensions of `logits`, and may have other strides.
         """
@@ -399,8 +400,9 @@ class Backend(Protocol):
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.
 
-        The gradient is ``factors[0][:, None] * exps``, except in the target's column: there `exps` is 0, and the
-        gradient is ``factors[1]``. With label smoothing ``factors[2][:, None] * class_weight`` is subtracted.
+        The factors are the row gradient of exponentials, with the slots SOFTMAX, TARGET and CLASSES. The gradient is
+        ``factors[SOFTMAX][:, None] * exps``, except in the target's column: there `exps` is 0, and the gradient is
+        ``factors[TARGET]``. With label smoothing ``factors[CLASSES][:, None] * class_weight`` is subtracted.
 
         Args:
             logits: float32.
@@ -421,10 +423,7 @@ class Backend(Protocol):
         """
 
     def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
-        """Run `gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
-
-        ``call.row_gradient`` is given.
-        """
+        """Run `gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H)."""
 
     def fused_exponentials(
         self,

@@ -37,7 +37,7 @@ from flce.backends.contract import (
     Teacher,
     TileCall,
 )
-from flce.backends.formulas import Targets, is_class, row_gradient, where, write_state_results
+from flce.backends.formulas import Targets, is_class, where, write_state_results
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import slice_rows
 
@@ -97,20 +97,23 @@ class TorchBackend:
             del z  # before the next slab is allocated
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        targets = Targets.from_call(call)
-        out.copy_(row_gradient(call, targets))
-        out[TARGET] = where(targets.in_tile, out[TARGET], 0.0)
+        out.copy_(formulas.row_gradient(call))
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
             slab = call.select_rows(part)
             assert slab.normalizer is not None
+            assert slab.row_gradient is not None
             z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
-            exps = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), slab) if slab.has_entropy_gradient else z.exp_()
-            _gradient(exps, jacobian, log_sum, slab, Targets.from_call(slab), _select_piece(grad, piece))
-            del z, exps, jacobian  # before the next slab is allocated
+            targets, factors, out = Targets.from_call(slab), slab.row_gradient, _select_piece(grad, piece)
+            if slab.has_entropy_gradient:
+                term = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), factors)
+            else:
+                term = _softmax_term(z.exp_(), log_sum, factors)
+            _gradient(term, jacobian, slab, factors, targets, out)
+            del z, term, jacobian  # before the next slab is allocated
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
@@ -118,9 +121,11 @@ class TorchBackend:
             z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
             targets = Targets.from_call(slab)
             merged, exps = _merge(z, slab, targets, None)
-            results = write_state_results(merged, slab, targets)
-            _gradient(exps, jacobian, results.log_sum, slab, targets, _select_piece(grad, piece))
-            del z, exps, jacobian  # before the next slab is allocated
+            results, factors = write_state_results(merged, slab, targets)
+            assert factors is not None
+            term = _softmax_term(exps, results.log_sum, factors)
+            _gradient(term, jacobian, slab, factors, targets, _select_piece(grad, piece))
+            del z, exps, term, jacobian  # before the next slab is allocated
 
     def divergence(
         self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
@@ -144,15 +149,16 @@ class TorchBackend:
                 if merging:
                     model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
                 continue
-            assert slab.row_gradient is not None
-            factor = slab.row_gradient[DIVERGENCE_FACTOR][:, None]
+            factors = slab.row_gradient
+            assert factors is not None
+            factor = factors[DIVERGENCE_FACTOR][:, None]
             if teacher.kind == "forward_kl":
                 added = t.exp_().mul_(-factor)
             else:
                 p, ratio = s.exp(), formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0]
                 added = ratio.mul_(p).mul_(factor * (1.0 - teacher.beta)).masked_fill_(p == 0.0, 0.0)
-            term = _softmax_term_with_entropy(s, slab).add_(added)
-            _gradient(term, jacobian, term, slab, Targets.from_call(slab), grad[piece])
+            term = _softmax_term_with_entropy(s, factors).add_(added)
+            _gradient(term, jacobian, slab, factors, Targets.from_call(slab), grad[piece])
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
@@ -358,22 +364,23 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return of_blocks.square_().sum(1) + torch.linalg.vector_norm(x[:, stop:], dim=1).square_()
 
 
-def _softmax_term_with_entropy(logprob: Tensor, call: TileCall) -> Tensor:
+def _softmax_term(exps: Tensor, log_sum: Tensor, row_gradient: Tensor) -> Tensor:
+    """Compute the softmax term of the gradient from exp(z - m), where m + log_sum is the log-sum-exp. Overwrite
+    `exps`."""
+    return exps.mul_((row_gradient[SOFTMAX] * (-log_sum).exp())[:, None])
+
+
+def _softmax_term_with_entropy(logprob: Tensor, row_gradient: Tensor) -> Tensor:
     """Compute the softmax term and the entropy term of the gradient from log-probabilities, which are overwritten."""
-    assert call.row_gradient is not None
     logprob.clamp_(min=LEAST_LOGPROB)
     probability = logprob.exp()
-    entropy_factor, softmax_factor = call.row_gradient[ENTROPY], call.row_gradient[SOFTMAX]
-    return logprob.mul_(-entropy_factor[:, None]).add_(softmax_factor[:, None]).mul_(probability)
+    return logprob.mul_(-row_gradient[ENTROPY][:, None]).add_(row_gradient[SOFTMAX][:, None]).mul_(probability)
 
 
 def _gradient(
-    exps: Tensor, jacobian: Tensor | float, log_sum: Tensor, call: TileCall, targets: Targets, grad: Tensor
+    g: Tensor, jacobian: Tensor | float, call: TileCall, factors: Tensor, targets: Targets, grad: Tensor
 ) -> None:
-    """Write the gradient from `exps`, which is overwritten: exp(z - m), where m + log_sum is the log-sum-exp, or the
-    result of `_softmax_term_with_entropy`."""
-    factors = row_gradient(call, targets) if call.row_gradient is None else call.row_gradient
-    g = exps if call.has_entropy_gradient else exps.mul_((factors[SOFTMAX] * (-log_sum).exp())[:, None])
+    """Write the gradient from its softmax term, which is overwritten, and the row gradient `factors`."""
     g.scatter_add_(1, targets.column, where(targets.in_tile, -factors[TARGET], 0.0)[:, None])
     if call.spec.label_smoothing:
         weight, classes_factor = call.inputs.class_weight, factors[CLASSES][:, None]

@@ -7,7 +7,9 @@ statistics of several processes, compute losses, results and row gradients, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -29,9 +31,11 @@ from flce.backends.contract import (
     SMOOTH_SUM,
     SOFTMAX,
     SQUARE_SUM,
+    STUDENT,
     SUM,
     TARGET,
     TARGET_LOGIT,
+    RowInputs,
     RowOutputs,
     RowProblem,
     TileCall,
@@ -79,48 +83,78 @@ def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------- the loss
 
+# Fields of a LossSpec that change logits, and fields that `finish_row` and the statistics compute.
+LOGIT_FIELDS = frozenset({"softcap", "logit_scale", "temperature"})
+RESULT_FIELDS = frozenset({"reduction", "ignore_index", "label_smoothing", "z_loss", "stats"})
 
-def row_losses(
-    nll: Tensor, lse: Tensor, smooth: Tensor | None, target_weight: Tensor | None, spec: LossSpec, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and z-loss of rows, without token weights.
+
+@functools.lru_cache(maxsize=256)
+def refuse_unknown_fields(spec: LossSpec) -> None:
+    """Raise NotImplementedError for an option that is set, and that these formulas do not have."""
+    for option in fields(LossSpec):
+        is_known = option.name in LOGIT_FIELDS or option.name in RESULT_FIELDS
+        if not is_known and getattr(spec, option.name) != option.default:
+            raise NotImplementedError(f"the losses of `backends/formulas.py` have no {option.name} yet")
+
+
+def finish_row(
+    state: RowStatistics, inputs: RowInputs, spec: LossSpec, vocab_size: int, targets: Targets
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """End rows: return their results, by the names of `RowOutputs`, and their row gradient
+    (`TileCall.row_gradient`), (LOSS_GRADIENT_SLOTS, rows); None if the inputs have no scales.
+
+    `triton/math.py` has the same function for kernels. Results of ignored rows and their row gradient are 0. If the
+    target is not a class, the loss and the row gradient are NaN.
 
     Args:
-        nll: minus the log-probability of the target.
-        smooth: with label smoothing, the sum of ``w[k] * (lse - z[k])`` over all classes.
-        target_weight: class weight of the target.
+        state: statistics of all classes. Backward has only the normalizer: then the losses have no meaning.
     """
+    refuse_unknown_fields(spec)
+    nll = where(targets.in_range, -state.logprob, torch.nan)
+    normalizer = torch.stack((state.offset, state.log_sum, -nll))
+    lse, target_weight = log_sum_exp(normalizer), inputs.target_weight(vocab_size)
+    smoothing = spec.label_smoothing / vocab_size
     loss = nll if target_weight is None else nll * target_weight
-    if smooth is not None:
-        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
-    return loss, spec.z_loss * lse.square()
+    if state.smooth is not None:
+        loss = (1.0 - spec.label_smoothing) * loss + smoothing * state.smooth
+    z_loss = spec.z_loss * lse.square()
+    if inputs.token_weight is not None:
+        loss, z_loss = loss * inputs.token_weight, z_loss * inputs.token_weight
+    results = {
+        name: where(targets.valid, value, -1 if name == "argmax" else 0.0)
+        for name, value in {**state._asdict(), "loss": loss, "z_loss": z_loss, "logprob": -nll}.items()
+        if value is not None
+    }
+    results["normalizer"] = where(targets.valid, normalizer, 0.0)
+    if inputs.scales is None:
+        return results, None
 
-
-def row_gradient(call: TileCall, targets: Targets) -> Tensor:
-    """Compute `TileCall.row_gradient`, (LOSS_GRADIENT_SLOTS, rows), of the losses of rows from their normalizer, times
-    scales, token weights and upstream gradient. 0 for ignored rows, NaN for wrong targets."""
-    inputs, spec, vocab_size = call.inputs, call.spec, call.tile.vocab_size
-    normalizer = call.normalizer if call.out is None else call.out.normalizer
-    assert normalizer is not None
-    assert inputs.scales is not None
-    lse = log_sum_exp(normalizer)
-    row = torch.ones_like(lse)
-    for factor in (inputs.token_weight, call.upstream):
-        row = row if factor is None else row * factor
     ce_scale, z_loss_scale, weight_sum = inputs.scales.unbind()
-    row = where(targets.in_range, row, torch.nan)
-    factors = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
-    factors[TARGET] = row * ce_scale * (1.0 - spec.label_smoothing)
-    target_weight = inputs.target_weight(vocab_size)
+    row = where(targets.in_range, torch.ones_like(lse), torch.nan)
+    for factor in (inputs.token_weight, inputs.upstream):
+        row = row if factor is None else row * factor
+    row_gradient = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
+    row_gradient[TARGET] = row * ce_scale * (1.0 - spec.label_smoothing)
     if target_weight is not None:
-        factors[TARGET] *= target_weight
-    factors[SOFTMAX] = factors[TARGET]
+        row_gradient[TARGET] *= target_weight
+    row_gradient[SOFTMAX] = row_gradient[TARGET]
     if spec.label_smoothing:
-        factors[CLASSES] = row * ce_scale * (spec.label_smoothing / vocab_size)
-        factors[SOFTMAX] += factors[CLASSES] * weight_sum
+        row_gradient[CLASSES] = row * ce_scale * smoothing
+        row_gradient[SOFTMAX] += row_gradient[CLASSES] * weight_sum
     if spec.z_loss:
-        factors[SOFTMAX] += row * z_loss_scale * (2.0 * spec.z_loss) * lse
-    return where(targets.valid, factors, 0.0)
+        row_gradient[SOFTMAX] += row * z_loss_scale * (2.0 * spec.z_loss) * lse
+    return results, where(targets.valid, row_gradient, 0.0)
+
+
+def row_gradient(call: TileCall) -> Tensor:
+    """Return the result of `Backend.row_gradient`."""
+    assert call.normalizer is not None
+    targets, nothing = Targets.from_call(call), [None] * (len(RowStatistics._fields) - NORMALIZER_SLOTS)
+    state = RowStatistics(*call.normalizer, *nothing)  # type: ignore[arg-type]
+    _, result = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
+    assert result is not None
+    result[TARGET] = where(targets.in_tile, result[TARGET], 0.0)
+    return result
 
 
 def loss_scales(p: RowProblem) -> Tensor:
@@ -249,7 +283,7 @@ def merge_shards(shards: RowStatistics, widths: Tensor, weight_sums: Tensor, own
 
 
 # Slots of the offsets and of the sums of teacher and student in `Teacher.rows`.
-_OFFSETS, _SUMS = (slice(slot, DIVERGENCE, NORMALIZER_SLOTS) for slot in (OFFSET, LOG_SUM))
+_OFFSETS, _SUMS = (slice(slot, DIVERGENCE, STUDENT) for slot in (OFFSET, LOG_SUM))
 
 
 def merge_divergences(states: Tensor, kind: str) -> Tensor:
@@ -307,29 +341,20 @@ def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:
     return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where a logit is NaN
 
 
-def write_results(results: RowStatistics, call: TileCall, targets: Targets) -> None:
-    """Write the losses and the results of rows over all classes to ``call.out``."""
-    inputs, spec, vocab_size, out = call.inputs, call.spec, call.tile.vocab_size, call.out
-    assert out is not None
-    nll = where(targets.in_range, -results.logprob, torch.nan)
-    normalizer = torch.stack((results.offset, results.log_sum))
-    lse = log_sum_exp(normalizer)
-    losses = row_losses(nll, lse, results.smooth, inputs.target_weight(vocab_size), spec, vocab_size)
-    if inputs.token_weight is not None:
-        losses = losses[0] * inputs.token_weight, losses[1] * inputs.token_weight
-    out.normalizer.copy_(where(targets.valid, normalizer, 0.0))
-    values = results._asdict() | {"loss": losses[0], "z_loss": losses[1], "logprob": -nll}
-    for name, memory in out._asdict().items():
-        if memory is not None and name != "normalizer":
-            memory.copy_(where(targets.valid, values[name], -1 if name == "argmax" else 0.0))
+def write_results(state: RowStatistics, call: TileCall, targets: Targets) -> Tensor | None:
+    """End rows, and write their results to ``call.out``. Return their row gradient, see `finish_row`."""
+    assert call.out is not None
+    results, gradient = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
+    for name, memory in call.out._asdict().items():
+        if memory is not None:
+            memory.copy_(results[name])
+    return gradient
 
 
 def write_state_results(
-    state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None
-) -> RowStatistics:
-    """Write the losses and the results of rows from the state of all classes. `targets`: of the call, if they exist
-    already."""
+    state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets
+) -> tuple[RowStatistics, Tensor | None]:
+    """Run `write_results` from the state of all classes. Return the statistics and the row gradient."""
     vocab_size = call.tile.vocab_size
     results = results_from_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
-    write_results(results, call, Targets.from_call(call) if targets is None else targets)
-    return results
+    return results, write_results(results, call, targets)

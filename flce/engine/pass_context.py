@@ -398,8 +398,9 @@ class PassContext:
         weighted = not self.problem.token_weight_grad
         upstream = slice_columns(self.token_weights, tokens) if with_gradient and not weighted else None
         scales = self.local.local_scales.for_gradient() if scaled else None
-        inputs, out = self.selection.row_inputs(tokens, scales, weighted), self.local_out.select_rows(tokens)
-        return TileCall(inputs, self.problem.spec, self.tile_classes(self.all_classes), out, upstream=upstream)
+        inputs = self.selection.row_inputs(tokens, scales, weighted)._replace(upstream=upstream)
+        out = self.local_out.select_rows(tokens)
+        return TileCall(inputs, self.problem.spec, self.tile_classes(self.all_classes), out)
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""

@@ -99,7 +99,7 @@ def forward(
     teacher = None
     if problem.teacher_terms:
         rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
-        rows[: contract.DIVERGENCE : contract.NORMALIZER_SLOTS] = -torch.inf  # the offsets
+        rows[: contract.DIVERGENCE : contract.STUDENT] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
     context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
@@ -116,7 +116,7 @@ def forward(
             plan.schedule.forward(context)
             context.local.sum_over_processes(rows[contract.DIVERGENCE :])
         if not context.problem.spec.stats:
-            outputs.normalizer.copy_(rows[contract.STUDENT : contract.STUDENT + contract.NORMALIZER_SLOTS])
+            outputs.normalizer[: contract.LOGPROB] = rows[contract.STUDENT : contract.DIVERGENCE]
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
         divergence = teacher_rows[contract.DIVERGENCE].clone()
     if candidates is not None:

@@ -28,8 +28,8 @@ from flce.backends.contract import (
     EXPONENTIAL_STATS,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
-    NORMALIZER_SLOTS,
     OFFSET,
+    STUDENT,
     RowOutputs,
     TileCall,
     TileClasses,
@@ -41,7 +41,6 @@ from flce.backends.formulas import (
     log_sum_exps,
     merge_divergences,
     merge_shards,
-    row_gradient,
     where,
     write_results,
 )
@@ -148,8 +147,10 @@ class LocalProblem:
         size = self.full_problem.local_vocab_size
         tile = TileClasses(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec
-        upstream, normalizer = None if self.upstream is None else self.upstream[tokens], self.normalizer[:, tokens]
-        return TileCall(inputs, spec, tile, None if out is None else out.select_rows(tokens), normalizer, upstream)
+        inputs = inputs._replace(upstream=None if self.upstream is None else self.upstream[tokens])
+        return TileCall(
+            inputs, spec, tile, None if out is None else out.select_rows(tokens), self.normalizer[:, tokens]
+        )
 
     def zero_remote_targets(self, factor: Tensor) -> Tensor:
         """Return `factor`, (rows,), with 0 for rows whose target is a class of another process."""
@@ -227,17 +228,17 @@ class ShardProblem(LocalProblem):
         else:
             self._merge_results(tokens)
 
-    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowStatistics, RowStatistics]:
-        """Write the results of some rows. Return the call, its targets, the results, and the results of each
-        process."""
+    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowStatistics, RowStatistics, Tensor | None]:
+        """Write the results of some rows. Return the call, its targets, the results, the results of each process, and
+        the row gradient."""
         p, call = self.full_problem, self._call(tokens, self.out)
         if p.token_weight_grad:  # It is computed from losses without token weights.
-            call = call._replace(inputs=call.inputs._replace(token_weight=None))
+            call = call._replace(inputs=call.inputs._replace(token_weight=None, upstream=call.inputs.token_weight))
         targets, (gathered, names) = Targets.from_call(call), self._gather_results(tokens)
         shards = unpack_shard_results(gathered, names, self.shard)
         results = merge_shard_results(shards, call.inputs.target, p.class_weight, self.shard)
-        write_results(results, call, targets)
-        return call, targets, results, shards
+        gradient = write_results(results, call, targets)
+        return call, targets, results, shards, gradient
 
     def _gather_results(self, tokens: slice) -> tuple[Tensor, Sequence[str]]:
         """Gather the results of some rows of all processes. Return them packed, see `unpack_shard_results`, and their
@@ -270,7 +271,7 @@ class ShardProblem(LocalProblem):
         return x
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
-        offsets = rows[:DIVERGENCE:NORMALIZER_SLOTS]
+        offsets = rows[:DIVERGENCE:STUDENT]
         if self.shard.is_empty:
             offsets.fill_(-torch.inf)
         rows.copy_(merge_divergences(all_gather(rows, self.group), kind))
@@ -294,10 +295,9 @@ class ShardProblem(LocalProblem):
         if self._has_merge_kernel:
             self._merge_by_kernel(tokens, factors)
             return
-        call, targets, results, shards = self._merge_results(tokens)
-        if self.full_problem.token_weight_grad:
-            call = call._replace(inputs=self._call(tokens, None).inputs)
-        softmax_factor, target_factor, classes_factor = row_gradient(call, targets)
+        call, targets, results, shards, gradient = self._merge_results(tokens)
+        assert gradient is not None
+        softmax_factor, target_factor, classes_factor = gradient
         shard_results = RowStatistics(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
         # The logarithm of the probability of this shard's classes.
         shard_logprob = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum

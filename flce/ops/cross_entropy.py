@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import (
+    LOSS_GRADIENT_SLOTS,
+    STATE_SLOTS,
+    Backend,
+    RowInputs,
+    RowOutputs,
+    TileCall,
+    TileClasses,
+)
 from flce.backends.formulas import Targets, write_empty_state, write_results
 from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
@@ -118,17 +126,18 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     scales = vectors.LossScales(p, backend, needs_scales=True, has_gradient_scale=p.dtype == torch.float16)
     logits, order = as_rows(p.logits)
     inputs = _row_inputs(p, order, scales.for_gradient())
-    # The gradient of `token_weight` is computed from unweighted losses.
-    loss_inputs = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
+    if p.token_weight_grad:  # It is computed from unweighted losses.
+        inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
     out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
     if not p.shard:
         vectors.check_targets(p)
-        upstream = inputs.token_weight if p.token_weight_grad else None
-        backend.loss_and_gradient(logits, logits, TileCall(loss_inputs, p.spec, _tile(p), out, upstream=upstream))
+        backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))
     else:
-        _compute_statistics(p, backend, logits, TileCall(loss_inputs, p.spec, _tile(p, keep_logits=True), out))
+        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), out)
+        row_gradient = _compute_statistics(p, backend, logits, call)
         if logits.shape[-1]:
-            backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
+            call = TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer, row_gradient=row_gradient)
+            backend.gradient(logits, logits, call)
     return _reduce_outputs(p, backend, order, out, scales.for_loss), scales.gradient_scale
 
 
@@ -139,17 +148,20 @@ def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor
     if logits.numel():
         backend = get_backend(p.device)
         inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
-        upstream = order.flatten(upstream) if upstream.dim() else upstream
-        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), None, order.flatten(normalizer), upstream)
-        backend.gradient(logits, grad_rows, call)
+        inputs = inputs._replace(upstream=order.flatten(upstream) if upstream.dim() else upstream)
+        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), normalizer=order.flatten(normalizer))
+        row_gradient = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target))
+        backend.row_gradient(call, row_gradient)
+        backend.gradient(logits, grad_rows, call._replace(row_gradient=row_gradient))
     return grad
 
 
-def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
+def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> Tensor | None:
+    """Compute losses and statistics. If the vocabulary is divided, return the row gradient."""
     if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
-        return
+        return None
     assert call.out is not None
     state = call.out.loss.new_empty(STATE_SLOTS, len(call.inputs.target))
     if logits.shape[-1]:
@@ -160,7 +172,7 @@ def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor
     results = vocabulary_parallel.merge_results(state, cols, target, p.class_weight, p.spec, p.shard)
     # Checked after the collective: otherwise the other processes would wait for a process that raised an error.
     vectors.check_targets(p)
-    write_results(results, call, Targets.from_call(call))
+    return write_results(results, call, Targets.from_call(call))
 
 
 def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:

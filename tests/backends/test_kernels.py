@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce.backends.contract import RowOutputs, TileClasses
 from flce.backends.eager import TorchBackend
-from flce.backends.formulas import write_state_results
+from flce.backends.formulas import Targets, write_state_results
 from flce.core.gemm import padded_cols
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from tests.extremes import every_extreme, has_softmax
@@ -89,14 +89,11 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
         results, row_gradients = [], []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
-            row_gradients.append(rows.row_gradient(backend, tile, normalizer))
-            results.append(gradient_buffer(logits, tile))
-            rows.gradient(backend, logits, results[-1], tile, normalizer, rows.upstream)
-            logits, tile = rows.tile(start, stop)
-            results.append(gradient_buffer(logits, tile))
-            rows.gradient_of_rows(
-                backend, logits, results[-1], tile, normalizer, rows.row_gradient(backend, full, normalizer)
-            )
+            row_gradients.append(rows.row_gradient(backend, tile, normalizer, rows.upstream))
+            for row_gradient in (row_gradients[-1], rows.row_gradient(backend, full, normalizer, rows.upstream)):
+                logits, tile = rows.tile(start, stop)
+                results.append(gradient_buffer(logits, tile))
+                rows.gradient(backend, logits, results[-1], tile, normalizer, row_gradient)
         assert_close(row_gradients[0], row_gradients[1], tolerance)
         for other in results[1:]:
             assert_close(results[0], other, tolerance)
@@ -167,7 +164,8 @@ def test_rows_in_two_levels(
     tile = TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True)
     expected, grad = rows.outputs(), torch.empty_like(rows.logits)
     rows.statistics(TorchBackend(), rows.logits, tile, None, expected)
-    rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, rows.upstream)
+    row_gradient = rows.row_gradient(TorchBackend(), tile, expected.normalizer, rows.upstream)
+    rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, row_gradient)
     for backend in (kernels.TritonBackend(), TorchBackend()):
         memory, within = guarded(rows.logits, (3, 6, 40), 99.0)
         logits = within[:, 1:5, 2:39]
@@ -180,7 +178,8 @@ def test_rows_in_two_levels(
         if layout != "in place":
             grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
             mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
-        rows.gradient(backend, logits, mine, TileClasses(0, 37, 37, accessible_cols=37), out.normalizer, rows.upstream)
+        row_gradient = rows.row_gradient(backend, tile, out.normalizer, rows.upstream)
+        rows.gradient(backend, logits, mine, TileClasses(0, 37, 37, accessible_cols=37), out.normalizer, row_gradient)
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
         factor = torch.ones_like(rows.upstream)
         factor[2::3] = 0.25
@@ -445,14 +444,16 @@ def check_rows_anywhere(
         out, state = rows.outputs(), rows.state() if shard else None
         rows.statistics(backend, logits, tile, state, out)
         if state is not None:
-            write_state_results(state, rows.call(tile, out))
+            call = rows.call(tile, out)
+            write_state_results(state, call, Targets.from_call(call))
         return out
 
     wide = rows.in_float64()
     expected_grad = wide.logits[:, start:stop].clone()
     expected = statistics(TorchBackend(), wide, expected_grad.clone())
     up = None if mode == "both" else wide.upstream
-    wide.gradient(TorchBackend(), expected_grad, expected_grad, tile, expected.normalizer, up)
+    row_gradient = wide.row_gradient(TorchBackend(), tile, expected.normalizer, up)
+    wide.gradient(TorchBackend(), expected_grad, expected_grad, tile, expected.normalizer, row_gradient)
 
     mine, out = kernels.TritonBackend(), rows.outputs()
     memory, logits = placed(rows.logits[:, start:stop].contiguous(), skip, gap, levels)
@@ -464,7 +465,9 @@ def check_rows_anywhere(
         out = statistics(mine, rows, logits)
         assert same_bits(memory, before)
     else:
-        rows.gradient(mine, logits, grad, tile, expected.normalizer.to(rows.accum), rows.upstream)
+        normalizer = expected.normalizer.to(rows.accum)
+        row_gradient = rows.row_gradient(mine, tile, normalizer, rows.upstream)
+        rows.gradient(mine, logits, grad, tile, normalizer, row_gradient)
     if mode != "gradient":
         assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
     if mode != "statistics":

@@ -110,7 +110,7 @@ def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("removed", "leaves_out", "error"),
+    "removed, leaves_out, error",
     [
         ((), (), None),
         (("z_loss", "HAS_Z_LOSS"), (), "no parameter for z_loss"),

@@ -122,7 +122,7 @@ def test_a_plan_has_the_requested_chunk_rows(arguments: Any, rows: int, strategy
 @settings(max_examples=4 * EXAMPLES)
 @given(arguments=plan_arguments(), rows=st.none() | st.integers(1, 8192))
 def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows: int | None) -> None:
-    """With more than one chunk only vectors with one entry for each token grow: at most 81 bytes for each token.
+    """With more than one chunk only vectors with one entry for each token grow: at most 89 bytes for each token.
 
     A float16 gradient of the input stays in float32 until the loss scale is known.
     """
@@ -132,7 +132,7 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     few = flce.plan(**{**arguments, "num_tokens": n}, options=options)
     many = flce.plan(**{**arguments, "num_tokens": 100 * n}, options=options)
     assert few.schedule.tile_sizes(few.case)[0] < n
-    per_token = 81
+    per_token = 89
     if arguments["dtype"] == torch.float16:
         per_token += 4 * (arguments["hidden_size"] * arguments["input_grad"] + sum(arguments["adapter_ranks"]))
     growth = many.workspace_bytes - few.workspace_bytes

@@ -267,7 +267,7 @@ def _cross_entropy(
         "STATISTICS": out is not None,
         "LOAD_STATE": not tile.is_first,
         "STORE_STATE": not tile.is_last,
-        "FINISH": tile.is_last,
+        "FINISH": out is not None and tile.is_last,
         "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "EXPONENTIALS": factors is not None,

@@ -51,7 +51,7 @@ from flce.backends.triton.math import (
     LOG2_E,
     address_head,
     broadcast_lanes,
-    gradient_factors,
+    finish_row,
     lane_min,
     lane_sum,
     load_columns,
@@ -79,6 +79,9 @@ _SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _EXP_REFERENCE = tl.constexpr(contract.EXP_REFERENCE)
 _LEAST_JACOBIAN_FACTOR = tl.constexpr(contract.LEAST_JACOBIAN_FACTOR)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
+_SOFTMAX = tl.constexpr(contract.SOFTMAX)
+_TARGET = tl.constexpr(contract.TARGET)
+_CLASSES = tl.constexpr(contract.CLASSES)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
@@ -158,14 +161,8 @@ def _gradient(
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
         classes_factor *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
     return logit_gradient(
-        term,
-        None,
-        target_factor,
-        jacobian,
-        HAS_JACOBIAN,
-        classes_factor=classes_factor,
-        HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
-    )
+        term, None, target_factor, jacobian, HAS_JACOBIAN, classes_factor, HAS_LABEL_SMOOTHING
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -182,11 +179,11 @@ def cross_entropy_kernel(
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     inverse_temperature_ptr,  # (rows,)
-    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride; without STATISTICS
     upstream_ptr,  # (rows,), stride upstream_stride: 0 if all rows share one value
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (9, rows), row stride state_stride; 11 with EXPONENTIALS
-    factors_ptr,  # with EXPONENTIALS (2, rows), or 3 with label smoothing, row stride factors_stride
+    factors_ptr,  # with EXPONENTIALS their row gradient, row stride factors_stride: output
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
@@ -232,7 +229,6 @@ def cross_entropy_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
     HAS_INVERSE_TEMPERATURE: tl.constexpr,
-    HAS_ROW_GRADIENT: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
@@ -317,20 +313,28 @@ def cross_entropy_kernel(
         column_start += head
         cols = vector_stop
     # Load early: no instruction waits for these values yet.
-    if GRADIENT and not HAS_ROW_GRADIENT:
-        scales = load_scales(scales_ptr, ACCUM)
-    weight_sum = tl.full((), vocab_size, ACCUM)
-    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT and not HAS_ROW_GRADIENT:
-        weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
-    target_weight = tl.full((), 1.0, ACCUM)
-    if HAS_CLASS_WEIGHT:
-        target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
-    row_weight = tl.full((), 1.0, ACCUM)
-    if HAS_TOKEN_WEIGHT:
-        row_weight = tl.load(token_weight_ptr + row).to(ACCUM)
-    upstream = tl.full((), 1.0, ACCUM)
-    if HAS_UPSTREAM:
-        upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
+    if FINISH:
+        ce_scale = tl.full((), 0.0, ACCUM)
+        z_loss_scale = tl.full((), 0.0, ACCUM)
+        weight_sum = tl.full((), vocab_size, ACCUM)
+        if GRADIENT:
+            ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
+        elif HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
+            weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
+        target_weight = tl.full((), 1.0, ACCUM)
+        if HAS_CLASS_WEIGHT:
+            target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
+        row_weight = tl.full((), 1.0, ACCUM)
+        if HAS_TOKEN_WEIGHT:
+            row_weight = tl.load(token_weight_ptr + row).to(ACCUM)
+        upstream = tl.full((), 1.0, ACCUM)
+        if HAS_UPSTREAM:
+            upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
+    elif GRADIENT and not STATISTICS:
+        row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
+        softmax_factor, target_factor, classes_factor, entropy_factor = load_row_gradient(
+            row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, HAS_LABEL_SMOOTHING
+        )
     target_z, target_jacobian = transform(
         tl.load(logits_ptr + target_column, mask=target_in_tile, other=0.0), bias_ptr, target_column, target_in_tile,
         scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
@@ -480,12 +484,18 @@ def cross_entropy_kernel(
             smooth = 0.0
             if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
+            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # NaN for targets out of range
+            loss, row_z_loss, softmax_factor, target_factor, classes_factor, at_target = finish_row(
+                offset=row_max, log_sum=log_sum, nll=nll, smooth=smooth, valid=valid, row_weight=row_weight,
+                target_weight=target_weight, ce_scale=row_scale * ce_scale, z_loss_scale=row_scale * z_loss_scale,
+                weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
+                HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
+            )  # fmt: skip
             store_results(
-                row=row, mask=None, valid=valid, nll=nll, offset=row_max, log_sum=log_sum,
-                target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-                normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-                z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, vocab_size=vocab_size, smooth=smooth,
-                label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+                row=row, mask=None, valid=valid, nll=nll, offset=row_max, log_sum=log_sum, loss=loss,
+                row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+                logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS,
+                WANT_LOGPROB=WANT_LOGPROB,
             )  # fmt: skip
             if WANT_ENTROPY:
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
@@ -496,8 +506,6 @@ def cross_entropy_kernel(
             if WANT_LOG_SUM_SQ_PROB:
                 log_squares = tl.log(tl.where(valid, row_square_sum, 1.0)) - 2.0 * log_sum
                 tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0))
-    else:
-        row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
 
     if EXPONENTIALS:
         tl.static_assert(not (HAS_SOFTCAP and HAS_LABEL_SMOOTHING))
@@ -522,22 +530,9 @@ def cross_entropy_kernel(
         exp_reference = tl.where(exp_reference == float("-inf"), 0.0, exp_reference)
 
     if GRADIENT:
-        entropy_factor = tl.full((), 0.0, ACCUM)
-        if HAS_ROW_GRADIENT:
-            tl.static_assert(not EXPONENTIALS and not STATISTICS)
-            softmax_factor, target_factor, classes_factor, entropy_factor = load_row_gradient(
-                row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, HAS_LABEL_SMOOTHING
-            )
-        elif FINISH or not EXPONENTIALS:
-            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # NaN for targets out of range
-            # For an ignored row z is -inf and the scales are 0: its gradient is 0, even if the loaded scales are NaN.
-            softmax_factor, target_factor, classes_factor = gradient_factors(
-                ce_scale=tl.where(valid, row_scale * scales[0], 0.0),
-                z_loss_scale=tl.where(valid, row_scale * scales[1], 0.0),
-                lse=row_max + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
-                vocab_size=vocab_size, weight_sum=weight_sum,
-                label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
-            )  # fmt: skip
+        # For an ignored row z is -inf and the row gradient is 0: its gradient is 0.
+        if STATISTICS:
+            entropy_factor = tl.full((), 0.0, ACCUM)
         if EXPONENTIALS:
             # The constant factor of the derivative of z is part of the row's factors, not of the exponentials.
             jacobian_factor = scale
@@ -546,18 +541,13 @@ def cross_entropy_kernel(
                 # Exponentials are divided by jacobian_factor. If it is 0, the derivative is 0, so 1 is as right.
                 jacobian_factor = tl.where(tl.abs(jacobian_factor) > _LEAST_JACOBIAN_FACTOR, jacobian_factor, 1.0)
             if FINISH:
-                factor = softmax_term(exp_reference, row_max, log_sum, softmax_factor)
+                factor = softmax_term(exp_reference, row_max, log_sum, softmax_factor, entropy_factor, False)
                 factor *= jacobian_factor / EXPONENTIAL_SCALE
-                grad_at_target = logit_gradient(
-                    softmax_term(target_logit, row_max, log_sum, softmax_factor), None, target_factor, target_jacobian,
-                    HAS_SCALE or HAS_SOFTCAP, classes_factor=classes_factor * target_weight,
-                    HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
-                )  # fmt: skip
                 factors_ptr += row
-                tl.store(factors_ptr, tl.where(valid, factor, 0.0))
-                tl.store(factors_ptr + factors_stride, tl.where(valid, grad_at_target, 0.0))
+                tl.store(factors_ptr + _SOFTMAX * factors_stride, tl.where(valid, factor, 0.0))
+                tl.store(factors_ptr + _TARGET * factors_stride, at_target * target_jacobian)
                 if HAS_LABEL_SMOOTHING:
-                    tl.store(factors_ptr + 2 * factors_stride, classes_factor * jacobian_factor)
+                    tl.store(factors_ptr + _CLASSES * factors_stride, classes_factor * jacobian_factor)
             row_max = exp_reference
             log_sum = tl.full((), 0.0, ACCUM)
             softmax_factor = tl.full((), EXPONENTIAL_SCALE, ACCUM)
@@ -593,7 +583,7 @@ def cross_entropy_kernel(
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
             # The first pass has computed exp(z - m), with the m of each lane. A lane that has only -inf adds 0; a row
             # that has only -inf is NaN.
-            factor = softmax_term(largest, row_max, log_sum, softmax_factor)
+            factor = softmax_term(largest, row_max, log_sum, softmax_factor, entropy_factor, False)
             term, jacobian = last_exps * broadcast_lanes(factor, LANES, VECTOR), last_jacobian
         else:
             # The last block comes last, although it was read last: this is 3 to 5% faster. A single block is read again
@@ -642,7 +632,7 @@ def cross_entropy_kernel(
 @triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
 def gradient_of_exponentials_kernel(
     exps_ptr,  # (rows, cols), row stride exps_stride; overwritten
-    factors_ptr,  # (2, rows), or 3 with label smoothing, row stride factors_stride, see `Backend.exponentials`
+    factors_ptr,  # the row gradient of exponentials, row stride factors_stride, see `Backend.exponentials`
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     exps_stride,
@@ -660,10 +650,9 @@ def gradient_of_exponentials_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
-    factor = tl.load(factors_ptr + row)
-    target_factor = tl.load(factors_ptr + factors_stride + row)
-    if HAS_LABEL_SMOOTHING:
-        classes_factor = tl.load(factors_ptr + 2 * factors_stride + row)
+    factor, target_factor, classes_factor, _entropy_factor = load_row_gradient(
+        factors_ptr, factors_stride, row, None, False, HAS_LABEL_SMOOTHING
+    )
     exps_ptr += row * exps_stride
     # An ignored row contains only zeros.
     for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):

@@ -104,7 +104,7 @@ def divergence_kernel(
     if HAS_GRAD:
         target = tl.load(target_ptr + row)
         softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
-            row_gradient_ptr, row_gradient_stride, row, None, True
+            row_gradient_ptr, row_gradient_stride, row, None, True, False
         )
         divergence_factor = tl.load(row_gradient_ptr + _DIVERGENCE_FACTOR * row_gradient_stride + row)
     else:
@@ -145,7 +145,7 @@ def divergence_kernel(
             else:
                 term = tl.where(p > 0.0, (factor + divergence_factor * (1.0 - beta) * ratio) * p, 0.0)
             is_target = columns == target - column_start
-            grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP)
+            grad = logit_gradient(term, is_target, target_factor, jacobian, HAS_SCALE or HAS_SOFTCAP, 0.0, False)
             grad = tl.where((target != ignore_index) & present, grad, 0.0)
             tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=readable)
         else:  # Classes of probability 0 add 0, also if their ratio is infinite.

@@ -36,8 +36,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flce.backends import contract
 from flce.backends.triton.math import LN_2, LOG2_E, e4m3_factor, finish_rows, log1p, transform
 
+_SOFTMAX = tl.constexpr(contract.SOFTMAX)
+_TARGET = tl.constexpr(contract.TARGET)
 # Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 _FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
@@ -211,21 +214,21 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # NaN for targets out of range, and for rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        others = tl.where(normalizer > _LEAST, total / normalizer, float("nan"))
-        softmax_factor, grad_at_target = finish_rows(
-            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=others,
-            offset=offset, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
+        softmax_factor, at_target = finish_rows(
+            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=offset,
+            log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
             scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
             logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss,
             HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB, FACTORS=True,
+            WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=True,
         )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:
             factor *= scale
-        grad_at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
-        tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
-        tl.store(factors_ptr + factors_stride + row, tl.where(valid, grad_at_target, 0.0), mask=exists)
+        at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
+        factors_ptr += row
+        tl.store(factors_ptr + _SOFTMAX * factors_stride, tl.where(valid, factor, 0.0), mask=exists)
+        tl.store(factors_ptr + _TARGET * factors_stride, tl.where(valid, at_target, 0.0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])

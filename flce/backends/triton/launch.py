@@ -168,7 +168,7 @@ def _refuse_ignored_arguments(
 
 def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:
     """Return the tensors of the call, its numbers, and the flags of its numbers."""
-    inputs, spec, tile, out, normalizer, upstream, row_gradient = call
+    inputs, spec, tile, out, normalizer, row_gradient = call
     tensors: dict[str, Tensor | None] = {
         "target": inputs.target,
         "bias": inputs.tile_bias(tile),
@@ -177,7 +177,7 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
         "inverse_temperature": inputs.inverse_temperature,
         "row_gradient": row_gradient,
         "scales": inputs.scales,
-        "upstream": upstream,
+        "upstream": inputs.upstream,
         "normalizer": normalizer if out is None else out.normalizer,
     }
     for name in RowOutputs._fields:

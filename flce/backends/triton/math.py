@@ -10,6 +10,7 @@ from flce.backends import contract, e4m3
 # A kernel can read only global variables that are constexpr.
 _OFFSET = tl.constexpr(contract.OFFSET)
 _LOG_SUM = tl.constexpr(contract.LOG_SUM)
+_LOGPROB = tl.constexpr(contract.LOGPROB)
 _LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
 _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
@@ -168,75 +169,95 @@ def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
 
 @triton.jit
 def load_scales(scales_ptr, ACCUM: tl.constexpr):
-    """Return the scale of the cross entropies and the scale of the z-losses of all rows."""
-    return tl.load(scales_ptr).to(ACCUM), tl.load(scales_ptr + 1).to(ACCUM)
+    """Return the scale of the cross entropies, the scale of the z-losses, and the sum of the class weights."""
+    weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
+    return tl.load(scales_ptr).to(ACCUM), tl.load(scales_ptr + 1).to(ACCUM), weight_sum
+
+
+@triton.jit
+def one_minus_exp(x):
+    """Return 1 - exp(-x) for x >= 0, without cancellation for small x."""
+    # The series has an error of x^6 / 5040.
+    series = x * (1.0 - x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0))))))
+    return tl.where(x < 0.25, series, 1.0 - tl.exp2(-x * LOG2_E))
+
+
+@triton.jit
+def finish_row(
+    offset,  # the normalizer: offset + log_sum is lse
+    log_sum,
+    nll,  # lse - z_y, NaN for targets that are not a class
+    smooth,  # with label smoothing sum_k w_k (lse - z_k)
+    valid,  # False for ignored rows, whose results and row gradients are 0
+    row_weight,  # of the loss
+    target_weight,
+    ce_scale,  # of the gradient of the cross entropy, with all weights and upstream gradients
+    z_loss_scale,
+    weight_sum,  # of all classes
+    vocab_size,
+    label_smoothing,
+    z_loss,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+):
+    """End rows: return loss and z-loss, and the row gradient: the factors of softmax, of the target's one-hot vector
+    and of the class weights; and the gradient in z of the target, whose two terms cancel for p near 1.
+
+    `formulas.finish_row` has the same formulas. Call by keyword."""
+    lse = tl.where(offset == float("inf"), offset, offset + log_sum)
+    loss = nll * target_weight
+    target_factor = ce_scale * target_weight
+    classes_factor = tl.zeros_like(nll)
+    more_softmax = tl.zeros_like(nll)  # The factor of softmax exceeds the factor of the target by this number.
+    if HAS_LABEL_SMOOTHING:
+        loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
+        target_factor = ce_scale * (1.0 - label_smoothing) * target_weight
+        classes_factor = ce_scale * (label_smoothing / vocab_size)
+        more_softmax += classes_factor * weight_sum
+    row_z_loss = tl.zeros_like(nll)
+    if HAS_Z_LOSS:
+        row_z_loss = z_loss * lse * lse
+        more_softmax += z_loss_scale * 2.0 * z_loss * lse
+    softmax_factor = target_factor + more_softmax
+    at_target = more_softmax - softmax_factor * one_minus_exp(nll) - classes_factor * target_weight
+    return (
+        tl.where(valid, loss * row_weight, 0.0),
+        tl.where(valid, row_z_loss * row_weight, 0.0),
+        tl.where(valid, softmax_factor, 0.0),
+        tl.where(valid, target_factor, 0.0),
+        tl.where(valid, classes_factor, 0.0),
+        tl.where(valid, at_target, 0.0),
+    )
 
 
 @triton.jit
 def store_results(
     row,
     mask,  # True for rows that exist; None: all do
-    valid,  # False for ignored rows, whose results are 0
-    nll,  # lse - z_y
-    offset,  # the normalizer: offset + log_sum is lse
+    valid,
+    nll,
+    offset,
     log_sum,
-    target_weight,
-    row_weight,
+    loss,
+    row_z_loss,
     loss_ptr,
     z_loss_ptr,
     normalizer_ptr,
     logprob_ptr,
     normalizer_stride,
-    z_loss,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
-    vocab_size=0,  # this and the following parameters are for label smoothing
-    smooth=0.0,  # sum_k w_k (lse - z_k)
-    label_smoothing=0.0,
-    HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """Store losses, normalizers and log-probabilities of rows. Call by keyword. Defaults are for kernels without label
-    smoothing."""
-    loss = nll * target_weight
-    if HAS_LABEL_SMOOTHING:
-        loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
-    tl.store(loss_ptr + row, tl.where(valid, loss * row_weight, 0.0), mask=mask)
+    """Store losses, normalizers and log-probabilities of rows. Call by keyword."""
+    logprob = tl.where(valid, -nll, 0.0)
+    tl.store(loss_ptr + row, loss, mask=mask)
     tl.store(normalizer_ptr + _OFFSET * normalizer_stride + row, tl.where(valid, offset, 0.0), mask=mask)
     tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOGPROB * normalizer_stride + row, logprob, mask=mask)
     if HAS_Z_LOSS:
-        lse = tl.where(offset == float("inf"), offset, offset + log_sum)
-        tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=mask)
+        tl.store(z_loss_ptr + row, row_z_loss, mask=mask)
     if WANT_LOGPROB:
-        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
-
-
-@triton.jit
-def gradient_factors(
-    ce_scale,  # scale of the cross entropy of a row
-    z_loss_scale,  # scale of its z-loss
-    lse,
-    z_loss,
-    HAS_Z_LOSS: tl.constexpr,
-    target_weight=1.0,
-    vocab_size=0,  # this and the following parameters are for label smoothing
-    weight_sum=0.0,  # of all classes
-    label_smoothing=0.0,
-    HAS_LABEL_SMOOTHING: tl.constexpr = False,
-):
-    """Return the factors of a row's gradient: of softmax, of the target's one-hot vector, and of the class weights.
-    `logit_gradient` computes the gradient from these factors. Call by keyword."""
-    target_factor = ce_scale
-    if HAS_LABEL_SMOOTHING:
-        target_factor *= 1.0 - label_smoothing
-    target_factor *= target_weight
-    softmax_factor = target_factor
-    classes_factor = 0.0
-    if HAS_LABEL_SMOOTHING:
-        classes_factor = ce_scale * (label_smoothing / vocab_size)
-        softmax_factor += classes_factor * weight_sum
-    if HAS_Z_LOSS:
-        softmax_factor += z_loss_scale * 2.0 * z_loss * lse
-    return softmax_factor, target_factor, classes_factor
+        tl.store(logprob_ptr + row, logprob, mask=mask)
 
 
 @triton.jit
@@ -249,7 +270,7 @@ def load_weights(
     token_weight_ptr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
-    ACCUM: tl.constexpr = tl.float32,
+    ACCUM: tl.constexpr,
 ):
     """Return the token weights and the class weights of the targets of rows."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
@@ -269,7 +290,6 @@ def finish_rows(
     valid,
     in_range,
     nll,
-    others,  # 1 - p of the target, without cancellation
     offset,
     log_sum,
     class_weight_ptr,
@@ -285,32 +305,31 @@ def finish_rows(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
-    FACTORS: tl.constexpr,
+    WANT_GRADIENT: tl.constexpr,
 ):
-    """Store the results of rows from complete statistics, in float32 and without label smoothing, for the kernels that
-    follow a fused product. With FACTORS return the factor of softmax in the gradient, and the gradient at the target,
-    whose two terms cancel for p near 1. Call by keyword."""
+    """Run `finish_row` and store the results, for the kernels that follow a fused product: in float32, without label
+    smoothing. With WANT_GRADIENT return the factor of softmax, and the gradient in z of the target. Call by keyword."""
     row_weight, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
-    )
-    store_results(
-        row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, target_weight=target_weight,
-        row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-        logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS,
-        WANT_LOGPROB=WANT_LOGPROB,
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT,
+        tl.float32,
     )  # fmt: skip
-    softmax_factor = tl.zeros_like(nll)
-    grad_at_target = softmax_factor
-    if FACTORS:
+    ce_scale = tl.zeros_like(nll)
+    z_loss_scale = tl.zeros_like(nll)
+    if WANT_GRADIENT:
         scales = load_scales(scales_ptr, tl.float32)
-        softmax_factor, target_factor, _classes_factor = gradient_factors(
-            ce_scale=tl.where(in_range, row_weight, float("nan")) * scales[0], z_loss_scale=row_weight * scales[1],
-            lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
-        )  # fmt: skip
-        grad_at_target = -softmax_factor * others
-        if HAS_Z_LOSS:  # otherwise both are equal, but a fused multiply-add would add their rounding error
-            grad_at_target += softmax_factor - target_factor
-    return softmax_factor, grad_at_target
+        ce_scale = tl.where(in_range, row_weight, float("nan")) * scales[0]
+        z_loss_scale = row_weight * scales[1]
+    loss, row_z_loss, softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
+        offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+        target_weight=target_weight, ce_scale=ce_scale, z_loss_scale=z_loss_scale, weight_sum=None, vocab_size=None,
+        label_smoothing=None, z_loss=z_loss, HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+    )  # fmt: skip
+    store_results(
+        row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss, row_z_loss=row_z_loss,
+        loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
+        normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
+    )  # fmt: skip
+    return softmax_factor, at_target
 
 
 @triton.jit
@@ -320,10 +339,10 @@ def load_row_gradient(
     row,
     mask,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_LABEL_SMOOTHING: tl.constexpr = False,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
 ):
-    """Load the factors of a given row gradient, which replace the results of `gradient_factors`: of softmax, of the
-    target's one-hot vector, of the class weights and of entropy."""
+    """Load a row gradient: the factors of softmax, of the target's one-hot vector, of the class weights and of
+    entropy."""
     softmax_factor = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
     target_factor = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
     classes_factor = tl.zeros_like(softmax_factor)
@@ -375,31 +394,30 @@ def row_gradient_kernel(
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size)
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
+    nll = -tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row, mask=exists, other=0.0)
     row_weight, target_weight = load_weights(
         row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, ACCUM
     )
+    scale = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
     if HAS_UPSTREAM:
-        row_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
-    row_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
-    scales = load_scales(scales_ptr, ACCUM)
-    softmax_factor, target_factor, classes_factor = gradient_factors(
-        ce_scale=row_weight * scales[0], z_loss_scale=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss,
-        HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight, vocab_size=vocab_size,
-        weight_sum=tl.load(scales_ptr + 2).to(ACCUM), label_smoothing=label_smoothing,
-        HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+        scale *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
+    ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
+    _loss, _row_z_loss, softmax_factor, target_factor, classes_factor, _at_target = finish_row(
+        offset=offset, log_sum=log_sum, nll=nll, smooth=0.0, valid=valid, row_weight=row_weight,
+        target_weight=target_weight, ce_scale=scale * ce_scale, z_loss_scale=scale * z_loss_scale,
+        weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
+        HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
     )  # fmt: skip
     elsewhere = in_range & ((target < column_start) | (target >= column_start + cols))
-    target_factor = tl.where(elsewhere, 0.0, target_factor)
-    tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride + row, tl.where(valid, softmax_factor, 0.0), mask=exists)
-    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride + row, tl.where(valid, target_factor, 0.0), mask=exists)
+    row_gradient_ptr += row
+    tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride, softmax_factor, mask=exists)
+    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride, tl.where(elsewhere, 0.0, target_factor), mask=exists)
     if HAS_LABEL_SMOOTHING:
-        tl.store(
-            row_gradient_ptr + _CLASSES * row_gradient_stride + row, tl.where(valid, classes_factor, 0.0), mask=exists
-        )
+        tl.store(row_gradient_ptr + _CLASSES * row_gradient_stride, classes_factor, mask=exists)
 
 
 @triton.jit
-def softmax_term(z, offset, log_sum, softmax_factor, entropy_factor=0.0, HAS_ENTROPY_GRADIENT: tl.constexpr = False):
+def softmax_term(z, offset, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT: tl.constexpr):
     """Return the softmax's term of the gradient: `softmax_factor` times p = exp(z - m) / sum(exp(z - m)), where m is
     the offset. With the gradient of an entropy, p is multiplied by ``softmax_factor - entropy_factor * log(p)``."""
     if HAS_ENTROPY_GRADIENT:
@@ -415,10 +433,10 @@ def logit_gradient(
     target_factor,
     jacobian,  # dz/da
     HAS_JACOBIAN: tl.constexpr,
-    classes_factor=0.0,  # times the weight of the class
-    HAS_LABEL_SMOOTHING: tl.constexpr = False,
+    classes_factor,  # times the weight of the class
+    HAS_LABEL_SMOOTHING: tl.constexpr,
 ):
-    """Return the gradient of a row's loss with respect to its logits, from the results of `gradient_factors`."""
+    """Return the gradient of a row's loss with respect to its logits, from its row gradient."""
     grad = term - target_factor
     if is_target is not None:
         grad = tl.where(is_target, grad, term)

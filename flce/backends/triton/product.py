@@ -217,7 +217,7 @@ def product_kernel(
         elif GRADIENT:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
             softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
-                row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT
+                row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT, False
             )
             if HAS_SCALE and not HAS_SOFTCAP:  # all columns of a row have one derivative
                 softmax_factor *= row_scale
@@ -232,7 +232,7 @@ def product_kernel(
                 HAS_ENTROPY_GRADIENT,
             )
             is_target = columns == target_column[:, None]
-            grad = logit_gradient(term, is_target, target_factor[:, None], jacobian, HAS_SOFTCAP)
+            grad = logit_gradient(term, is_target, target_factor[:, None], jacobian, HAS_SOFTCAP, 0.0, False)
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
@@ -321,11 +321,11 @@ def finish_statistics_kernel(
     # (m - z_y) first, then log_sum: exact if all logits share a large offset. NaN for targets out of range.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
     finish_rows(
-        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=0.0, offset=row_max,
+        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=row_max,
         log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, scales_ptr=None,
         loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
         normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, FACTORS=False,
+        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=False,
     )  # fmt: skip
     if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT or WANT_LOG_SUM_SQ_PROB:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]

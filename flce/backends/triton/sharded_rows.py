@@ -33,14 +33,6 @@ def load_log_sum_exp(gathered_ptr, process, stride, row, rows, exists):
     return offset, tl.load(gathered_ptr + _LOG_SUM * rows, mask=exists, other=0.0)
 
 
-@triton.jit
-def one_minus_exp(x):
-    """Return 1 - exp(-x) for x >= 0, without cancellation for small x."""
-    # The series has an error of x^6 / 5040.
-    series = x * (1.0 - x * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0 - x * (1.0 / 720.0))))))
-    return tl.where(x < 0.25, series, 1.0 - tl.exp2(-x * LOG2_E))
-
-
 @triton.jit(
     do_not_specialize=[
         *("processes", "rank", "classes", "gathered_stride", "rows", "vocab_size", "column_start", "ignore_index"),
@@ -126,11 +118,11 @@ def finish_sharded_rows_kernel(
     nll = tl.where(in_range & (tl.abs(largest) != float("inf")), nll, float("nan")) + wrong
 
     softmax_factor, grad_at_target = finish_rows(
-        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=one_minus_exp(nll),
+        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll,
         offset=reference, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
         scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
         logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, FACTORS=HAS_FACTORS,
+        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=HAS_FACTORS,
     )  # fmt: skip
     if not HAS_FACTORS:
         return
