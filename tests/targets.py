@@ -76,7 +76,6 @@ PRODUCT_KERNELS = {
     "finish_kernel",
     "target_slots_kernel",
     "weight_gradient_kernel",
-    "finish_sharded_rows_kernel",
     "find_large_kernel",
     "quantize_kernel",
     "add_entries_kernel",
@@ -193,6 +192,7 @@ ROWS = 8
 # In one block and in several, with edges and without.
 COLUMNS = (1000, 4096, 50257, 128256)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+_SLICE_SHAPES = (ROWS, 512), (8000, 512), (ROWS, 8000)  # tokens, classes and exponentials of a divided head
 Calls = Iterator[Callable[[], Any]]
 
 
@@ -282,14 +282,14 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
 
 
 def slice_calls() -> Calls:
-    """Yield calls for the rows of a head that is divided over processes."""
+    """Yield fused products of a process of a divided head."""
+    backend, (x, weight, exps) = kernels.TritonBackend(), (_new(*s, dtype=torch.bfloat16) for s in _SLICE_SHAPES)
     for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
         out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
-        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
-        call = TileCall(inputs, spec, TileClasses(8000, 8000, 32000, 8000), out)
-        for factors in (_new(2, ROWS), None):
-            given = _new(4, 3 * ROWS + 1), 1, 8000, call, factors
-            yield partial(kernels.TritonBackend().finish_sharded_rows, *given)
+        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, None)
+        call = TileCall(inputs, spec, TileClasses(0, 8000, 8000, 8000, is_shard=True), out)
+        yield partial(backend.fused_statistics, x, weight, call)
+        yield partial(backend.fused_exponentials, x, weight, [exps], call, _new(2, ROWS), None, lambda: None)
 
 
 def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:

@@ -47,9 +47,9 @@ SOFTMAX, TARGET, CLASSES, ENTROPY, DIVERGENCE_FACTOR = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
 
-# Slots of `Teacher.rows`: OFFSET and LOG_SUM of teacher and student, the divergence, and the mean under the student of the
-# weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials, and
-# DIVERGENCE is the sum of probabilities times differences of logits, all relative to the largest logits so far.
+# Slots of `Teacher.rows`: OFFSET and LOG_SUM of teacher and student, the divergence, and the mean under the student of
+# the weights w of `Backend.divergence`. While statistics are computed, the slots of LOG_SUM are sums of exponentials,
+# and DIVERGENCE is the sum of probabilities times differences of logits, all relative to the largest logits so far.
 TEACHER, STUDENT, DIVERGENCE, MEAN_WEIGHT, DIVERGENCE_SLOTS = 0, 2, 4, 5, 6
 
 
@@ -182,7 +182,7 @@ class RowInputs(NamedTuple):
 class RowOutputs(NamedTuple):
     """Memory for the results of each row; None for results that the call does not request."""
 
-    loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
+    loss: Tensor  # (rows,) token_weight * cross entropy, not reduced; not written by calls of a shard
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
     normalizer: Tensor  # (NORMALIZER_SLOTS, rows), read by backward
     logprob: Tensor | None  # (rows,)
@@ -243,8 +243,9 @@ class TileClasses(NamedTuple):
     Attributes:
         accessible_cols: columns of the buffer from the start of each row, at least `cols`. Columns behind `cols` may be
             read and written and have no meaning: a kernel is twice as fast if it accesses only full vectors.
-        is_shard: True if the tile has all classes of a process. Statistics begin and end with this tile. The result is
-            a state that `formulas.results_from_state` finishes.
+        is_shard: True if the vocabulary is divided over processes. The result of statistics is then a state, which
+            `formulas.results_from_state` reads, or the normalizer and other statistics of this process alone.
+        first: the first class of this process.
         keep_logits: True if the logits must not be overwritten, except by their gradient.
     """
 
@@ -253,12 +254,13 @@ class TileClasses(NamedTuple):
     vocab_size: int
     accessible_cols: int
     is_shard: bool = False
+    first: int = 0
     keep_logits: bool = False
 
     @property
     def is_first(self) -> bool:
         """True if statistics begin with this tile."""
-        return self.is_shard or self.start == 0
+        return self.start == self.first
 
     @property
     def columns(self) -> slice:
@@ -370,7 +372,7 @@ class Backend(Protocol):
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
         """End rows again, from ``call.normalizer``. Write their row gradient to `out`, (LOSS_GRADIENT_SLOTS, rows): 0
-        for ignored rows, NaN for wrong targets. TARGET is 0 where the target is not a class of the tile."""
+        for ignored rows, NaN for wrong targets."""
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself. It follows from
@@ -409,8 +411,8 @@ class Backend(Protocol):
             exps: half precision, the tile's part of contiguous columns of all classes. Columns of earlier tiles may be
                 written, too.
             state: (EXPONENTIAL_SLOTS, rows).
-            factors: (3, rows) float32, or (2, rows) without label smoothing; written at the last tile. Softcap and
-                label smoothing together are not supported here.
+            factors: (3, rows) float32, or (2, rows) without label smoothing; written at the last tile, not in a shard.
+                Softcap and label smoothing together are not supported here.
         """
 
     def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
@@ -444,7 +446,8 @@ class Backend(Protocol):
             weight: (V, H) bfloat16.
             exps: (rows, V) bfloat16, in one or several pieces of consecutive classes. The number of classes of each
                 piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
-            factors: (2, rows) float32.
+            factors: (2, rows) float32. In a shard the derivative of the shard's log-sum-exp is ``factors[SOFTMAX] *
+                exps``, and ``factors[TARGET]`` is dz/da of the target.
             count: () if all rows from this number on are ignored: their `exps` are not written.
             scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
                 launched: an idle device then starts earlier.
@@ -513,21 +516,6 @@ class Backend(Protocol):
         """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
         over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic. product: (rows, H)
         float32 or float16, may be overwritten or be `out`, not read in rows whose scale is 0; index: rows of `out`."""
-
-    def finish_sharded_rows(
-        self, gathered: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None
-    ) -> None:
-        """Write the results of rows of a head that is divided over processes. If `factors` are given, replace the
-        factors of `fused_exponentials`, which are of this process's shard alone, by the factors for the full loss.
-
-        Args:
-            gathered: (processes, 3 * rows + 1) float32, from each process: the first three fields of
-                `formulas.RowStatistics` of each row, computed from its own shard, in their order; and the number of its
-                classes.
-            classes: number of classes of the first process.
-            call: of the full loss; its tile has the classes of this process.
-            factors: (2, rows), of which the first is read.
-        """
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """Add ``x[i] @ weight[ids[i, k]]`` to ``out[i, k]`` where `ids` is a class.

@@ -166,7 +166,7 @@ class TorchBackend:
     exponentials = gradient_of_exponentials = _unavailable
     fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
-    add_target_terms = finish_sharded_rows = normalize_quantized = _unavailable
+    add_target_terms = normalize_quantized = _unavailable
 
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)

@@ -8,7 +8,7 @@ statistics of several processes, compute losses, results and row gradients, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -146,6 +146,14 @@ def finish_row(
     return results, where(targets.valid, row_gradient, 0.0)
 
 
+def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
+    """Return the gradient in z of the targets. If a model is certain, p is nearly 1 and two factors are nearly equal:
+    ``SOFTMAX * p - TARGET`` is computed without cancellation."""
+    softmax_factor, target_factor, classes_factor = row_gradient[:LOSS_GRADIENT_SLOTS]
+    at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(logprob)
+    return at_target - (classes_factor if target_weight is None else classes_factor * target_weight)
+
+
 def row_gradient(call: TileCall) -> Tensor:
     """Return the result of `Backend.row_gradient`."""
     assert call.normalizer is not None
@@ -153,7 +161,6 @@ def row_gradient(call: TileCall) -> Tensor:
     state = RowStatistics(*call.normalizer, *nothing)  # type: ignore[arg-type]
     _, result = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
     assert result is not None
-    result[TARGET] = where(targets.in_tile, result[TARGET], 0.0)
     return result
 
 
@@ -211,8 +218,13 @@ class RowStatistics(NamedTuple):
     mean_logit: Tensor | None
     log_sum_sq_prob: Tensor | None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> RowStatistics:
-        return RowStatistics(*(None if t is None else function(t) for t in self))  # type: ignore[arg-type]
+    @staticmethod
+    def requested_names(spec: LossSpec) -> list[str]:
+        """Return the names of the statistics that a call needs."""
+        argmax = "argmax" in spec.stats or "correct" in spec.stats
+        needed = {"smooth": spec.label_smoothing != 0.0, "argmax": argmax}
+        always = ("offset", "log_sum", "logprob")
+        return [name for name in RowStatistics._fields if name in always or needed.get(name, name in spec.stats)]
 
 
 def results_from_state(

@@ -89,7 +89,7 @@ class _Gradients:
         scales, weight = slice_rows(self._row_scales, part), ctx.terms[0].weight
         ctx.backend.add_entries(product, scales, self._weight_scales, self._entries(part), weight, out, index)
         if index is None:
-            ctx.local.start_dx_sum(0, out)
+            ctx.rows.start_dx_sum(0, out)
 
     def _quantized_weight(self) -> Tensor:
         """Return the transposed weight in E4M3, (H, V padded). It is in the memory of dW if there is one chunk, because

@@ -13,8 +13,11 @@ from flce.backends.contract import (
     EXPONENTIAL_SCALE,
     EXPONENTIAL_SLOTS,
     LEAST_JACOBIAN_FACTOR,
-    LOG_SUM,
-    OFFSET,
+    MAX,
+    SOFTMAX,
+    SUM,
+    TARGET,
+    TARGET_JACOBIAN,
     QuantizedTile,
     TargetTerms,
 )
@@ -45,16 +48,14 @@ class Exponentials:
         if ctx.in_registers:
             call, device_count = ctx.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
-            weight, scales = ctx.terms[0].weight, ctx.local.local_scales.for_gradient
+            weight, scales = ctx.terms[0].weight, ctx.rows.scales.for_gradient
             ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales, quantized)
-            if ctx.problem.token_weight_grad:
-                factors.mul_(slice_columns(ctx.token_weights, tokens))
         else:
             self._compute_in_blocks(xs, tiles[0], tokens)
         # One collective for all tokens, because the blocks of other processes may have other sizes.
-        ctx.local.merge_factors(tokens, factors)
+        ctx.rows.merge_factors(tokens, factors)
         if quantized is not None:
-            target, ignore_index = slice_columns(ctx.selection.target, tokens), ctx.problem.spec.ignore_index
+            target, ignore_index = slice_columns(ctx.rows.target, tokens), ctx.rows.spec.ignore_index
             ctx.backend.normalize_quantized(quantized, factors, target, ignore_index, ctx.vocab_size)
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
@@ -62,24 +63,25 @@ class Exponentials:
         for block_tokens, classes, logits, exps in ctx.compute_logit_blocks(xs, tokens, ctx.all_classes, tile):
             block_factors = slice_columns(self.factors, block_tokens)
             if block_tokens != previous_tokens:
-                previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens, with_gradient=True)
+                previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens)
                 state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
-            ctx.backend.exponentials(logits, exps, call._replace(tile=ctx.tile_classes(classes)), state, block_factors)
-            if ctx.local.is_sharded and classes.stop == ctx.vocab_size:
-                block_factors[0] = self._shard_factor(state[EXP_REFERENCE], block_tokens, exps.dtype)
+            tile = ctx.tile_classes(classes)._replace(is_shard=call.tile.is_shard)
+            ctx.backend.exponentials(logits, exps, call._replace(tile=tile), state, block_factors)
+            if ctx.rows.is_sharded and classes.stop == ctx.vocab_size:
+                ctx.rows.keep_state(block_tokens, state)
+                block_factors[SOFTMAX] = self._shard_factor(state, exps.dtype)
+                block_factors[TARGET] = state[TARGET_JACOBIAN]
 
-    def _shard_factor(self, reference: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
-        """Return the factors of exponentials relative to `reference`, (rows,). Factor * exponential is the derivative
-        of the shard's log-sum-exp with respect to a logit, before scale and softcap."""
-        ctx = self._context
-        assert ctx.local_out is not None
-        spec, normalizer = ctx.problem.spec, slice_columns(ctx.local_out.normalizer, tokens)
+    def _shard_factor(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the factors of the exponentials of a shard, (rows,). Factor * exponential is the derivative of the
+        shard's log-sum-exp with respect to a logit, before scale and softcap."""
+        spec, reference = self._context.problem.spec, state[EXP_REFERENCE]
         # With softcap kernels store exp(z - reference) * dz/da / (scale * cap), see `contract.LEAST_JACOBIAN_FACTOR`.
         jacobian_factor = spec.scale * spec.cap
         if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
             jacobian_factor = 1.0
-        reference_minus_offset = reference.where(reference != -torch.inf, 0.0) - normalizer[OFFSET]
-        return (reference_minus_offset - normalizer[LOG_SUM]).exp() * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
+        reference_minus_largest = reference.where(reference != -torch.inf, 0.0) - state[MAX]
+        return reference_minus_largest.exp() / state[SUM] * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
 
     def convert_to_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Overwrite exponentials of some rows and all classes with the gradient of the logits."""
@@ -96,7 +98,7 @@ class Exponentials:
         self, x: Tensor, tokens: slice, out: Tensor, weight: Tensor | None, index: Tensor | None, ignore_index: int
     ) -> None:
         ctx = self._context
-        target = slice_columns(ctx.selection.target, tokens)
+        target = slice_columns(ctx.rows.target, tokens)
         ctx.backend.combine_rows(x, out, weight, target, slice_columns(self.factors, tokens), ignore_index, index)
 
     def finish_input_gradient(self, term: int, product: Tensor, tokens: slice) -> None:
@@ -105,9 +107,9 @@ class Exponentials:
         ctx = self._context
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         out = slice_rows(ctx.dx_memory(term), tokens) if index is None else ctx.dx_memory(term)
-        self._combine_rows(product, tokens, out, ctx.terms[term].weight, index, ctx.problem.spec.ignore_index)
+        self._combine_rows(product, tokens, out, ctx.terms[term].weight, index, ctx.rows.spec.ignore_index)
         if index is None:
-            ctx.local.start_dx_sum(term, out)
+            ctx.rows.start_dx_sum(term, out)
 
     def compute_weight_gradient(
         self, term: int, tiles: Sequence[Tensor], scaled: Tensor, residual: Tensor | None = None
@@ -152,5 +154,5 @@ class Exponentials:
     def _target_terms(self, linear_term: int) -> TargetTerms:
         ctx, tokens = self._context, slice(0, self._context.selection.num_rows)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
-        target, factor = slice_columns(ctx.selection.target, tokens), self.factors[1, tokens]
-        return TargetTerms(ctx.terms[linear_term].input, index, target, factor, ctx.problem.spec.ignore_index)
+        target, factor = slice_columns(ctx.rows.target, tokens), self.factors[TARGET, tokens]
+        return TargetTerms(ctx.terms[linear_term].input, index, target, factor, ctx.rows.spec.ignore_index)

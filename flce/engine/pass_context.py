@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowOutputs, Teacher, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, Backend, Teacher, TileCall, TileClasses
 from flce.backends.formulas import finish_divergence
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
@@ -19,7 +19,7 @@ from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
-from flce.engine.shards import LocalProblem
+from flce.engine.shards import Rows
 from flce.engine.top_k import TopK
 
 
@@ -40,7 +40,7 @@ class PassContext:
     `rows` and `cols` are numbers of tokens and classes.
 
     Attributes:
-        local: the problem in this process: its classes, selected tokens, normalizer and results.
+        rows: the problem, its selected tokens, their normalizer and results.
         backend: the operations on tiles.
         arena: allocator.
         dtypes: dtypes of tiles, sums and gradients.
@@ -54,7 +54,7 @@ class PassContext:
         has_mixture: True if the terms of "jsd" were summed with the statistics, because a tile has all classes.
     """
 
-    local: LocalProblem
+    rows: Rows
     backend: Backend
     arena: Arena
     dtypes: Dtypes
@@ -67,16 +67,15 @@ class PassContext:
     has_mixture: bool = False
 
     def __post_init__(self) -> None:
-        self.problem: LinearCrossEntropyProblem = self.local.problem
-        self.selection: Selection = self.local.selection
+        self.problem: LinearCrossEntropyProblem = self.rows.problem
+        self.selection: Selection = self.rows.selection
         """The selected tokens."""
-        self.normalizer: Tensor = self.local.gradient_normalizer
+        self.normalizer: Tensor = self.rows.gradient_normalizer
         """(slots, rows), of all classes."""
-        self.local_out: RowOutputs | None = self.local.local_out
-        """Memory for the statistics of these classes. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
         self._inputs = [term.input for term in (*self.terms, *(self.teacher.terms if self.teacher else ()))]
-        self.vocab_size: int = self.problem.vocab_size
+        self.vocab_size: int = self.problem.local_vocab_size
+        """Number of classes of this process."""
         self.all_classes = slice(0, self.vocab_size)
         needs = self.problem.needs
         self.dx_terms = [k for k, needed in enumerate(needs.inputs) if needed]
@@ -263,7 +262,7 @@ class PassContext:
         """Return the needed gradients in the order of `Needs.flat`. If there was no tile, they are allocated here."""
         grads = [self.dx_memory(k) for k in self.dx_terms]
         for k, grad in zip(self.dx_terms, grads, strict=True):
-            self.local.finish_dx_sum(k, grad)
+            self.rows.finish_dx_sum(k, grad)
         grads += [self.dw_memory(k) for k in self.dw_terms]
         if not self.problem.needs.bias:
             return grads
@@ -313,12 +312,14 @@ class PassContext:
     def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, tokens: slice) -> None:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be
         `logits`."""
-        if not self.local.is_sharded:
-            self.backend.loss_and_gradient(logits, dlogits, self.statistics_call(tokens, with_gradient=True))
-            return
         call = self.statistics_call(tokens)
-        self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep_logits=True)), None)
-        self.local.merge_results(tokens)
+        if not self.rows.is_sharded:
+            self.backend.loss_and_gradient(logits, dlogits, call)
+            return
+        state = self.new(STATE_SLOTS, len(logits), dtype=self.normalizer.dtype)
+        self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep_logits=True)), state)
+        self.rows.keep_state(tokens, state)
+        self.rows.merge_results(tokens)
         self.backend.gradient(logits, dlogits, self._gradient_call(tokens, tokens, self.all_classes))
 
     def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
@@ -331,17 +332,18 @@ class PassContext:
         assert logits is not None
         rows = tokens.stop - tokens.start
         needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
-        if logits.shape[1] < self.vocab_size and needs_statistics:
+        if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_sharded):
             state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None)
+            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None, is_shard=call.tile.is_shard)
             if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
             if teacher is not None:
                 self._compare(block_logits, xs, tokens, call._replace(tile=tile))
+        self.rows.keep_state(tokens, state)
 
     def _compare(
         self, logits: Tensor, xs: Sequence[Tensor], tokens: slice, call: TileCall, grad: Tensor | None = None
@@ -353,7 +355,7 @@ class PassContext:
         self.write_logits(xs, call.tile.columns, teacher_logits, self.teacher)
         teacher = self.teacher.select_rows(tokens)
         self.backend.divergence(logits, teacher_logits, call, teacher, grad)
-        has_rows = call.tile.cols == self.vocab_size and not self.local.is_sharded
+        has_rows = call.tile.cols == self.vocab_size and not self.rows.is_sharded
         self.has_mixture = has_rows and teacher.kind != self.problem.spec.divergence  # type: ignore[attr-defined]
         if self.has_mixture:  # The statistics for "jsd" are complete.
             finish_divergence(teacher.rows, "jsd")
@@ -386,21 +388,9 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, tokens: slice, with_gradient: bool = False, scaled: bool = True) -> TileCall:
-        """Return the call that writes statistics of some rows for all classes. If the gradient of token weights is
-        needed, losses are unweighted, and token weights reach the gradient as `upstream`.
-
-        Args:
-            with_gradient: the call also computes gradients.
-            scaled: False for a call without loss scales.
-        """
-        assert self.local_out is not None
-        weighted = not self.problem.token_weight_grad
-        upstream = slice_columns(self.token_weights, tokens) if with_gradient and not weighted else None
-        scales = self.local.local_scales.for_gradient() if scaled else None
-        inputs = self.selection.row_inputs(tokens, scales, weighted)._replace(upstream=upstream)
-        out = self.local_out.select_rows(tokens)
-        return TileCall(inputs, self.problem.spec, self.tile_classes(self.all_classes), out)
+    def statistics_call(self, tokens: slice, scaled: bool = True) -> TileCall:
+        """Return the call that writes statistics of some rows for all classes. `scaled`: with loss scales."""
+        return self.rows.statistics_call(tokens, self.tile_classes(self.all_classes), scaled)
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
@@ -409,14 +399,13 @@ class PassContext:
             row_gradient, first_row = self._compute_row_gradient(chunk), chunk.start
         call = self._gradient_calls.get((tokens.start, tokens.stop))
         if call is None:
-            # The row gradient includes loss scales, token and class weights. Only label smoothing still reads class
-            # weights.
-            inputs, spec = self.selection.row_inputs(tokens, None, weighted=False), self.problem.spec
-            if not spec.label_smoothing:
+            # Only label smoothing still reads class weights.
+            inputs = self.rows.tile_inputs(tokens)
+            if not self.rows.spec.label_smoothing:
                 inputs = inputs._replace(class_weight=None)
             call = TileCall(
                 inputs,
-                spec,
+                self.rows.spec,
                 self.tile_classes(classes),
                 normalizer=slice_columns(self.normalizer, tokens),
                 row_gradient=slice_columns(row_gradient, offset_slice(tokens, -first_row)),
@@ -429,15 +418,8 @@ class PassContext:
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
             self._gradient_calls.clear()
-            self._chunk_row_gradient = chunk, self.local.compute_row_gradient(chunk)
+            self._chunk_row_gradient = chunk, self.rows.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
-
-    @functools.cached_property
-    def token_weights(self) -> Tensor:
-        """Token weights, (rows,), 0 for ignored tokens."""
-        weight, target = self.selection.token_weight, self.selection.target
-        assert weight is not None
-        return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
 
     def tile_classes(self, classes: slice) -> TileClasses:
         size = classes.stop - classes.start

@@ -29,7 +29,7 @@ from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import LocalProblem, build_local_problem, gather_class_weights
+from flce.engine.shards import Rows, build_rows, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,11 @@ def forward(
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
     outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
-    context = build_context(
-        plan, runtime, build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
-    )
+    rows = build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
+    context = build_context(plan, runtime, rows)
     schedule.forward(context)
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
-        context.local.merge_results(slice(0, selection.num_rows))
+        rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
     outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
     results, _, token_weight_gradient = vectors.reduce(
@@ -138,12 +137,12 @@ def backward(
         problem, runtime.backend, needs_scales=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    local = build_local_problem(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
-    context = build_context(plan, runtime, local, gradient_scale=scales.gradient_scale)
+    rows = build_rows(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    context = build_context(plan, runtime, rows, gradient_scale=scales.gradient_scale)
     plan.schedule.backward(context)
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, local: LocalProblem, **more: Any) -> PassContext:
+def build_context(plan: Plan, runtime: Runtime, rows: Rows, **more: Any) -> PassContext:
     """Return the context of a pass. `more`: other fields of `PassContext`."""
-    return runtime.context_type(local, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+    return runtime.context_type(rows, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

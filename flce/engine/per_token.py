@@ -40,7 +40,7 @@ from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
 from flce.engine.selection import Selection
-from flce.engine.shards import build_local_problem
+from flce.engine.shards import build_rows
 from flce.engine.top_k import TopK
 
 # The id that is not a class.
@@ -95,26 +95,26 @@ def forward(
     outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    local = build_local_problem(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
+    pass_rows = build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
     if problem.teacher_terms:
         rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
         rows[: contract.DIVERGENCE : contract.STUDENT] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
-    context = build_context(plan, runtime, local, top_k=top_k, teacher=teacher)
+    context = build_context(plan, runtime, pass_rows, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
-    context.local.merge_results(slice(0, selection.num_rows))
+    context.rows.merge_results(slice(0, selection.num_rows))
 
     valid = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_k_logprob = top_k_ids = divergence = teacher_rows = None
     if teacher is not None:
         if not context.has_mixture:
-            context.local.merge_divergences(rows, teacher.kind)
+            context.rows.merge_divergences(rows, teacher.kind)
             finish_divergence(rows, str(spec.divergence))
         if spec.divergence == "jsd" and not context.has_mixture:  # The terms are summed in a second pass.
             context.teacher = Teacher.from_problem(problem, rows)
             plan.schedule.forward(context)
-            context.local.sum_over_processes(rows[contract.DIVERGENCE :])
+            context.rows.sum_over_processes(rows[contract.DIVERGENCE :])
         if not context.problem.spec.stats:
             outputs.normalizer[: contract.LOGPROB] = rows[contract.STUDENT : contract.DIVERGENCE]
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
@@ -125,7 +125,7 @@ def forward(
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.scatter(values.masked_fill_(~valid | (ids == NO_CANDIDATE), 0.0))
     if top_k is not None:
-        top_k = context.local.merge_top_k(top_k)
+        top_k = context.rows.merge_top_k(top_k)
         z = spec.transform(top_k.logits, selection.inverse_temperature)
         values = _subtract_normalizer(z, outputs.normalizer)
         top_k_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
@@ -137,14 +137,14 @@ def forward(
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:
     """Compute z of some classes of each selected row, (rows, K); 0 where an id is not a class. One collective: each
     process adds z of its classes."""
-    problem, local_ids = context.problem, context.local.local_ids(ids)
+    problem, local_ids = context.problem, context.rows.local_ids(ids)
     logits = context.arena.new(ids.shape, context.normalizer.dtype, zero=True)
     for term in context.terms:
         context.backend.row_products(context.selection.take(term.input), term.weight, local_ids, logits)
     if problem.linear_bias is not None:
         logits += problem.linear_bias[local_ids.clamp(0, context.vocab_size - 1)]
     z = problem.spec.transform(logits, context.selection.inverse_temperature)
-    return context.local.sum_over_processes(z.masked_fill_(local_ids == NO_CANDIDATE, 0.0))
+    return context.rows.sum_over_processes(z.masked_fill_(local_ids == NO_CANDIDATE, 0.0))
 
 
 def _subtract_normalizer(z: Tensor, normalizer: Tensor) -> Tensor:
@@ -184,12 +184,11 @@ def backward(
             if gradients is not None:
                 gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    local = build_local_problem(problem, selection, scales, runtime.arena, saved.normalizer)
-    row_gradient[TARGET] = local.zero_remote_targets(row_gradient[TARGET])
+    rows = build_rows(problem, selection, scales, runtime.arena, saved.normalizer)
     if candidate_grads is not None:
-        candidate_grads = candidate_grads._replace(ids=local.local_ids(candidate_grads.ids))
+        candidate_grads = candidate_grads._replace(ids=rows.local_ids(candidate_grads.ids))
     context = build_context(
-        plan, runtime, local, gradient_scale=gradient_scale, row_gradient=row_gradient,
+        plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient,
         candidate_grads=candidate_grads, teacher=teacher,
     )  # fmt: skip
     plan.schedule.backward(context)

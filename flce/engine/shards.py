@@ -1,22 +1,21 @@
-"""The problem of a pass in this process: all classes, or the shard of one process of a divided head. `passes.py` and
-`per_token.py` build it.
+"""The rows of a pass in this process, of all classes or of the shard of one process of a divided head. `passes.py` and
+`per_token.py` build them.
 
-Each process of a divided head has a shard of the classes, and all processes have the same tokens. A shard is a separate
-problem (`ShardProblem.problem`), which schedules and kernels process like any other. If a token's target is in
-another shard, a class of the process's own shard replaces it (the stand-in). Statistics of a shard are a few numbers
-for each row. One collective gathers the statistics of all shards, and every process merges them into the same results
-(`formulas.merge_shards`).
+Each process of a divided head has a shard of the classes, and all processes have the same tokens. Kernels process a
+shard like a head of fewer classes: targets of other processes are out of range. The statistics of a shard are a few
+numbers for each row. One collective gathers the statistics of all shards, and every process merges them
+(`formulas.merge_shards`) before it ends the rows (`formulas.finish_row`).
 
-The gradient of the logits is then computed from the row gradient (factors, `TileCall.row_gradient`) and the normalizer
-of all classes. If kernels have written exponentials, the factor of a row is the factor for the shard alone, times the
-softmax factor and the probability of the shard's classes.
+The gradient of the logits is then computed from the row gradient and the normalizer of all classes. If kernels have
+written exponentials, the factor of a row is the factor for the shard alone, times the softmax factor and the
+probability of the shard's classes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,85 +23,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
+    CLASSES,
     DIVERGENCE,
-    EXPONENTIAL_STATS,
-    LOG_SUM,
     LOSS_GRADIENT_SLOTS,
-    OFFSET,
+    NORMALIZER_SLOTS,
+    SOFTMAX,
     STUDENT,
+    TARGET,
+    RowInputs,
     RowOutputs,
     TileCall,
     TileClasses,
-    unsupported_by_fused_products,
 )
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
+    gradient_at_target,
+    is_class,
     log_sum_exps,
     merge_divergences,
     merge_shards,
-    where,
+    results_from_state,
     write_results,
 )
+from flce.core.gemm import padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, all_gather
+from flce.core.slices import slice_columns
 from flce.engine.arena import Arena
 from flce.engine.selection import Selection
 from flce.engine.top_k import TopK
-from flce.engine.vectors import LossScales, allocate_outputs
+from flce.engine.vectors import LossScales
 
-LOCAL_IGNORE_INDEX = -100
-"""`ignore_index` of a shard, whose targets are local class numbers."""
 # A normalizer with which every probability is 0. It is finite, so that differences are not NaN.
 OFFSET_OF_EMPTY_SHARD = 1e30
-# Statistics of a shard that are gathered, by the names of `RowStatistics`.
-GATHERED_STATS = ("logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob")
-# Fields of a LossSpec that change logits. The spec of a shard has the same values.
-LOGIT_FIELDS = (
-    "softcap", "logit_scale", "temperature", "candidates", "top_k", "row_temperature", "divergence", "beta",
-    "teacher_softcap", "teacher_logit_scale",
-)  # fmt: skip
-# Fields that are used when results are merged, see `formulas.write_results` and `formulas.row_gradient`.
-RESULT_FIELDS = ("reduction", "ignore_index", "label_smoothing", "z_loss", "stats", "empty_loss")
-
-
-def shard_spec(spec: LossSpec) -> LossSpec:
-    """Return the spec of a shard: log-probabilities and the other statistics of the full spec. With label smoothing the
-    loss of the shard is the sum of ``w[k] * (lse - z[k])`` over its classes, divided by their number. Otherwise the
-    loss is not read. Raise NotImplementedError for a field that a divided head does not support."""
-    names = {field.name for field in fields(spec)}
-    unsupported = names.difference(LOGIT_FIELDS, RESULT_FIELDS)
-    for name in sorted(unsupported):
-        if getattr(spec, name) != getattr(type(spec), name):
-            raise NotImplementedError(f"a head that is divided over processes has no {name} yet")
-    stats = {"argmax" if name == "correct" else name for name in spec.stats} & set(GATHERED_STATS)
-    return type(spec)(
-        **{name: getattr(spec, name) for name in LOGIT_FIELDS if name in names},
-        reduction="none",
-        ignore_index=LOCAL_IGNORE_INDEX,
-        label_smoothing=1.0 if spec.label_smoothing else 0.0,
-        stats=("logprob", *sorted(stats - {"logprob"})),
-    )
 
 
 @dataclass
-class LocalProblem:
-    """Problem of a pass in this process, and the results of its rows. `full_*`, `out`, `scales`, `normalizer`: of all
-    classes. `problem`, `selection`, `local_out`, `local_scales`: of the classes of this process. Here both are the same
-    objects. `ShardProblem` has a part of the classes and overrides the methods that merge results of processes.
+class Rows:
+    """Rows of a pass in this process, and their results. `ShardRows` has a part of the classes: it overrides the
+    methods that merge statistics of processes.
 
     Attributes:
-        full_problem: the problem of all classes.
-        full_selection: the selected tokens of the full problem.
+        selection: the selected tokens.
         scales: see `LossScales`.
         arena: allocator.
-        normalizer: (slots, rows).
+        normalizer: (slots, rows), of all classes.
         out: memory for the results of these rows. None in backward.
         upstream: (rows,) gradient of each row's loss; None: `scales` include the gradient of the loss.
     """
 
-    full_problem: LinearCrossEntropyProblem
-    full_selection: Selection
+    problem: LinearCrossEntropyProblem
+    selection: Selection
     scales: LossScales
     arena: Arena
     normalizer: Tensor
@@ -111,50 +83,63 @@ class LocalProblem:
 
     is_sharded = False
     """True if this process has only some of the classes."""
-    first_class = 0
-    """The first class of this process."""
 
     def __post_init__(self) -> None:
-        self.problem, self.selection = self.full_problem, self.full_selection
-        """Schedules process this problem and its selected tokens."""
-        self.local_out = self.out
-        """Memory for statistics. None in backward."""
-        self.local_scales, self.gradient_normalizer = self.scales, self.normalizer
-        """`gradient_normalizer` is the normalizer of all classes, from which this process computes gradients. In an
-        empty shard it makes every probability 0."""
+        self.spec = self.problem.spec
+        """Options of the tiles of this process."""
+        self.class_weight = self.problem.class_weight
+        """Weights of the classes of this process."""
+        self.gradient_normalizer = self.normalizer
+        """The normalizer of all classes, from which this process computes gradients. In an empty shard it makes every
+        probability 0."""
+
+    @property
+    def target(self) -> Tensor:
+        """(rows,) targets, as classes of this process."""
+        return self.selection.target
+
+    def inputs(self, tokens: slice, scaled: bool) -> RowInputs:
+        """Return the inputs of `finish_row` for some rows. If the gradient of token weights is needed, losses are
+        unweighted, and token weights reach the gradient as upstream gradients. `scaled`: with loss scales."""
+        inputs = self.selection.row_inputs(tokens, self.scales.for_gradient() if scaled else None)
+        if self.upstream is not None:
+            return inputs._replace(upstream=self.upstream[tokens])
+        if self.problem.token_weight_grad and self.out is not None:
+            return inputs._replace(token_weight=None, upstream=inputs.token_weight)
+        return inputs
+
+    def tile_inputs(self, tokens: slice) -> RowInputs:
+        """Return the inputs of tiles of some rows whose losses or gradients do not follow from this process alone."""
+        inputs = self.selection.row_inputs(tokens, None, weighted=False)
+        return inputs._replace(target=slice_columns(self.target, tokens), class_weight=self.class_weight)
+
+    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> TileCall:
+        """Return the call that writes statistics of some rows for all classes of this process."""
+        assert self.out is not None
+        return TileCall(self.inputs(tokens, scaled), self.spec, tile, self.out.select_rows(tokens))
+
+    def keep_state(self, tokens: slice, state: Tensor | None) -> None:
+        """Keep the statistics of some rows of a shard until they are merged. state: (STATE_SLOTS, rows)."""
 
     def merge_results(self, tokens: slice) -> None:
-        """Merge the statistics of some rows of all processes into their results. One collective."""
+        """Merge the statistics of some rows of all processes and end the rows. One collective."""
 
     def merge_factors(self, tokens: slice, factors: Tensor) -> None:
         """Merge the results of some rows, and replace the factors of their exponentials.
 
         Args:
-            factors: (slots, rows), see `Backend.exponentials`. On entry `factors[0]` belongs to the derivative of the
-                shard's own log-sum-exp. On return all factors are for the full loss.
+            factors: (slots, rows), see `Backend.exponentials`, of the head. On entry `factors[SOFTMAX]` times the
+                exponentials is the derivative of the shard's own log-sum-exp, and `factors[TARGET]` is dz/da of the
+                target.
         """
 
     def compute_row_gradient(self, tokens: slice) -> Tensor:
         """Compute `TileCall.row_gradient` of some rows from the normalizer of all classes."""
-        call = self._call(tokens, out=None)
         factors = self.arena.new((LOSS_GRADIENT_SLOTS, tokens.stop - tokens.start), self.normalizer.dtype)
-        self.scales.backend.row_gradient(call, factors)
+        size = self.problem.vocab_size
+        call = TileCall(self.inputs(tokens, True), self.problem.spec, TileClasses(0, size, size, size))
+        self.scales.backend.row_gradient(call._replace(normalizer=slice_columns(self.normalizer, tokens)), factors)
         return factors
-
-    def _call(self, tokens: slice, out: RowOutputs | None) -> TileCall:
-        """Return the call of the full loss for results or gradients of some rows. Its tile has the classes of this
-        process."""
-        size = self.full_problem.local_vocab_size
-        tile = TileClasses(self.first_class, size, self.full_problem.vocab_size, size)
-        inputs, spec = self.full_selection.row_inputs(tokens, self.scales.for_gradient()), self.full_problem.spec
-        inputs = inputs._replace(upstream=None if self.upstream is None else self.upstream[tokens])
-        return TileCall(
-            inputs, spec, tile, None if out is None else out.select_rows(tokens), self.normalizer[:, tokens]
-        )
-
-    def zero_remote_targets(self, factor: Tensor) -> Tensor:
-        """Return `factor`, (rows,), with 0 for rows whose target is a class of another process."""
-        return factor
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Return the local indices of classes; -1 for classes of other processes."""
@@ -178,92 +163,97 @@ class LocalProblem:
         """Wait for the sums of dX of a term. If none was started, sum `dx`, of all tokens."""
 
 
-class ShardProblem(LocalProblem):
-    """Problem of a pass whose classes are divided over processes. This process has one shard."""
+class ShardRows(Rows):
+    """Rows of a pass whose classes are divided over processes. This process has one shard."""
 
     is_sharded = True
 
     def __post_init__(self) -> None:
-        p, shard = self.full_problem, self.full_problem.shard
+        super().__post_init__()
+        p, shard = self.problem, self.problem.shard
         assert shard is not None
         self.shard: Shard = shard
-        self.first_class = shard.start
         self.group: Any = shard.process_group
         self._dx_sums: dict[int, list[Any]] = {}
-        weight = None
-        if p.class_weight is not None and p.spec.label_smoothing and not shard.is_empty:
-            weight = p.class_weight[shard.start : shard.start + p.local_vocab_size]
-        self.problem = replace(
-            p,
-            target=self._local_target(),
-            class_weight=weight,
-            token_weight=None,
-            num_items=None,
-            spec=shard_spec(p.spec),
-            token_weight_grad=False,
-            shard=None,
-        )
-        self.selection = replace(self.full_selection, problem=self.problem)
-        self.local_out = (
-            None if self.out is None else allocate_outputs(self.problem, self.full_selection.max_num_rows, self.arena)
-        )
-        # Scales of 1, and the sum of the shard's class weights.
-        self.local_scales = LossScales(self.problem, self.scales.backend, needs_scales=True)
-        # An empty shard has a stand-in class. Its logit may be the largest of all, but its probability must be 0.
-        self.gradient_normalizer = self.normalizer
+        # The ignored target is shifted as all targets are, in 64 bits.
+        shifted = (p.spec.ignore_index - shard.start + 2**63) % 2**64 - 2**63
+        self.spec = replace(p.spec, ignore_index=shifted)
+        if p.class_weight is not None:
+            own = p.class_weight[shard.start : shard.start + p.local_vocab_size]
+            self.class_weight = None if shard.is_empty else own
+        self._names = RowStatistics.requested_names(p.spec)
+        if self.out is not None:
+            shape = statistics_shape(p.spec, self.selection.max_num_rows)
+            self._statistics = self.arena.new(shape, self.normalizer.dtype)
+        # An empty shard has one class of zeros. Its logit may be the largest of all, but its probability must be 0.
         if shard.is_empty:
             self.gradient_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
 
-    def _local_target(self) -> Tensor:
-        """Return the targets as local classes, (N,). Targets in other shards are replaced by different local classes:
-        the target terms of one class in dW are added one after the other, which is slow for many rows."""
-        target, ignored = self.full_problem.target, self.full_problem.spec.ignore_index
-        local = self.local_ids(target)
-        stand_in = torch.arange(len(target), device=target.device) % self.full_problem.local_vocab_size
-        return torch.where(target == ignored, LOCAL_IGNORE_INDEX, torch.where(local >= 0, local, stand_in))
+    @functools.cached_property
+    def target(self) -> Tensor:  # type: ignore[override]
+        return self.selection.target - self.shard.start
+
+    def _own_statistics(self, tokens: slice) -> RowStatistics:
+        """Return memory of the statistics of some rows over the classes of this process."""
+        memory = dict(zip(self._names, slice_columns(self._statistics, tokens), strict=True))
+        return RowStatistics(*(memory.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
+
+    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> TileCall:
+        own = self._own_statistics(tokens)._asdict()
+        normalizer = slice_columns(self._statistics[:NORMALIZER_SLOTS], tokens)
+        out = RowOutputs(*(own.get(name) for name in RowOutputs._fields))._replace(  # type: ignore[arg-type]
+            loss=normalizer[0], normalizer=normalizer, logprob=None
+        )
+        return TileCall(self.tile_inputs(tokens), self.spec, tile._replace(is_shard=True), out)
+
+    def keep_state(self, tokens: slice, state: Tensor | None) -> None:
+        if state is None:  # The kernels of fused products have written the statistics.
+            return
+        cols, weight = self.problem.local_vocab_size, self.class_weight
+        weight_sum = cols if weight is None else weight.sum(dtype=state.dtype)
+        results = results_from_state(state, self.spec, cols, weight_sum)
+        for memory, values in zip(self._own_statistics(tokens), results, strict=True):
+            if memory is not None and values is not None:
+                memory.copy_(values)
 
     def merge_results(self, tokens: slice) -> None:
-        if self._has_merge_kernel:
-            self._merge_by_kernel(tokens, None)
-        else:
-            self._merge_results(tokens)
+        self._merge_results(tokens)
 
-    def _merge_results(self, tokens: slice) -> tuple[TileCall, Targets, RowStatistics, RowStatistics, Tensor | None]:
-        """Write the results of some rows. Return the call, its targets, the results, the results of each process, and
-        the row gradient."""
-        p, call = self.full_problem, self._call(tokens, self.out)
-        if p.token_weight_grad:  # It is computed from losses without token weights.
-            call = call._replace(inputs=call.inputs._replace(token_weight=None, upstream=call.inputs.token_weight))
-        targets, (gathered, names) = Targets.from_call(call), self._gather_results(tokens)
-        shards = unpack_shard_results(gathered, names, self.shard)
-        results = merge_shard_results(shards, call.inputs.target, p.class_weight, self.shard)
-        gradient = write_results(results, call, targets)
-        return call, targets, results, shards, gradient
+    def _merge_results(self, tokens: slice) -> tuple[RowStatistics, RowStatistics, Tensor | None]:
+        """End some rows. Return the statistics of each process, of all classes, and the row gradient."""
+        p, shard, inputs = self.problem, self.shard, self.inputs(tokens, self.scales.needs_scales)
+        own, width = self._own_statistics(tokens), p.local_vocab_size
+        if shard.is_empty:
+            own, width = own._replace(offset=torch.full_like(own.offset, -torch.inf)), 0
+        shards = unpack_shard_results(*gather_shard_results(own, width, shard), shard)
+        if shards.argmax is not None:  # An index below 2^24 is exact in float32.
+            starts = torch.arange(len(shards.argmax), device=shards.argmax.device) * shard.max_local_vocab_size
+            shards = shards._replace(argmax=shards.argmax + starts[:, None])
+        merged = merge_shard_results(shards, inputs.target, p.class_weight, shard)
+        assert self.out is not None
+        tile = TileClasses(0, p.vocab_size, p.vocab_size, p.vocab_size)
+        call = TileCall(inputs, p.spec, tile, self.out.select_rows(tokens))
+        return shards, merged, write_results(merged, call, Targets.from_call(call))
 
-    def _gather_results(self, tokens: slice) -> tuple[Tensor, Sequence[str]]:
-        """Gather the results of some rows of all processes. Return them packed, see `unpack_shard_results`, and their
-        names. One collective."""
-        assert self.local_out is not None
-        local = self.local_out.select_rows(tokens)
-        offset, smooth = local.normalizer[OFFSET], None
-        if self.shard.is_empty:
-            offset = torch.full_like(offset, -torch.inf)
-        if self.full_problem.spec.label_smoothing:
-            smooth = local.loss * self.full_problem.local_vocab_size
-        stats = {name: getattr(local, name) for name in GATHERED_STATS}
-        if local.argmax is not None:  # An index below 2^24 is exact in float32.
-            stats["argmax"] = local.argmax + self.shard.start
-        local_results = RowStatistics(offset=offset, log_sum=local.normalizer[LOG_SUM], smooth=smooth, **stats)
-        return gather_shard_results(
-            local_results, 0 if self.shard.is_empty else self.full_problem.local_vocab_size, self.shard
-        )
-
-    def zero_remote_targets(self, factor: Tensor) -> Tensor:
-        return factor.where(self.local_ids(self.full_selection.target) >= 0, 0.0)
+    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
+        shards, merged, row_gradient = self._merge_results(tokens)
+        assert row_gradient is not None
+        inputs, target = self.inputs(tokens, False), slice_columns(self.target, tokens)
+        # The logarithm of the probability of this shard's classes. An empty shard, or a shard with only logits of -inf,
+        # has no probability. Its terms would be NaN.
+        shard_logprob = log_sum_exps(shards, merged.offset)[self.shard.rank] - merged.log_sum
+        of_shard = torch.where(shard_logprob != -torch.inf, factors[SOFTMAX] * shard_logprob.exp(), 0.0)
+        weight = inputs.target_weight(self.problem.vocab_size)
+        at_target = gradient_at_target(row_gradient, merged.logprob, weight) * factors[TARGET]
+        factors[SOFTMAX] = row_gradient[SOFTMAX] * of_shard
+        factors[TARGET] = torch.where(is_class(target, self.problem.local_vocab_size), at_target, 0.0)
+        if self.spec.label_smoothing:
+            factors[CLASSES] = row_gradient[CLASSES] * self.spec.scale
+        factors.masked_fill_(target == self.spec.ignore_index, 0.0)
 
     def local_ids(self, ids: Tensor) -> Tensor:
         start = self.shard.start
-        is_local = (ids >= start) & (ids < min(start + self.full_problem.local_vocab_size, self.shard.vocab_size))
+        is_local = (ids >= start) & (ids < min(start + self.problem.local_vocab_size, self.shard.vocab_size))
         return torch.where(is_local, ids - start, -1)
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
@@ -275,70 +265,19 @@ class ShardProblem(LocalProblem):
         if self.shard.is_empty:
             offsets.fill_(-torch.inf)
         rows.copy_(merge_divergences(all_gather(rows, self.group), kind))
-        if self.shard.is_empty:  # The probability of the stand-in class is 0.
+        if self.shard.is_empty:  # The probability of its class is 0.
             offsets.fill_(OFFSET_OF_EMPTY_SHARD)
 
     def merge_top_k(self, top_k: TopK) -> TopK:
         k = top_k.ids.shape[1]
         # A shard with fewer than k classes has as many results as classes. The others must lose the comparison.
-        num_found = 0 if self.shard.is_empty else min(k, self.full_problem.local_vocab_size)
+        num_found = 0 if self.shard.is_empty else min(k, self.problem.local_vocab_size)
         top_k.logits[:, num_found:], top_k.ids[:, num_found:] = -torch.inf if top_k.largest else torch.inf, 0
         logits, ids = (
             all_gather(x, self.group).movedim(0, 1).flatten(1) for x in (top_k.logits, top_k.ids + self.shard.start)
         )
         best, position = logits.topk(k, largest=top_k.largest)
         return replace(top_k, logits=best, ids=ids.gather(1, position))
-
-    # ---------------------------------------------------------------------------------------- exponentials
-
-    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
-        if self._has_merge_kernel:
-            self._merge_by_kernel(tokens, factors)
-            return
-        call, targets, results, shards, gradient = self._merge_results(tokens)
-        assert gradient is not None
-        softmax_factor, target_factor, classes_factor = gradient
-        shard_results = RowStatistics(*(None if t is None else t[self.shard.rank] for t in shards))  # type: ignore[arg-type]
-        # The logarithm of the probability of this shard's classes.
-        shard_logprob = log_sum_exps(shards, results.offset)[self.shard.rank] - results.log_sum
-        # An empty shard, or a shard with only logits of -inf, has no probability. Its terms would be NaN.
-        has_probability, inverse_temperature = shard_logprob != -torch.inf, call.inputs.inverse_temperature
-        local_target_z = shard_results.offset + (shard_results.log_sum + shard_results.logprob)
-        local_target_z = torch.where(has_probability, local_target_z, 0.0)
-        jacobian = call.spec.jacobian(local_target_z[:, None], inverse_temperature)
-        jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
-        # softmax_factor * p - target_factor without cancellation: if a model is certain, p is nearly 1 and both factors
-        # are nearly equal.
-        grad_at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(results.logprob)
-        local_target_logprob = shard_results.logprob + shard_logprob
-        local_target_probability = torch.where(has_probability, local_target_logprob.exp(), 0.0)
-        # The gradient at the target or, if its class is remote, at the stand-in, which only has the softmax term.
-        grad_at_local_target = where(targets.in_tile, grad_at_target, softmax_factor * local_target_probability)
-        if call.spec.label_smoothing:
-            weight = self.selection.row_inputs(tokens, None).target_weight(self.problem.local_vocab_size)
-            smoothing_term = classes_factor if weight is None else classes_factor * weight
-            grad_at_local_target = grad_at_local_target - smoothing_term
-            factors[2] = classes_factor * call.spec.scale
-        # Factor of the shard * softmax factor * probability of the shard.
-        factors[0] = softmax_factor * torch.where(has_probability, factors[0] * shard_logprob.exp(), 0.0)
-        factors[1] = grad_at_local_target * jacobian
-        factors.copy_(where(targets.valid, factors, 0.0))
-
-    def _merge_by_kernel(self, tokens: slice, factors: Tensor | None) -> None:
-        (gathered, _), shard = self._gather_results(tokens), self.shard
-        call = self._call(tokens, self.out)
-        self.scales.backend.finish_sharded_rows(gathered, shard.rank, shard.max_local_vocab_size, call, factors)
-
-    @functools.cached_property
-    def _has_merge_kernel(self) -> bool:
-        """True if a kernel can merge the rows: for losses that fused products with exponentials support."""
-        p, in_float32 = self.full_problem, self.normalizer.dtype == torch.float32
-        unsupported = (
-            unsupported_by_fused_products(p.spec) or set(p.spec.stats) - EXPONENTIAL_STATS or p.token_weight_grad
-        )
-        return self.scales.backend.name == "triton" and in_float32 and not unsupported
-
-    # ---------------------------------------------------------------------------------------- sums over processes
 
     def start_dx_sum(self, term: int, dx: Tensor) -> None:
         # With sequence parallelism the backward of `flce::gather_sequence` sums dX.
@@ -352,9 +291,14 @@ class ShardProblem(LocalProblem):
             work.wait()
 
 
-def build_local_problem(problem: LinearCrossEntropyProblem, *rest: Any) -> LocalProblem:
-    """Return the problem of a pass in this process. The arguments are the fields of `LocalProblem`."""
-    return (LocalProblem if problem.shard is None else ShardProblem)(problem, *rest)
+def statistics_shape(spec: LossSpec, rows: int) -> tuple[int, int]:
+    """Return the shape of the memory of statistics. Each begins at an aligned address, for which kernels are built."""
+    return len(RowStatistics.requested_names(spec)), padded_cols(rows)
+
+
+def build_rows(problem: LinearCrossEntropyProblem, *rest: Any) -> Rows:
+    """Return the rows of a pass in this process. The arguments are the fields of `Rows`."""
+    return (Rows if problem.shard is None else ShardRows)(problem, *rest)
 
 
 def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:

@@ -178,7 +178,9 @@ def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor
 def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:
     # Memory after the last class of a row belongs to the user: kernels must not access it.
     cols = p.logits.shape[-1]
-    return TileClasses(p.start, cols, p.vocab_size, cols, is_shard=bool(p.shard), keep_logits=keep_logits)
+    return TileClasses(
+        p.start, cols, p.vocab_size, cols, is_shard=bool(p.shard), first=p.start, keep_logits=keep_logits
+    )
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:

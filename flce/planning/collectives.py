@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from flce.backends.formulas import RowStatistics
 from flce.core.numbers import check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import HeadSharding
-from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import LocalProblem, shard_spec
+from flce.engine.shards import Rows, statistics_shape
 from flce.engine.top_k import TopK
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
@@ -91,13 +91,13 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Return how many numbers each process sends for a token, see `ShardProblem.merge_results`: 3 to 7."""
-    return 2 + len(shard_spec(spec).stats) + bool(spec.label_smoothing)
+    """Return how many numbers each process sends for a token, see `ShardRows.merge_results`: 3 to 7."""
+    return len(RowStatistics.requested_names(spec))
 
 
 @dataclass
-class CountingShard(LocalProblem):
-    """Classes of a process in a dry run: count the collectives of a `ShardProblem` and their memory."""
+class CountingShard(Rows):
+    """Rows of a process in a dry run: count the collectives of `ShardRows` and their memory."""
 
     sharding: HeadSharding = field(kw_only=True)
     tally: Tally = field(kw_only=True)
@@ -106,17 +106,16 @@ class CountingShard(LocalProblem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        p, rows = self.full_problem, self.full_selection.num_rows
-        # Local targets, and local results in forward.
+        rows, dtype = self.selection.num_rows, self.normalizer.dtype
+        # Targets as local classes, and statistics of the shard in forward.
         if self.out is not None:
-            self._local = vectors.allocate_outputs(replace(p, spec=shard_spec(p.spec)), rows, self.arena)
+            self._statistics = self.arena.new(statistics_shape(self.spec, rows), dtype)
         self._targets = self.arena.new((rows,), torch.int64)
         self._started: set[int] = set()
 
     def merge_results(self, tokens: slice) -> None:
         rows, processes = tokens.stop - tokens.start, self.sharding.num_processes
-        spec, itemsize = self.full_problem.spec, self.normalizer.dtype.itemsize
-        numbers = numbers_sent(spec)
+        numbers, itemsize = numbers_sent(self.spec), self.normalizer.dtype.itemsize
         gathered_bytes = processes * (numbers * rows + 1) * itemsize
         self.tally.add("all-gather", f"{numbers} numbers a token", gathered_bytes)
         merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes

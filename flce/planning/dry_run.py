@@ -308,10 +308,10 @@ class CountingContext(PassContext):
     """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
 
     def __post_init__(self) -> None:
-        self._meter, c = cast(CountingBackend, self.backend), self.local
+        self._meter, c = cast(CountingBackend, self.backend), self.rows
         if self._meter.case.sharding is not None:
-            fields = c.full_problem, c.full_selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.local = CountingShard(*fields, sharding=self._meter.case.sharding, tally=self._meter.tally)
+            fields = c.problem, c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
+            self.rows = CountingShard(*fields, sharding=self._meter.case.sharding, tally=self._meter.tally)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:

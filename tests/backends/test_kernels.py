@@ -438,7 +438,9 @@ def check_rows_anywhere(
 ) -> None:
     """Compare with PyTorch's backend in float64."""
     start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
-    tile = TileClasses(start, stop - start, rows.vocab, stop - start, is_shard=shard, keep_logits=mode != "both")
+    tile = TileClasses(
+        start, stop - start, rows.vocab, stop - start, is_shard=shard, first=start, keep_logits=mode != "both"
+    )
 
     def statistics(backend: Any, rows: Rows, logits: Tensor) -> RowOutputs:
         out, state = rows.outputs(), rows.state() if shard else None

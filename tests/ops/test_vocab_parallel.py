@@ -76,7 +76,9 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
         if start == stop:
             write_empty_state(state)
         else:
-            tile = TileClasses(start, stop - start, 37, accessible_cols=stop - start, is_shard=True, keep_logits=True)
+            tile = TileClasses(
+                start, stop - start, 37, accessible_cols=stop - start, is_shard=True, first=start, keep_logits=True
+            )
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
         made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
         shards.append(made)

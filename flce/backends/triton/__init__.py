@@ -25,7 +25,6 @@ from flce.backends.triton import (
     product,
     reduction,
     scale,
-    sharded_rows,
     softmax,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel, gradient_of_exponentials_kernel
@@ -211,7 +210,6 @@ class TritonBackend:
     sort_entries = staticmethod(sort_entries)
     normalize_quantized = staticmethod(normalize_quantized)
     add_entries = staticmethod(_replayed(e4m3.add_entries))
-    finish_sharded_rows = staticmethod(_replayed(sharded_rows.finish_sharded_rows))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))
     write_entries = staticmethod(_replayed(entries.write_entries))

@@ -142,7 +142,11 @@ def reference_kernel(
         tl.store(work_ptr + launch * _FLAG_STRIDE, work, mask=launch < 3)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride", "factors_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "blocks", "vocab_size", "ignore_index", "upstream_stride", "normalizer_stride", "factors_stride",
+    ]
+)  # fmt: skip
 def finish_kernel(
     partial_ptr,  # (blocks, rows), output of `product_kernel`
     reference_ptr,  # (rows,) in octaves; overwritten for rows that need the second product
@@ -151,13 +155,17 @@ def finish_kernel(
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
+    upstream_ptr,  # (rows,), stride upstream_stride
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     loss_ptr,  # (rows,); from here on output
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
-    factors_ptr,  # (2, rows), row stride factors_stride: f and t, for logits before bias and scale
+    # (2, rows), row stride factors_stride: f and t, for logits before bias and scale; of a shard f for its
+    # log-sum-exp alone, and dz/da of the target.
+    factors_ptr,
     work_ptr,  # (2,) int32, FLAG_STRIDE apart: the first is read, the second written if a second product is needed
+    upstream_stride,
     normalizer_stride,
     factors_stride,
     rows,
@@ -169,8 +177,10 @@ def finish_kernel(
     HAS_SCALE: tl.constexpr,  # False with softcap: the exponentials include the scale
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
+    IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -203,12 +213,13 @@ def finish_kernel(
         reference = tl.where(valid, reference, 0.0)
         target_z = tl.load(target_logit_ptr + row, mask=exists, other=0.0)
         target_octaves = target_z * LOG2_E - reference
-        normalizer = tl.where(valid, total + tl.exp2(target_octaves), 1.0)
+        at_target = tl.where(in_range, tl.exp2(target_octaves), 0.0)  # The target may be in another shard.
+        normalizer = tl.where(valid, total + at_target, 1.0)
         # lse = offset + log_sum. If p is not tiny, it is computed from 1 / p - 1, which is exact for p near 1.
         near = target_octaves > -_HEADROOM - 32.0
         odds = total * tl.exp2(tl.where(near, -target_octaves, 0.0))
         exact = log1p(odds)
-        near = near & (odds < 65536.0)
+        near = near & in_range & (odds < 65536.0)
         offset = tl.where(near, target_z, reference * LN_2)
         log_sum = tl.where(near, exact, tl.log2(normalizer) * LN_2)
         nll = tl.where(near, exact, log_sum + (offset - target_z))
@@ -217,10 +228,11 @@ def finish_kernel(
         softmax_factor, at_target = finish_rows(
             row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=offset,
             log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
-            scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss,
-            HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS,
-            WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=True,
+            upstream_ptr=upstream_ptr, scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, upstream_stride=upstream_stride,
+            normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+            HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=HAS_UPSTREAM, HAS_Z_LOSS=HAS_Z_LOSS,
+            WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=True, IS_SHARD=IS_SHARD,
         )  # fmt: skip
         factor = tl.where(normalizer > _LEAST, softmax_factor / normalizer, float("nan"))
         if HAS_SCALE:

@@ -165,6 +165,7 @@ def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool)
         (triton.cdiv(num_rows, product.FINISH_ROWS),),
         call,
         {
+            "IS_SHARD": call.tile.is_shard,
             "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
             "ROWS": product.FINISH_ROWS,
             "BLOCKS": product.FINISH_BLOCKS,

@@ -231,6 +231,15 @@ def finish_row(
 
 
 @triton.jit
+def store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, stride):
+    """Store the normalizers of rows, 0 for ignored rows."""
+    normalizer_ptr += row
+    tl.store(normalizer_ptr + _OFFSET * stride, tl.where(valid, offset, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOG_SUM * stride, tl.where(valid, log_sum, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOGPROB * stride, tl.where(valid, -nll, 0.0), mask=mask)
+
+
+@triton.jit
 def store_results(
     row,
     mask,  # True for rows that exist; None: all do
@@ -249,15 +258,12 @@ def store_results(
     WANT_LOGPROB: tl.constexpr,
 ):
     """Store losses, normalizers and log-probabilities of rows. Call by keyword."""
-    logprob = tl.where(valid, -nll, 0.0)
+    store_normalizer(row, mask, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
     tl.store(loss_ptr + row, loss, mask=mask)
-    tl.store(normalizer_ptr + _OFFSET * normalizer_stride + row, tl.where(valid, offset, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=mask)
-    tl.store(normalizer_ptr + _LOGPROB * normalizer_stride + row, logprob, mask=mask)
     if HAS_Z_LOSS:
         tl.store(z_loss_ptr + row, row_z_loss, mask=mask)
     if WANT_LOGPROB:
-        tl.store(logprob_ptr + row, logprob, mask=mask)
+        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
 
 
 @triton.jit
@@ -268,18 +274,24 @@ def load_weights(
     in_range,
     class_weight_ptr,
     token_weight_ptr,
+    upstream_ptr,
+    upstream_stride,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_UPSTREAM: tl.constexpr,
     ACCUM: tl.constexpr,
 ):
-    """Return the token weights and the class weights of the targets of rows."""
+    """Return the weights of the losses of rows, of their gradients, and of their targets' classes."""
     row_weight = tl.full(row.shape, 1.0, ACCUM)
     if HAS_TOKEN_WEIGHT:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
+    gradient_weight = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
+    if HAS_UPSTREAM:
+        gradient_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
     target_weight = tl.full(row.shape, 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
-    return row_weight, target_weight
+    return row_weight, gradient_weight, target_weight
 
 
 @triton.jit
@@ -294,42 +306,53 @@ def finish_rows(
     log_sum,
     class_weight_ptr,
     token_weight_ptr,
+    upstream_ptr,
     scales_ptr,
     loss_ptr,
     z_loss_ptr,
     normalizer_ptr,
     logprob_ptr,
+    upstream_stride,
     normalizer_stride,
     z_loss,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
     WANT_GRADIENT: tl.constexpr,
+    IS_SHARD: tl.constexpr,
 ):
     """Run `finish_row` and store the results, for the kernels that follow a fused product: in float32, without label
-    smoothing. With WANT_GRADIENT return the factor of softmax, and the gradient in z of the target. Call by keyword."""
-    row_weight, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT,
-        tl.float32,
-    )  # fmt: skip
-    ce_scale = tl.zeros_like(nll)
-    z_loss_scale = tl.zeros_like(nll)
-    if WANT_GRADIENT:
-        scales = load_scales(scales_ptr, tl.float32)
-        ce_scale = tl.where(in_range, row_weight, float("nan")) * scales[0]
-        z_loss_scale = row_weight * scales[1]
-    loss, row_z_loss, softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
-        offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
-        target_weight=target_weight, ce_scale=ce_scale, z_loss_scale=z_loss_scale, weight_sum=None, vocab_size=None,
-        label_smoothing=None, z_loss=z_loss, HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
-    )  # fmt: skip
-    store_results(
-        row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss, row_z_loss=row_z_loss,
-        loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
-        normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
-    )  # fmt: skip
-    return softmax_factor, at_target
+    smoothing. With WANT_GRADIENT return the factor of softmax, and the gradient in z of the target. Call by keyword.
+
+    The rows of a shard are not finished: store their normalizer, and return 1."""
+    if IS_SHARD:
+        store_normalizer(row, exists, valid, nll, offset, log_sum, normalizer_ptr, normalizer_stride)
+        return tl.full(row.shape, 1.0, tl.float32), tl.full(row.shape, 1.0, tl.float32)
+    else:
+        row_weight, gradient_weight, target_weight = load_weights(
+            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
+            HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, tl.float32,
+        )  # fmt: skip
+        ce_scale = tl.zeros_like(nll)
+        z_loss_scale = tl.zeros_like(nll)
+        if WANT_GRADIENT:
+            scales = load_scales(scales_ptr, tl.float32)
+            ce_scale = gradient_weight * scales[0]
+            z_loss_scale = gradient_weight * scales[1]
+        loss, row_z_loss, softmax_factor, _target_factor, _classes_factor, at_target = finish_row(
+            offset=offset, log_sum=log_sum, nll=nll, smooth=None, valid=valid, row_weight=row_weight,
+            target_weight=target_weight, ce_scale=ce_scale, z_loss_scale=z_loss_scale, weight_sum=None, vocab_size=None,
+            label_smoothing=None, z_loss=z_loss, HAS_LABEL_SMOOTHING=False, HAS_Z_LOSS=HAS_Z_LOSS,
+        )  # fmt: skip
+        store_results(
+            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, loss=loss,
+            row_z_loss=row_z_loss, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, HAS_Z_LOSS=HAS_Z_LOSS,
+            WANT_LOGPROB=WANT_LOGPROB,
+        )  # fmt: skip
+        return softmax_factor, at_target
 
 
 @triton.jit
@@ -356,8 +379,7 @@ def load_row_gradient(
 
 @triton.jit(
     do_not_specialize=[
-        "upstream_stride", "normalizer_stride", "row_gradient_stride", "rows", "cols", "column_start", "vocab_size",
-        "ignore_index",
+        "upstream_stride", "normalizer_stride", "row_gradient_stride", "rows", "vocab_size", "ignore_index",
     ]
 )  # fmt: skip
 def row_gradient_kernel(
@@ -372,8 +394,6 @@ def row_gradient_kernel(
     normalizer_stride,
     row_gradient_stride,
     rows,
-    cols,  # of the tile: the target's factor is 0 for targets outside of it
-    column_start,
     vocab_size,
     ignore_index,
     label_smoothing: tl.float64,
@@ -395,12 +415,10 @@ def row_gradient_kernel(
     in_range = (target >= 0) & (target < vocab_size)
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
     nll = -tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row, mask=exists, other=0.0)
-    row_weight, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, ACCUM
-    )
-    scale = tl.where(in_range, row_weight, float("nan"))  # NaN for targets out of range
-    if HAS_UPSTREAM:
-        scale *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
+    row_weight, scale, target_weight = load_weights(
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, upstream_ptr, upstream_stride,
+        HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_UPSTREAM, ACCUM,
+    )  # fmt: skip
     ce_scale, z_loss_scale, weight_sum = load_scales(scales_ptr, ACCUM)
     _loss, _row_z_loss, softmax_factor, target_factor, classes_factor, _at_target = finish_row(
         offset=offset, log_sum=log_sum, nll=nll, smooth=0.0, valid=valid, row_weight=row_weight,
@@ -408,10 +426,9 @@ def row_gradient_kernel(
         weight_sum=weight_sum, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss,
         HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_Z_LOSS=HAS_Z_LOSS,
     )  # fmt: skip
-    elsewhere = in_range & ((target < column_start) | (target >= column_start + cols))
     row_gradient_ptr += row
     tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride, softmax_factor, mask=exists)
-    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride, tl.where(elsewhere, 0.0, target_factor), mask=exists)
+    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride, target_factor, mask=exists)
     if HAS_LABEL_SMOOTHING:
         tl.store(row_gradient_ptr + _CLASSES * row_gradient_stride, classes_factor, mask=exists)
 

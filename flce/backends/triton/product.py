@@ -296,6 +296,7 @@ def finish_statistics_kernel(
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
     WANT_LOG_SUM_SQ_PROB: tl.constexpr,
+    IS_SHARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -322,10 +323,12 @@ def finish_statistics_kernel(
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
     finish_rows(
         row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, offset=row_max,
-        log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, scales_ptr=None,
-        loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
-        normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
-        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, WANT_GRADIENT=False,
+        log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, upstream_ptr=None,
+        scales_ptr=None, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+        logprob_ptr=logprob_ptr, upstream_stride=0, normalizer_stride=normalizer_stride, z_loss=z_loss,
+        HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_UPSTREAM=False, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
+        WANT_GRADIENT=False, IS_SHARD=IS_SHARD,
     )  # fmt: skip
     if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT or WANT_LOG_SUM_SQ_PROB:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]
@@ -413,7 +416,7 @@ def _statistics(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call,
-        {"ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
+        {"IS_SHARD": call.tile.is_shard, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
         LOGIT_OPTIONS,
         partial=partial,
         target_logit=target_logit,
