@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from flce.backends import formulas
 from flce.backends.eager import TorchBackend
 from flce.core.problem import NUMERIC_FIELDS, LossSpec, loss_spec
 from flce.huggingface.lazy import make_lazy
@@ -618,3 +619,14 @@ def test_kept_arguments_are_those_of_the_call() -> None:
         flce.cross_entropy(x, y, stats="lse")  # type: ignore[call-overload]
     assert loss_spec(reduction="sum", ignore_index=3) is loss_spec(reduction="sum", ignore_index=3)
     assert loss_spec(reduction="sum", ignore_index=3) == LossSpec("sum", 3)
+
+
+def test_formulas_refuse_an_option_that_they_do_not_have(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
+    """An option of the loss that `formulas.finish_row` does not name is an error, not a silently different loss."""
+    x, w, y = torch.randn(6, 8), torch.randn(15, 8), torch.arange(6)
+    monkeypatch.setattr(formulas, "RESULT_FIELDS", formulas.RESULT_FIELDS - {"z_loss"})
+    formulas.refuse_unknown_fields.cache_clear()
+    with pytest.raises(NotImplementedError, match="z_loss"):
+        flce.fused_linear_cross_entropy(x, w, y, z_loss=0.5)
+    with pytest.raises(NotImplementedError, match="z_loss"):
+        flce.cross_entropy(x, y, z_loss=0.5)

@@ -154,14 +154,13 @@ def _replayed(list_launches: Callable[_Args, Iterable[Launch]]) -> Callable[_Arg
 
 
 def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
-    yield build_launch(
-        row_gradient_kernel,
-        (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),),
-        call,
-        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_BLOCK_ROWS},
-        LOGIT_OPTIONS,
-        row_gradient=out,
-    )
+    options = {
+        "ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32,
+        "ROWS": ROW_GRADIENT_BLOCK_ROWS,
+        **overlap_options(out.device),
+    }
+    grid = (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),)
+    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS, row_gradient=out)
 
 
 def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract, e4m3
 
@@ -404,8 +405,12 @@ def row_gradient_kernel(
     HAS_UPSTREAM: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     ROWS: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
