@@ -158,7 +158,7 @@ def row_gradient(call: TileCall) -> Tensor:
     """Return the result of `Backend.row_gradient`."""
     assert call.normalizer is not None
     targets, nothing = Targets.from_call(call), [None] * (len(RowStatistics._fields) - NORMALIZER_SLOTS)
-    state = RowStatistics(*call.normalizer, *nothing)  # type: ignore[arg-type]
+    state = RowStatistics(*call.normalizer, *nothing)
     _, result = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
     assert result is not None
     return result

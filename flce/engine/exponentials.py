@@ -65,8 +65,8 @@ class Exponentials:
             if block_tokens != previous_tokens:
                 previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens)
                 state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
-            tile = ctx.tile_classes(classes)._replace(is_shard=call.tile.is_shard)
-            ctx.backend.exponentials(logits, exps, call._replace(tile=tile), state, block_factors)
+            call = call._replace(tile=ctx.tile_classes(classes))
+            ctx.backend.exponentials(logits, exps, call, state, block_factors)
             if ctx.rows.is_sharded and classes.stop == ctx.vocab_size:
                 ctx.rows.keep_state(block_tokens, state)
                 block_factors[SOFTMAX] = self._shard_factor(state, exps.dtype)

@@ -338,7 +338,7 @@ class PassContext:
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None, is_shard=call.tile.is_shard)
+            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None)
             if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
             if teacher is not None:
@@ -423,4 +423,4 @@ class PassContext:
 
     def tile_classes(self, classes: slice) -> TileClasses:
         size = classes.stop - classes.start
-        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size))
+        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size), is_shard=self.rows.is_sharded)

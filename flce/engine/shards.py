@@ -190,7 +190,7 @@ class ShardRows(Rows):
             self.gradient_normalizer = torch.full_like(self.normalizer, OFFSET_OF_EMPTY_SHARD)
 
     @functools.cached_property
-    def target(self) -> Tensor:  # type: ignore[override]
+    def target(self) -> Tensor:
         return self.selection.target - self.shard.start
 
     def _own_statistics(self, tokens: slice) -> RowStatistics:
@@ -204,7 +204,7 @@ class ShardRows(Rows):
         out = RowOutputs(*(own.get(name) for name in RowOutputs._fields))._replace(  # type: ignore[arg-type]
             loss=normalizer[0], normalizer=normalizer, logprob=None
         )
-        return TileCall(self.tile_inputs(tokens), self.spec, tile._replace(is_shard=True), out)
+        return TileCall(self.tile_inputs(tokens), self.spec, tile, out)
 
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
         if state is None:  # The kernels of fused products have written the statistics.
