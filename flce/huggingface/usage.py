@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.core.callers import Caller, WarningKey, find_caller
+from flce.core.callers import WarningKey, find_caller
 from flce.core.project import locate_page
 
 EXPLICIT_MATERIALIZE = "materialize()"
@@ -108,21 +108,10 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-def forbid_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """Raise `MaterializedLogitsError` if ``on_materialize`` is "raise". For the arguments see `report_materialized`."""
-    if on_materialize != "raise":
-        return
-    where, hint = _count_materialized(func, find_caller(), usage, with_gradient)
-    raise MaterializedLogitsError(
-        f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
-        "logits.materialize() to compute them nevertheless."
-    )
-
-
 def report_materialized(
-    func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool = False
+    func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool
 ) -> None:
-    """Count logits that were computed, and warn unless ``on_materialize`` is "ignore".
+    """Count logits that are computed. Warn or raise `MaterializedLogitsError`, as ``on_materialize`` says.
 
     Args:
         func: the operation that needs the logits: a function of torch, or text.
@@ -130,31 +119,28 @@ def report_materialized(
         with_gradient: whether the logits have a gradient.
         values_before: whether values were computed without the logits before.
     """
-    caller = find_caller()
-    where, hint = _count_materialized(func, caller, usage, with_gradient)
-    if on_materialize == "ignore":
-        return
-    if values_before:
-        hint += " Values that were read before may differ from these logits in the last bits."
-    caller.warn(
-        f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
-        "logits.materialize() to compute them without this warning.",
-        MaterializedLogitsWarning,
-        None if usage is None else usage.warned_lines,
-    )
-
-
-def _count_materialized(func: Any, caller: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
-    """Count computed logits. Return the operation with its line, and a hint for avoiding it, possibly empty."""
+    caller, hint = find_caller(), ""
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
-    if caller.via is not None:
-        where += f" (in {caller.via})"
+    where += "" if caller.via is None else f" (in {caller.via})"
     if usage is not None:
         usage.materialized[where] += 1
         usage.has_gradient_use |= with_gradient
-    if not caller.is_evaluating:
-        return where, ""
-    return where, " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) avoids this."
+    if caller.is_evaluating:
+        hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) avoids this."
+    if on_materialize == "raise":
+        raise MaterializedLogitsError(
+            f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
+            "logits.materialize() to compute them nevertheless."
+        )
+    if values_before:
+        hint += " Values that were read before may differ from these logits in the last bits."
+    if on_materialize == "warn":
+        caller.warn(
+            f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
+            "logits.materialize() to compute them without this warning.",
+            MaterializedLogitsWarning,
+            None if usage is None else usage.warned_lines,
+        )
 
 
 def name_of(func: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction, detach_variable
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flce.core import private
@@ -54,23 +54,12 @@ def is_wrapper_hook(hook: Any) -> bool:
     return is_partial or _fsdp2_state(hook) is not None or _is_deepspeed_hook(hook)
 
 
-def is_called_by_wrapper() -> bool:
-    """Return True if a wrapper reads the ``grad_fn``. A wrapper only tests whether the tensor has one."""
-    module = _calling_frame().f_globals.get("__name__")
-    return module in ("torch.nn.parallel.distributed", "deepspeed.runtime.utils")
-
-
-def is_called_by_recomputation() -> bool:
-    """Return True if a reentrant checkpoint sets ``requires_grad`` of a detached input before it is computed again."""
-    return _calling_frame().f_code is detach_variable.__code__
-
-
-def _calling_frame() -> Any:
-    """Return the innermost frame outside of flce."""
+def calling_module() -> str:
+    """Return the name of the module of the innermost frame outside of flce."""
     frame: Any = sys._getframe(1)
     while frame.f_globals.get("__name__", "").startswith("flce."):
         frame = frame.f_back
-    return frame
+    return str(frame.f_globals.get("__name__"))
 
 
 def _fsdp2_state(hook: Any) -> Any:

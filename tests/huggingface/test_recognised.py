@@ -254,9 +254,7 @@ REENTRANT: dict[str, Callable[[Tensor], Tensor]] = {
     "a checkpoint within another": lambda z: checkpoint(
         lambda x: 2 * checkpoint(READ["entropy"], x, use_reentrant=True), z, use_reentrant=True
     ),
-    "logits that are not used": lambda z: checkpoint(
-        lambda x, y: READ["entropy"](x), z, z[:, 1:], use_reentrant=True
-    ),
+    "logits that are not used": lambda z: checkpoint(lambda x, y: READ["entropy"](x), z, z[:, 1:], use_reentrant=True),
     "temperatures": lambda z: checkpoint(READ["entropy"], z / torch.full((1, 9, 1), 0.7), use_reentrant=True),
 }
 

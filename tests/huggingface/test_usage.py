@@ -16,7 +16,13 @@ from torch import Tensor
 
 import flce
 from flce.core import private
-from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, lazy_logits, patch_model
+from flce.huggingface import (
+    MaterializedLogitsError,
+    MaterializedLogitsWarning,
+    NotFusedWarning,
+    lazy_logits,
+    patch_model,
+)
 from tests.huggingface.scripts import IDS, Build, loss_of, own_loss
 
 

@@ -16,7 +16,7 @@ from flce.core.callers import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
-from flce.huggingface.usage import EXPLICIT_MATERIALIZE, forbid_materialized, report_materialized
+from flce.huggingface.usage import EXPLICIT_MATERIALIZE, report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
 
@@ -211,7 +211,7 @@ class LazyBase:
         """Return the numbers of the tokens whose logits share memory with this view, or with parts of it."""
         start, vocab_size = self._root()._meta_tensor.storage_offset(), self._root()._state.vocab_size
         numbers = {(self._meta_tensor.storage_offset() - start) // vocab_size}
-        for size, stride in zip(self._meta_tensor.shape, self._meta_tensor.stride()):
+        for size, stride in zip(self._meta_tensor.shape, self._meta_tensor.stride(), strict=True):
             if stride >= vocab_size:  # a dimension of tokens
                 numbers = {number + i * (stride // vocab_size) for number in numbers for i in range(size)}
         return numbers
@@ -360,9 +360,10 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()
     usage = state.calls[0].usage if state.calls else None
-    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
-    forbid_materialized(*report_arguments)
     values_before = any(call.has_returned_values for call in state.calls)
+    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad, values_before
+    if state.settings.on_materialize == "raise":
+        report_materialized(*report_arguments)
     try:
         logits = compute()
     except StaleLogitsError:
@@ -370,5 +371,5 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
     except Exception:  # usually out of memory: the warning names the reason
         report_materialized(*report_arguments)
         raise
-    report_materialized(*report_arguments, values_before=values_before)
+    report_materialized(*report_arguments)
     return logits

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
@@ -31,7 +32,7 @@ from flce.huggingface.lazy.normal_form import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
-from flce.huggingface.wrappers import is_called_by_recomputation, is_called_by_wrapper, is_wrapper_hook
+from flce.huggingface.wrappers import calling_module, is_wrapper_hook
 from flce.ops.dtensors import full_tensor
 
 
@@ -55,8 +56,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_on_state(args[0], func, operation, args[1:], kwargs)
     elif func in tables.COMMUTATIVE and len(args) == 2 and not kwargs:
         result = _run_on_state(args[1], func, operation, args[:1], kwargs)
-    elif func in tables.CONCATENATION and args and args[0] and is_lazy(args[0][0]):
-        result = _run_on_state(args[0][0], func, operation, ([*args[0][1:]], *args[1:]), kwargs)
+    elif operation is not None and operation.kind == "of views" and args:
+        first, *others = args[0] or (None,)
+        if is_lazy(first) and all([is_lazy(other) and other._family is first._family for other in others]):  # noqa: C419
+            result = _run_on_state(first, func, operation, (others, *args[1:]), kwargs)
     return _run_on_real(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -69,8 +72,8 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         real = lazy._real_for_operation()
     if lazy._state.teacher is not None and func not in tables.OF_DIFFERENCES:
         operation = None
-    class_dim = lazy._state.class_dim
-    if operation is None or class_dim is None or (class_dim == 1 and func not in tables.OF_CLASSES_SECOND):
+    has_form = lazy._state.class_dim == -1 or (lazy._state.class_dim == 1 and func in (F.cross_entropy, F.nll_loss))
+    if operation is None or not has_form:
         return _run_unlisted(lazy, real, func, args, kwargs)
     if real is not None:
         return NotImplemented
@@ -102,14 +105,11 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
         if not torch.compiler.is_compiling():  # compute all pieces in one call
             pieces = functools.lru_cache(maxsize=1)(pieces)
         cuts = [lambda x, index=index: pieces(x)[index] for index in range(len(result))]
-        return tuple(
-            [_make_view(lazy, part, cut, has_sibling_results=True) for part, cut in zip(result, cuts, strict=True)]
-        )
+        return tuple([_make_view(lazy, part, cut, is_part=True) for part, cut in zip(result, cuts, strict=True)])
     if type(result) is not LazyState:
         register_results(state, (result,))
         return result if state.division is None else state.division.place_result(result)
-    others = [] if has_plain_arguments else [*states, *keyword_states.values()]
-    if func in tables.CONCATENATION or any(isinstance(value, LazyState) for value in others):
+    if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):
         note_bypassing_gradient(result.calls, result)  # a hook on the other logits would never run
     if result is state and (func is not torch.Tensor.contiguous or is_contiguous):
         return lazy  # as in stock, the operation changes nothing
@@ -131,9 +131,14 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run functions outside of the table of operations: metadata, hooks, ``grad_fn``. Else return NotImplemented."""
-    if func == tables.GET_GRAD and lazy._recomputation is not None:
+    if lazy._recomputation is not None and func == torch.Tensor.grad.__get__:
         return lazy._pass_gradients()
-    if real is None and func == tables.SET_REQUIRES_GRAD and args == (True,) and is_called_by_recomputation():
+    if (
+        real is None
+        and func == torch.Tensor.requires_grad.__set__
+        and args == (True,)
+        and calling_module() == "torch.utils.checkpoint"
+    ):
         return None if lazy._become_recomputed() else NotImplemented
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -154,7 +159,9 @@ def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: 
 def _run_graph_access(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Set a hook of a user on the real logits, or return their ``grad_fn``."""
     has_no_node = lazy._real is None and not lazy._state.requires_grad
-    if (has_no_node and isinstance(lazy, Tensor)) or is_called_by_wrapper():
+    # These wrappers only test whether the tensor has a `grad_fn`.
+    is_tested = calling_module() in ("torch.nn.parallel.distributed", "deepspeed.runtime.utils")
+    if (has_no_node and isinstance(lazy, Tensor)) or is_tested:
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
     is_bypassed = lazy._family.is_bypassed or any(call.has_bypassing_gradient for call in lazy._state.calls)
@@ -280,10 +287,8 @@ def _make_copy(lazy: LazyBase, state: LazyState, copy: Callable[[Tensor], Tensor
     return copied
 
 
-def _make_view(
-    lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], has_sibling_results: bool = False
-) -> Any:
-    """Return a view, or a copy if the strides do not allow a view."""
+def _make_view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], is_part: bool = False) -> Any:
+    """Return a view, or a copy if the strides do not allow a view. ``is_part``: whether it is one of several views."""
     root, is_full = (lazy, True) if lazy._view is None else (lazy._view.root, lazy._view.is_full)
     before = lazy._meta_tensor
     if before is None:
@@ -295,7 +300,7 @@ def _make_view(
         return _make_copy(lazy, state.as_copy(), cut)
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     has_all_entries &= meta_tensor.shape[-1:] == before.shape[-1:]  # also if there are no tokens
-    is_full = is_full and not has_sibling_results and state.class_dim == -1 and has_all_entries
+    is_full = is_full and not is_part and state.class_dim == -1 and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 

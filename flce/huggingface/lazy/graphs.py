@@ -73,8 +73,7 @@ class TracedLazyLogits(LazyBase):
     def dim(self) -> int:
         return self._state.ndim
 
-    def ndimension(self) -> int:
-        return self._state.ndim
+    ndimension = dim
 
     def numel(self) -> int:
         return math.prod(self.shape)

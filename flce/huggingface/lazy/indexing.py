@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
+from flce.huggingface.lazy.normal_form import require_lazy
 from flce.huggingface.lazy.state import LazyState, is_class_dim, normalized_dim
 from flce.huggingface.lazy.values import class_values
 
@@ -25,8 +25,7 @@ def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
         before = state.shape
         after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
-        if after[-1:] != before[-1:]:
-            raise NoLazyFormError
+        require_lazy(after[-1:] == before[-1:])
         if method is Tensor.flatten and after == before:
             return state  # stock returns the tensor itself
         return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
@@ -55,28 +54,14 @@ def roll(state: LazyState, shifts: Any, dims: Any = ()) -> Any:
 
 
 def cat(state: LazyState, others: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate selections of the tokens of one call of a head, by concatenating their hidden states."""
+    """Concatenate tokens of the same logits. ``others``: states of views of the same memory."""
     states = [state, *others]
-    require_lazy(not is_class_dim(state, dim) and all([_has_same_head(state, other) for other in others]))  # noqa: C419
-    for snapshot in [term.snapshot for each in states for term in each.terms if term.snapshot is not None]:
-        snapshot.check_unchanged(can_synchronize=False)
+    require_lazy(not is_class_dim(state, dim) and all([isinstance(other, LazyState) for other in others]))  # noqa: C419
+    require_lazy(all([each.weight is state.weight and each.class_dim == -1 for each in states]))  # noqa: C419
     joined = iter([torch.cat(parts, dim) for parts in zip(*map(_token_tensors, states), strict=True)])
-    return state.with_hidden(lambda _: next(joined))
-
-
-def _has_same_head(state: LazyState, other: Any) -> bool:
-    """Return True if both states are functions of the logits of one call of a head, with the same gradients."""
-    return (
-        isinstance(other, LazyState)
-        and other.teacher is None
-        and (state.calls, [*state.token_vectors]) == (other.calls, [*other.token_vectors])
-        and replace(state, terms=()) == replace(other, terms=())
-        and len(state.terms) == len(other.terms)
-        and all([
-            (a.weight is b.weight) and (a.bias is b.bias) and a.ops == b.ops
-            for a, b in zip(state.terms, other.terms, strict=True)
-        ])  # noqa: C419
-    )  # fmt: skip
+    # A state with a snapshot of the hidden states finds earlier changes.
+    first = next((each for each in states if each.terms[0].snapshot is not None), state)
+    return first.with_hidden(lambda _: next(joined))
 
 
 def _token_tensors(state: LazyState) -> list[Tensor]:
@@ -108,8 +93,7 @@ def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens by indexing the hidden states, and classes by indexing the rows of the head."""
     items, classes = _expand_index(state, index)
     advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
-    if advanced and isinstance(classes, Tensor):  # PyTorch combines both indices
-        raise NoLazyFormError
+    require_lazy(not (advanced and isinstance(classes, Tensor)))  # PyTorch combines both indices
     tokens = state
     if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
         tokens = state.with_hidden(lambda hidden: hidden[tuple(items)])
@@ -127,13 +111,11 @@ def getitem(state: LazyState, index: Any) -> Any:
 
 
 def _slice_classes(state: LazyState, classes: slice) -> LazyState:
-    require_lazy(state.division is None)
     require_lazy(state.normal_form.form == "logits")  # other forms depend on all classes
-    require_lazy(not state.normal_form.has_normalizer)
+    require_lazy(state.division is None and not state.normal_form.has_normalizer)
     with state.gathered_weights():
-        sliced = state.with_terms(
-            [term.map_tensors(lambda tensor: tensor[classes], "weight", "bias") for term in state.resolved_terms]
-        )
+        terms = [term.map_tensors(lambda rows: rows[classes], "weight", "bias") for term in state.resolved_terms]
+    sliced = state.with_terms(terms)
     require_lazy(sliced.vocab_size > 0)
     return sliced
 
@@ -172,11 +154,10 @@ def _expand_index(state: LazyState, index: Any) -> tuple[list[Any], Any]:
             if item.dim() == 0 and not torch.compiler.is_compiling():
                 items[position] = int(item)  # a view, as of an int
             dim += 1
-        elif item is not None:
-            raise NoLazyFormError
+        else:
+            require_lazy(item is None)
     position = len(items) if ellipsis_position is None else ellipsis_position
     items[position : position + 1] = [slice(None)] * (ndim - dim)
     last = items.pop() if dim <= ndim and items else None
-    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool):
-        raise NoLazyFormError
+    require_lazy(last is not None and not (isinstance(last, Tensor) and last.dtype == torch.bool))
     return items, last

@@ -79,9 +79,7 @@ class Term:
 
     @property
     def factor(self) -> float:
-        normal_form = to_normal_form(self.ops)
-        assert normal_form is not None
-        return normal_form.logit_scale
+        return to_normal_form(self.ops).logit_scale  # type: ignore[union-attr]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
@@ -131,11 +129,6 @@ def alias_in_graph(tensor: Tensor) -> Tensor:
     return make_stand_in(alias, tensor) if is_partitioned(tensor) else alias
 
 
-def in_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32. Call it within :meth:`LazyState.gathered_weights`."""
-    return tensor if tensor.dtype == torch.float32 else resolve_stand_in(tensor).float()
-
-
 @dataclass(frozen=True)
 class LazyState:
     """A sum of terms with equal token dimensions, and the operations on it. The last dimension contains the classes.
@@ -177,16 +170,12 @@ class LazyState:
     @property
     def hidden(self) -> Tensor:
         """The hidden states of the head."""
-        hidden = self.terms[0].hidden
-        assert hidden is not None
-        return hidden
+        return self.terms[0].hidden  # type: ignore[return-value]
 
     @property
     def weight(self) -> Tensor:
         """The weight of the head."""
-        weight = self.terms[0].weight
-        assert weight is not None
-        return weight
+        return self.terms[0].weight  # type: ignore[return-value]
 
     @property
     def shape(self) -> torch.Size:
@@ -262,8 +251,7 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
-        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
+        return replace(self, terms=terms, token_vectors=self.map_token_vectors(function), cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """Return the state with other terms."""
@@ -283,10 +271,9 @@ class LazyState:
 
     def in_float32(self) -> LazyState:
         """Return the state with terms in float32, without autocast."""
+        cast: Callable[[Tensor], Tensor] = lambda x: x if x.dtype == torch.float32 else resolve_stand_in(x).float()  # noqa: E731
         with self.gathered_weights():
-            return self.with_terms(
-                [term.map_tensors(in_float32, *TENSOR_NAMES) for term in self.terms], autocast_dtype=None
-            )
+            return self.with_terms([term.map_tensors(cast, *TENSOR_NAMES) for term in self.terms], autocast_dtype=None)
 
     def with_calls(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """Return the state with snapshots. Later changes of ``requires_grad`` have no effect, others raise errors."""
@@ -332,32 +319,16 @@ class LazyState:
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
 
-        return self._values(product, lambda bias: bias[index], merge)
-
-    def mean_of_classes(self) -> Tensor:
-        """Compute the mean logit ``(..., 1)`` of each token, by a product with the mean of the head's rows."""
-
-        def mean(rows: Tensor) -> Tensor:
-            total = rows.sum(0, keepdim=True, dtype=accumulation_dtype(rows.dtype))
-            return (total / self.vocab_size).to(rows.dtype)
-
-        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return F.linear(hidden, mean(weight), None if bias is None else mean(bias))
-
-        return self._values(product, mean, None if self.division is None else self.division.sum_over_processes)
-
-    def _values(self, *functions: Any) -> Tensor:
-        """Compute values without the logits. For the arguments see `_sum_of_products`."""
-        self.note_values()
-        self._count_result(is_loss=False)
+        self.count_result(is_loss=False)
         with self.gathered_weights():
-            return self._sum_of_products(*functions).to(self.device)
+            return self._sum_of_products(product, lambda bias: bias[index], merge).to(self.device)
 
-    def _count_result(self, is_loss: bool) -> bool:
+    def count_result(self, is_loss: bool) -> bool:
         """Count a result without the logits. Return True if its gradient will not pass through the logits."""
         requires_grad = torch.is_grad_enabled() and self.requires_grad
         is_fused = is_loss or requires_grad
         for call in self.calls:
+            call.has_returned_values |= not is_loss
             call.has_bypassing_gradient |= requires_grad
             call.usage.has_gradient_use |= call.has_bypassing_gradient
             call.usage.fused += is_fused and call is self.calls[0]
@@ -370,11 +341,9 @@ class LazyState:
             call.has_returned_values = True
 
     def _sum_of_products(
-        self,
-        product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        vector: Callable[[Tensor], Tensor] = lambda bias: bias,
-        merge: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        vector: Callable[[Tensor], Tensor] = lambda bias: bias, merge: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the sum of all terms, with the operations on it. ``merge``: the function that computes the sum of a
         divided head from the sum of this process."""
         total = None
@@ -417,9 +386,7 @@ class LazyState:
     def argmax(self) -> Tensor:
         """Compute the most probable class of each token."""
         with self.gathered_weights(can_synchronize=True):
-            largest = self.detach().token_results("argmax").argmax
-        assert largest is not None
-        return largest.to(self.device)
+            return self.detach().token_results("argmax").argmax.to(self.device)  # type: ignore[union-attr]
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
@@ -440,7 +407,6 @@ class LazyState:
         if self.normal_form.has_divisor:
             spec["temperature"] = self.token_vectors["div_row"].squeeze(-1) * spec.get("temperature", 1.0)
         spec |= {"candidates": None if candidates is None else candidates.to(self.product_device), "is_loss": False}
-        self.note_values()
         with self.gathered_weights():
             results: LinearLogprobsOutput = self._call_operator(
                 linear_logprobs, target, self.token_options, outputs=outputs, **spec
@@ -473,9 +439,7 @@ class LazyState:
                     # The cache holds the vectors, so that their ids are not used again.
                     self.cached_results[key] = vectors, self.token_results("lse", "entropy")
             results = self.cached_results[key][1]
-        assert results.lse is not None
-        assert results.entropy is not None
-        return results.lse, results.entropy
+        return results.lse, results.entropy  # type: ignore[return-value]
 
     def _call_operator(
         self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None,
@@ -487,7 +451,7 @@ class LazyState:
         """
         products, biases = [], []
         dtype = self.weight.dtype
-        requires_grad = self._count_result(is_loss)
+        requires_grad = self.count_result(is_loss)
         for term in self.resolved_terms:
             factor = term.factor
             if term.bias is not None:
@@ -503,23 +467,15 @@ class LazyState:
             spec["adapters"] = tuple(products[1:])
         if self.division is not None:
             spec |= self.division.group_arguments
-        normal_form = self.normal_form
         hidden, weights = products[0]
         vector = self.cancelled_vector
         if requires_grad and vector is not None:  # it gets a gradient of zeros through `torch.where`
             always = torch.ones((), dtype=torch.bool, device=vector.device)
             hidden = torch.where(always, hidden, vector.to(hidden.dtype))
-        return self._in_head_autocast(
-            function,
-            hidden,
-            weights,
-            None if target is None else target.to(self.product_device),
-            linear_bias=sum(biases[1:], biases[0]) if biases else None,
-            logit_scale=normal_form.logit_scale,
-            softcap=normal_form.softcap,
-            options=options,
-            **spec,
-        )
+        target = None if target is None else target.to(self.product_device)
+        spec |= {"linear_bias": sum(biases[1:], biases[0]) if biases else None, "options": options}
+        spec |= {"logit_scale": self.normal_form.logit_scale, "softcap": self.normal_form.softcap}
+        return self._in_head_autocast(function, hidden, weights, target, **spec)
 
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` with the autocast state of the head's call."""
@@ -533,13 +489,9 @@ class LazyState:
 
 
 def head_state(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: Settings | None = None,
-    call: HeadCall | None = None,
-    division: HeadDivision | None = None,
-) -> LazyState:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings | None = None,
+    call: HeadCall | None = None, division: HeadDivision | None = None,
+) -> LazyState:  # fmt: skip
     """Return the state of ``F.linear(hidden, weight, bias)``. ``call``: its record; None under the compiler.
     ``division``: the division of the head, whose weight and bias have the classes of this process."""
     device = hidden.device

@@ -34,12 +34,13 @@ class Operation(NamedTuple):
         used_by: an architecture of Transformers, or a library, that needs the operation.
         kind: ``"new"``: the result has separate memory. ``"elementwise"``: the result has separate memory and the
             strides of the logits. ``"view"``: the result shares the memory of the logits, so that a write to one is
-            visible in the other. ``"in place"``: the result replaces the state of the logits.
+            visible in the other. ``"in place"``: the result replaces the state of the logits. ``"of views"``: the first
+            argument is a list of logits that share their memory; the result has separate memory.
     """
 
     run: Callable[..., Any]
     used_by: str
-    kind: Literal["new", "elementwise", "view", "in place"] = "new"
+    kind: Literal["new", "elementwise", "view", "in place", "of views"] = "new"
 
 
 _cast = elementwise.make_cast
@@ -54,7 +55,7 @@ _TABLE: dict[str, Operation] = {
     "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
     "unbind": Operation(indexing.unbind, "TRL: a loop over sequences", "view"),
     "__getitem__": Operation(indexing.getitem, "Transformers: shifted logits, logits_to_keep", "view"),
-    "cat concat concatenate": Operation(indexing.cat, "Dream; Axolotl: diffusion"),
+    "cat concat concatenate": Operation(indexing.cat, "Dream; Axolotl: diffusion", "of views"),
     "roll": Operation(indexing.roll, "Axolotl: diffusion"),
     "index_select": Operation(indexing.index_select, "policy losses of packed sequences"),
     "detach data": Operation(LazyState.detach, "Trainer: outputs of a step", "view"),
@@ -83,8 +84,8 @@ _TABLE: dict[str, Operation] = {
     "take_along_dim": Operation(
         lambda state, indices, dim=None: values.gather(state, dim, indices), "policy losses: gather with another name"
     ),
-    "mean": Operation(values.mean, "TRL: metrics of ORPO and CPO; smoothing by hand"),
-    "sum": Operation(values.sum_over_vocabulary, "Trainer: label smoothing; TRL: entropies"),
+    "mean": Operation(values.make_reduction(is_mean=True), "TRL: metrics of ORPO and CPO; smoothing by hand"),
+    "sum": Operation(values.make_reduction(is_mean=False), "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
     "kl_div": Operation(divergences.kl_div, "TRL and others: distillation"),
     "nll_loss": Operation(values.nll_loss, "ProphetNet"),
@@ -102,12 +103,6 @@ OPERATIONS[cross_entropy] = Operation(values.flce_cross_entropy, "flce.cross_ent
 
 # Operations on a state with a teacher. Operations on the dimensions of tokens or classes would have to change both.
 OF_DIFFERENCES = frozenset(torch_functions("mul multiply __mul__ __rmul__ neg negative __neg__ sum float to"))
-
-# Operations on logits whose classes are before the tokens of a sequence.
-OF_CLASSES_SECOND = frozenset(torch_functions("cross_entropy nll_loss"))
-
-# Functions whose first argument is a list of tensors.
-CONCATENATION = frozenset(torch_functions("cat concat concatenate"))
 
 # Functions that expand their arguments to one shape.
 BROADCAST = frozenset(torch_functions("broadcast_tensors"))
@@ -128,9 +123,6 @@ METADATA = frozenset(
     is_same_size is_conj is_neg is_shared _base _is_view retains_grad
     """)
 )
-
-# The setter of `requires_grad`, and the getter of the gradient.
-SET_REQUIRES_GRAD, GET_GRAD = torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 
 # Functions that need the node of the logits in the autograd graph.
 GRAPH_ACCESS = frozenset(torch_functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))

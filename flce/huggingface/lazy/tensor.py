@@ -105,14 +105,12 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return True
 
     def _become_recomputed(self) -> bool:
-        """Become the input of a function that a reentrant checkpoint computes again. Return False if this is impossible.
+        """Become the input of a function that a reentrant checkpoint computes again. Return False if this has no node.
 
-        The checkpoint has detached this input, and will read the gradient of the input. This gradient would be as large
-        as the logits. So the function gets logits of copies of the head's tensors without a graph, and the gradients of
-        these copies are passed to the node of the checkpoint's logits.
+        The checkpoint has detached its logits, and will read the gradient of this input. It would be as large as the
+        logits. So this input is computed from detached tensors, whose gradients the node of the logits gets.
         """
-        given = None if self._view is None else self._view.parent
-        node = None if given is None else given._node
+        node: Any = None if self._view is None else self._view.parent._node
         if not private.is_node_of(node, _LogitsNode) or node.state.is_dtensor:
             return False
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in node.state.tensors]
@@ -122,15 +120,9 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return True
 
     def _pass_gradients(self) -> Tensor | None:
-        """Pass the gradients of the copies to the node. Return a gradient of zeros without memory, or None.
-
-        If the logits were given to several checkpoints, one gradient of zeros is enough to run their node.
-        """
+        """Pass the gradients to the node. Return zeros without memory, which run the node, or None if it will run."""
         node, leaves = self._recomputation
-        gradients = [leaf.grad for leaf in leaves]
-        if all(gradient is None for gradient in gradients):
-            return None
-        node.passed.append(gradients)
+        node.passed.append([leaf.grad for leaf in leaves])
         if len(node.passed) > 1:
             return None
         node.zeros = torch.zeros((), dtype=node.state.dtype, device=node.state.device).expand(node.state.shape)

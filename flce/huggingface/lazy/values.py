@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from flce.core import private
-from flce.core.problem import MAX_ENTRIES
+from flce.core.problem import MAX_ENTRIES, accumulation_dtype
 from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
@@ -97,55 +98,62 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     return _not_a_view(class_values(state, index).contiguous())
 
 
-def sum_over_vocabulary(
-    state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """Sum log-probabilities, or values that are weighted by probabilities, over the vocabulary."""
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
+def make_reduction(is_mean: bool) -> Callable[..., Any]:
+    """Return the operation ``mean`` or ``sum`` over the vocabulary. A ``dim`` of None means all dimensions."""
+
+    def handler(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(dim, (tuple, list)) and len(dim) == 1:
+            dim = dim[0]
+        is_total = dim is None and not keepdim and (is_mean or state.teacher is not None)
+        require_lazy(is_total or is_class_dim(state, dim))
+        if dtype is not None or not is_mean:
+            state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
+        if state.teacher is not None:
+            value = divergences.sum_of_terms(state)
+        else:
+            value = _mean_of_tokens(state) if is_mean else _sum_of_tokens(state)
+            value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
+            value = value.to(state.device, state.dtype)
+        if is_total:
+            return value.mean() if is_mean else value.sum()
+        return _with_kept_dim(state, value, keepdim)
+
+    return handler
+
+
+def _sum_of_tokens(state: LazyState) -> Tensor:
+    """Return the sums of log-probabilities, or of values that are weighted by probabilities, without their sign."""
     form = state.normal_form.form
-    sums_all = dim is None and state.teacher is not None
-    require_lazy((sums_all or is_class_dim(state, dim)) and form not in ("logits", "probabilities"))
-    state = to_autocast_dtype(state) if dtype is None else to_dtype(state, dtype)
-    if state.teacher is not None:
-        values = divergences.sum_of_terms(state)
-        return values.sum() if sums_all else _with_kept_dim(state, values, keepdim)
     if form == "log-probabilities":
-        value = _mean_of_logprobs(state) * state.vocab_size
-    else:
-        _require_finite_bias(state)
-        lse, entropy = state.lse_and_entropy()
-        value = 0.0 - entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
-    value = 0.0 - value if state.normal_form.is_negative else value  # a sum that is zero is +0.0 in stock
-    return _with_kept_dim(state, value.to(state.device, state.dtype), keepdim)
+        return _mean_of_tokens(state) * state.vocab_size
+    require_lazy(form in ("weighted logits", "weighted log-probabilities"))
+    _require_finite_bias(state)
+    lse, entropy = state.lse_and_entropy()
+    return 0.0 - entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
 
 
-def mean(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Compute the mean of the logits or log-probabilities of each token, or (``dim`` is None) of all tokens."""
-    if isinstance(dim, (tuple, list)) and len(dim) == 1:
-        dim = dim[0]
+def _mean_of_tokens(state: LazyState) -> Tensor:
+    """Return the means of logits, or of log-probabilities without their sign."""
     normal_form = state.normal_form
-    require_lazy((dim is None and not keepdim) or is_class_dim(state, dim))
     require_lazy(normal_form.form in ("logits", "log-probabilities") and not normal_form.is_clamped)
-    state = state if dtype is None else to_dtype(state, dtype)
-    if normal_form.form == "log-probabilities":
-        value = _mean_of_logprobs(state)
-        value = 0.0 - value if normal_form.is_negative else value
-    elif normal_form.softcap is None:
-        value = state.as_copy().mean_of_classes().squeeze(-1)
-    else:
+    if normal_form.form == "log-probabilities":  # the negative cross entropy with a uniform distribution
+        require_lazy(not normal_form.has_divisor)
+        # Any target has the same result, except a target whose logit is -inf. The argmax never is.
+        with state.gathered_weights():
+            return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
+    if normal_form.softcap is not None:
         require_lazy(not (state.requires_grad and torch.is_grad_enabled()))
-        value = state.token_results("mean_logit").mean_logit - state.normalizer()
-    value = value.to(state.device, state.dtype)
-    return value.mean() if dim is None else _with_kept_dim(state, value, keepdim)
+        return cast(Tensor, state.token_results("mean_logit").mean_logit) - state.normalizer()
+    require_lazy(state.division is None)
 
+    def mean(rows: Tensor) -> Tensor:
+        wide = rows.sum(0, keepdim=True, dtype=accumulation_dtype(rows.dtype))
+        return (wide / len(rows)).to(rows.dtype)
 
-def _mean_of_logprobs(state: LazyState) -> Tensor:
-    """Return the negative cross entropy with a uniform distribution."""
-    require_lazy(not state.normal_form.has_divisor and not state.normal_form.is_clamped)
-    # Any target has the same result, except a target whose logit is -inf. The argmax never is.
+    state.count_result(is_loss=False)
     with state.gathered_weights():
-        return 0.0 - state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0, is_loss=False)
+        terms = [term.map_tensors(mean, "weight", "bias") for term in state.resolved_terms]
+    return state.with_terms(terms).as_copy().logits().squeeze(-1)
 
 
 def _require_finite_bias(state: LazyState) -> None:
@@ -167,15 +175,9 @@ def _not_a_view(values: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    state: LazyState,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+    state: LazyState, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
     """Compute ``torch.nn.functional.cross_entropy``. Invalid arguments run stock code, which raises stock's errors."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
@@ -199,31 +201,19 @@ def cross_entropy(
 
 
 def nll_loss(
-    state: LazyState,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
+    state: LazyState, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
+) -> Any:  # fmt: skip
     """Compute ``torch.nn.functional.nll_loss`` of log-probabilities."""
     require_lazy(state.normal_form.form == "log-probabilities")
     return cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
 
 def flce_cross_entropy(
-    state: LazyState,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    inplace: bool = False,
-    process_group: Any = None,
-    vocab_size: int | None = None,
+    state: LazyState, target: Tensor, weight: Tensor | None = None, *, softcap: float | None = None,
+    logit_scale: float = 1.0, inplace: bool = False, process_group: Any = None, vocab_size: int | None = None,
     **spec: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute :func:`flce.cross_entropy`. ``inplace`` has no effect, because no logits are in memory."""
     require_lazy(process_group is None and vocab_size is None and isinstance(target, Tensor))
     scaled = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
