@@ -411,9 +411,12 @@ def test_writes_to_many_views_take_linear_time(monkeypatch: pytest.MonkeyPatch) 
     """A write changes the nodes of its own view and of the logits, not the nodes of views of other tokens."""
     nodes: list[LazyLogits] = []
     update = LazyLogits._take_over_node
-    monkeypatch.setattr(
-        LazyLogits, "_take_over_node", lambda lazy, *written: (nodes.append(lazy), update(lazy, *written))
-    )
+
+    def counted(lazy: LazyLogits, is_written: bool) -> None:
+        nodes.append(lazy)
+        update(lazy, is_written)
+
+    monkeypatch.setattr(LazyLogits, "_take_over_node", counted)
     logits = fuzz.Run(fuzz.Setup(shape=(2, 40)), patched=True).tensors["lg"]
     views = [logits[:, i] for i in range(40)]
     for view in views:

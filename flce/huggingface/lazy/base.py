@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -201,17 +201,18 @@ class LazyBase:
         if self._root()._real is not None:
             self._update_nodes()
             new, family.num_computed = family.views[family.num_computed :], len(family.views)
-            for ref, view in [(ref, ref()) for ref in new if ref() is not None]:
+            for view in live_objects(new):
                 with contextlib.suppress(RuntimeError):  # autograd no longer allows this view
                     view._get_real()
                 for token in view._token_numbers():
-                    family.views_of_token.setdefault(token, []).append(ref)
+                    family.views_of_token.setdefault(token, []).append(weakref.ref(view))
 
     def _token_numbers(self) -> set[int]:
         """Return the numbers of the tokens whose logits share memory with this view, or with parts of it."""
-        start, vocab_size = self._root()._meta_tensor.storage_offset(), self._root()._state.vocab_size
-        numbers = {(self._meta_tensor.storage_offset() - start) // vocab_size}
-        for size, stride in zip(self._meta_tensor.shape, self._meta_tensor.stride(), strict=True):
+        root: Any = self._root()
+        meta_tensor, vocab_size = cast(Tensor, self._meta_tensor), root._state.vocab_size
+        numbers = {(meta_tensor.storage_offset() - root._meta_tensor.storage_offset()) // vocab_size}
+        for size, stride in zip(meta_tensor.shape, meta_tensor.stride(), strict=True):
             if stride >= vocab_size:  # a dimension of tokens
                 numbers = {number + i * (stride // vocab_size) for number in numbers for i in range(size)}
         return numbers
@@ -229,7 +230,7 @@ class LazyBase:
             family.is_written = True
         if is_written or always:
             writers = [lazy for lazy in writers if lazy._family is family]
-            views = family.views
+            views: Iterable[weakref.ref[Any]] = family.views
             if writers and root._node is not None and not any(lazy._is_full() for lazy in writers):
                 tokens = {token for lazy in writers for token in lazy._token_numbers()}
                 views = {ref for token in tokens for ref in family.views_of_token[token]}

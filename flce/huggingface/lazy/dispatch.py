@@ -35,6 +35,9 @@ from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import calling_module, is_wrapper_hook
 from flce.ops.dtensors import full_tensor
 
+_GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function with lazy logits among its arguments, on their states if possible, else on the real logits."""
@@ -58,7 +61,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_on_state(args[1], func, operation, args[:1], kwargs)
     elif operation is not None and operation.kind == "of views" and args:
         first, *others = args[0] or (None,)
-        if is_lazy(first) and all([is_lazy(other) and other._family is first._family for other in others]):  # noqa: C419
+        if isinstance(first, LazyBase) and all([is_lazy(other) and other._family is first._family for other in others]):  # noqa: C419
             result = _run_on_state(first, func, operation, (others, *args[1:]), kwargs)
     return _run_on_real(func, args, kwargs) if result is NotImplemented else result
 
@@ -131,15 +134,10 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
 
 def _run_unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run functions outside of the table of operations: metadata, hooks, ``grad_fn``. Else return NotImplemented."""
-    if lazy._recomputation is not None and func == torch.Tensor.grad.__get__:
+    if lazy._recomputation is not None and func == _GRAD.__get__:
         return lazy._pass_gradients()
-    if (
-        real is None
-        and func == torch.Tensor.requires_grad.__set__
-        and args == (True,)
-        and calling_module() == "torch.utils.checkpoint"
-    ):
-        return None if lazy._become_recomputed() else NotImplemented
+    if func == _REQUIRES_GRAD.__set__ and args == (True,) and calling_module() == "torch.utils.checkpoint":
+        return None if real is None and lazy._become_recomputed() else NotImplemented
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy if real is None else real, *args, **kwargs)

@@ -17,21 +17,17 @@ from flce.huggingface.wrappers import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
 
 
-def scaled(state: LazyState, name: str, other: Any) -> Any:
-    """Multiply or divide (``name``) by a number, a 0-d tensor, or a temperature for each token."""
+def divide(state: LazyState, other: Any, name: str = "div") -> Any:
+    """Divide by a number, a 0-d tensor, or a temperature for each token. ``name``: "mul" multiplies."""
     if isinstance(other, Tensor):
         return _scale_by_tensor(state, name, other)
     require_lazy(isinstance(other, (int, float)) and not isinstance(other, bool))
     return state.with_op(name, other)
 
 
-def divide(state: LazyState, other: Any) -> Any:
-    return scaled(state, "div", other)
-
-
 def multiply(state: LazyState, other: Any) -> Any:
     """Multiply by a factor, or by other lazy logits."""
-    return divergences.multiply(state, other) if isinstance(other, LazyState) else scaled(state, "mul", other)
+    return divergences.multiply(state, other) if isinstance(other, LazyState) else divide(state, other, "mul")
 
 
 def _apply_token_vector(state: LazyState, name: str, other: Tensor) -> Any:
