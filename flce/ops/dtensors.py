@@ -41,7 +41,8 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
         x, group = given.get(first), kwargs.get("process_group")
         is_placed = is_dtensor(x)
         if is_placed and has_classes(second) and is_dtensor(given.get(second)):
-            return run_on_local_tensors(wrapper, (first, second), {**defaults, **given})
+            on_local: R = run_on_local_tensors(wrapper, (first, second), {**defaults, **given})
+            return on_local
         if is_placed and first == "logits" and not torch.compiler.is_compiling():
             given["logits"], group, given["vocab_size"] = local_logits(x)
         if group is not None and not torch.compiler.is_compiling():
@@ -53,7 +54,7 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def run_on_local_tensors(function: Callable[..., R], head: tuple[str, str], arguments: dict[str, Any]) -> R:
+def run_on_local_tensors(function: Callable[..., Any], head: tuple[str, str], arguments: dict[str, Any]) -> Any:
     """Return ``function(**arguments)`` for hidden states and a weight that are DTensors. The function gets local
     tensors.
 
@@ -91,7 +92,7 @@ def run_on_local_tensors(function: Callable[..., R], head: tuple[str, str], argu
         call["sequence_parallel"] = not layout.input[layout.class_dim].is_replicate()
     if layout.token_dims and call.get("reduction") == "mean" and call["num_items"] is None:
         call |= _global_mean(call, layout)
-    result: Any = function(**call)
+    result = function(**call)
     is_reduced = arguments.get("reduction", "none") != "none"
 
     def with_placements(name: str, value: Tensor | None) -> Tensor | None:
@@ -102,7 +103,7 @@ def run_on_local_tensors(function: Callable[..., R], head: tuple[str, str], argu
         return layout.result(value, input if target is None else target)
 
     if isinstance(result, Tensor):
-        return with_placements("loss", result)  # type: ignore[return-value]
+        return with_placements("loss", result)
     if isinstance(result, tuple):
         return type(result)(*itertools.starmap(with_placements, result._asdict().items()))
     return replace(result, **{name: with_placements(name, value) for name, value in vars(result).items()})

@@ -340,6 +340,10 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "output": (ValueError, "outputs must be names out of", wrong(outputs=("kl",))),
     "repeated": (ValueError, "outputs has 'entropy' twice", wrong(outputs=("entropy", "entropy"))),
     "a string": (ValueError, "outputs must be names out of .*got 'entropy'", wrong(outputs="entropy")),
+    "divergence twice": (ValueError, "outputs has 'divergence' twice", wrong(outputs=("divergence", "divergence"))),
+    "no outputs": (ValueError, "outputs must be names out of .*got None", wrong(outputs=None)),
+    "outputs in a list": (ValueError, r"outputs must be .*\[\['divergence'\]\]", wrong(outputs=[["divergence"]])),
+    "a vector": (ValueError, r"teacher_weight must have shape \(V, H\), got \(6,\)", wrong(teacher_weight=(6,))),
     "no target": (ValueError, "'logprob', which needs a target", wrong(outputs=("logprob",))),
     "shift": (ValueError, "shift=1 needs a target", wrong(shift=1)),
     "softcap": (ValueError, "teacher_softcap must be None or a finite number > 0", wrong(teacher_softcap=-1.0)),
@@ -353,6 +357,13 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "dtype": (TypeError, "student and student_weight must have one", wrong(student_weight=torch.zeros(30, 8).double())),
     "temperatures": (ValueError, "temperature must be one number", wrong(temperature=torch.ones(4))),
+    "temperatures with top k": (
+        ValueError, "temperature must be one number for all tokens",
+        wrong(
+            teacher=None, teacher_weight=None, temperature=torch.ones(4),
+            teacher_topk=(torch.zeros(4, 2).long(), torch.zeros(4, 2)),
+        ),
+    ),
     "no tensor": (TypeError, "teacher_bias must be a", wrong(teacher_bias=1.0)),
     "no pair": (
         TypeError, "teacher_topk must be a pair of tensors, got Tensor",

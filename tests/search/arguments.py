@@ -77,6 +77,7 @@ HEAD: dict[str, tuple[Any, ...]] = {
     "beyond": (None,),  # bytes of the budget above the least budget
     "strategy": ("auto", "auto", "tokens", "vocab"),
     "skip_ignored": ("auto", True, False),
+    "in_ignored": ("", "", "nan", "inf"),  # in the hidden states of ignored tokens, if they are dropped
     "logits_dtype": (None,),
     "accum_dtype": (None,),
 }
@@ -242,6 +243,24 @@ def head_of(call: Call, device: str) -> Problem:
     p = replace(p, input=x, linear_weight=w).map(lambda t, letter: change(t) if t.dim() else t)
     weight = p.kwargs.get("weight")
     return p if weight is None else p.with_(weight=change(weight))
+
+
+def spoil(call: Call, x: Tensor, target: Tensor) -> Tensor:
+    """Return hidden states of which those of ignored tokens, if they are dropped, are no numbers."""
+    if not call["in_ignored"] or call["skip_ignored"] is not True:
+        return x
+    _, valid = shifted_target(target.long(), call["ignore_index"], call["shift"])
+    return x.masked_fill(~valid[..., None], float(call["in_ignored"]))
+
+
+def leaves_of_call(call: Call, p: Problem) -> Problem:
+    """Return the tensors of a call, with leaves for those that get a gradient."""
+
+    def leaf(t: Tensor, letter: str) -> Tensor:
+        t = spoil(call, t, p.target) if letter in "xa" else t
+        return t.detach().requires_grad_(letter in call["grads"])
+
+    return p.map(leaf)
 
 
 def by_letter(x: Any, w: Any, b: Any = None, t: Any = None, adapters: Sequence[tuple[Any, Any]] = ()) -> dict[str, Any]:

@@ -84,8 +84,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
     sizes = [hidden, call["teacher_rank"]] if call["teacher_rank"] else [hidden]
     std = min(call["std"], 4.0)
     teacher, *adapters = [(normal(*shape, size), normal(vocab, size, std=std / size**0.5)) for size in sizes]
+    their_pairs = [(arguments.spoil(call, x, p.target), w) for x, w in (teacher, *adapters)]
     teacher_bias = normal(vocab) if call["teacher_bias"] else None
-    leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in call["grads"]))
+    leaves = arguments.leaves_of_call(call, p)
     needed = arguments.leaves_of(leaves)
     needed.pop("t", None)
     transform = {name: call[name] for name in ("softcap", "logit_scale", "temperature")}
@@ -97,7 +98,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
         return flce.linear_divergence(
             leaves.input,
             leaves.linear_weight,
-            *teacher,
+            *their_pairs[0],
             kind=call["kind"],
             beta=call["beta"] if call["kind"] == "jsd" else None,
             temperature=call["temperature"],
@@ -109,7 +110,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
             teacher_softcap=call["teacher_softcap"],
             teacher_logit_scale=call["teacher_logit_scale"],
             student_adapters=leaves.adapters,
-            teacher_adapters=adapters,
+            teacher_adapters=their_pairs[1:],
             options=flce.ChunkOptions(max_workspace_bytes=budget, **options),
             **{name: call[name] for name in ("outputs", "ignore_index", "shift")},
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import operator
 import random
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import flce
 from tests.distributed import split_head
@@ -21,7 +24,12 @@ from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
 
 MOST = 4
 DEFAULTS: Call = {**defaults(**LOSS, **HEAD), "processes": 2, "sequence_parallel": False}
-DEFAULTS |= {"slices": False, "budget": None, "second": False}
+DEFAULTS |= {"slices": False, "budget": None, "second": False, "differs": ""}
+FUNCTION = flce.fused_linear_cross_entropy
+PARAMETERS = inspect.signature(FUNCTION).parameters
+ARGUMENTS = sorted(PARAMETERS.keys() - {"process_group"})
+# Settings of a process that are not arguments.
+SETTINGS: dict[str, Any] = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "grad mode": torch.no_grad}
 
 
 def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
@@ -46,6 +54,7 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         "slices": rng.random() < 0.5,
         "budget": rng.choice([None, None, 20_000]),
         "second": rng.random() < 0.3,
+        "differs": rng.choice([*ARGUMENTS, *SETTINGS]) if rng.random() < 0.3 else "",
     }
 
 
@@ -56,6 +65,23 @@ def groups() -> dict[int, Any]:
         size: dist.new_group(range(size), timeout=timedelta(seconds=60))
         for size in range(2, min(MOST, dist.get_world_size()) + 1)
     }
+
+
+def refusal(name: str, is_odd: bool, local: split_head.LocalShare, options: flce.ChunkOptions) -> str | None:
+    """Check that all processes refuse a call if one of them, which `is_odd`, has another argument or setting."""
+    given: dict[str, Any] = {argument: parameter.default for argument, parameter in PARAMETERS.items()}
+    given |= {"input": local.input, "linear_weight": local.weight, "target": local.p.target, "linear_bias": local.bias}
+    given |= {"adapters": local.adapters, "options": options, **local.kwargs, **local.group_arguments}
+    if is_odd and name in given:
+        value = given[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        given[name] = value + 1 if is_number else None if isinstance(value, Tensor) or value else "wrong"
+    try:
+        with SETTINGS[name]() if is_odd and name in SETTINGS else contextlib.nullcontext():
+            FUNCTION(**given)
+    except ValueError as error:
+        return None if "given different arguments" in str(error) else f"{name}: {error}"
+    return f"{name}: no error"
 
 
 def program(call: Call) -> str | None:
@@ -74,7 +100,11 @@ def program(call: Call) -> str | None:
     running = []
     for each in calls:
         p = arguments.head_of(each, device)
-        local = split_head.LocalShare(p, group, call["sequence_parallel"], call["slices"])
+        spoiled = arguments.leaves_of_call(call, p)
+        local = split_head.LocalShare(spoiled, group, call["sequence_parallel"], call["slices"])
+        if call["differs"]:
+            is_odd = dist.get_rank() == call["seed"] % size
+            return refusal(call["differs"], is_odd, local, flce.ChunkOptions(**given))
         try:
             out = local.loss(stats=each["stats"], options=flce.ChunkOptions(**given))
         except ValueError as error:  # in all processes, before a collective

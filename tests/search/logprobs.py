@@ -51,7 +51,7 @@ def check(call: Call, device: str, errors: Errors) -> None:
     if call["row_temperature"]:
         transform["temperature"] = (torch.rand(shape, generator=g, dtype=torch.float64) + 0.5).float().to(device)
     candidates = torch.randint(-1, vocab, (*shape, call["candidates"]), generator=g).to(device)
-    leaves = p.map(lambda t, letter: t.detach().requires_grad_(letter in call["grads"]))
+    leaves = arguments.leaves_of_call(call, p)
     needed = arguments.leaves_of(leaves)
 
     def forward(budget: int | None) -> flce.LinearLogprobsOutput:
