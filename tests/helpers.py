@@ -150,14 +150,6 @@ def least_budget_unless_accepted(budget: int, works: Callable[[int], Any]) -> in
     return least
 
 
-def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """Return the gradients for a batch of upstream gradients, computed by the feature `kind` of PyTorch."""
-    if kind == "is_grads_batched":
-        return torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
-    assert kind == "vmap"
-    return torch.vmap(lambda grad: torch.autograd.grad(loss, leaves, grad))(upstream)
-
-
 def count_flops(function: Callable[[], Any]) -> int:
     """Return the FLOPs of all matrix products, as PyTorch counts them."""
     from torch.utils.flop_counter import FlopCounterMode  # here, because it imports Triton
@@ -165,9 +157,6 @@ def count_flops(function: Callable[[], Any]) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
-
-
-BATCHED = ("is_grads_batched", "vmap")
 
 
 def plan_for(

@@ -153,13 +153,8 @@ NAMES: dict[str, Name] = {
     "peek_interpreter_stack": Name(f"{_C}._functorch.peek_interpreter_stack", f"{_STOCK}; {_SLOW}", lambda: "unknown"),
     "get_tracing_state": Name(f"{_C}._get_tracing_state", _SLOW, _is_tracing),
     "is_graph_retained": Name(f"{_C}._autograd._get_current_graph_task_keep_graph", _MEMORY, lambda: True),
-    "is_batchedtensor": Name(f"{_C}._functorch.is_batchedtensor", f"{_MEMORY}; {_SLOW}", lambda x: True),
+    "is_batchedtensor": Name(f"{_C}._functorch.is_batchedtensor", "some errors are unclear", lambda x: False),
     "is_gradtrackingtensor": Name(f"{_C}._functorch.is_gradtrackingtensor", "some errors are unclear", lambda x: False),
-    "is_legacy_batchedtensor": Name(
-        f"{_C}._functorch.is_legacy_batchedtensor", "is_grads_batched fails", lambda x: False
-    ),
-    "remove_batch_dim": _required("torch._remove_batch_dim", "torch.autograd.grad(is_grads_batched=True)"),
-    "add_batch_dim": _required("torch._add_batch_dim", "torch.autograd.grad(is_grads_batched=True)"),
     "forward_ad": Name("torch.autograd.forward_ad._current_level", _STOCK, _INACTIVE, _forward_ad),
     "disable_current_modes": Name(
         f"{_MODES}._disable_current_modes", "modes see tensors of plans", contextlib.nullcontext

@@ -39,7 +39,6 @@ from flce.ops.arguments import refuse_double_backward
 from flce.ops.row_layout import RowOrder, as_rows, empty_like_rows, may_overlap, row_order
 from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 from flce.torch_ops.registration import from_json, register_operator, to_json
-from flce.torch_ops.vmap import is_batched, register_vmap_loop
 
 _SCHEMA = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
@@ -249,9 +248,6 @@ class _InPlace(torch.autograd.Function):
         grad, gradient_scale, target, token_weight_grad = ctx.saved_tensors
         token_weight_grad = grad_loss * token_weight_grad if ctx.needs_token_weight else None
         factor = grad_loss if gradient_scale is None else grad_loss / gradient_scale
-        if is_batched(factor):  # several upstream gradients share one gradient in memory
-            row_factors = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
-            return (grad.to(factor.dtype) * row_factors).to(grad.dtype), token_weight_grad, None, None
         if row_order(grad) is None:  # a hook on saved tensors may return other strides
             grad = grad.contiguous()
         rows, order = as_rows(grad)
@@ -344,4 +340,3 @@ register_operator(
     _backward,
     lambda normalizer, loss_scales, upstream, logits, *args: empty_like_rows(logits, as_rows(logits)[1])[0],
 )
-register_vmap_loop("cross_entropy_backward")

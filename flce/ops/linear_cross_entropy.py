@@ -31,7 +31,6 @@ from flce.planning.search import plan_for_case
 from flce.torch_ops import flops
 from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
 from flce.torch_ops.registration import register_operator
-from flce.torch_ops.vmap import is_batched, map_over_batch, register_vmap_loop
 
 # The fields of `RowOutputs`, (0,) if not requested; the gradients times a gradient scale, in the order of `Needs.flat`
 # (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
@@ -130,14 +129,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     can_bypass = _can_bypass_dispatcher((grad_loss, *saved))
     if not can_bypass:
         flops.update_active_counters()
-    # In place only if the saved gradients are not read again, by another backward or for another element of a batch.
-    if not any(ctx.needs):
-        pass
-    elif not can_bypass and is_batched(grad_loss):
-        gradients = map_over_batch(
-            lambda upstream: _compute_gradients(ctx, saved, upstream, can_bypass, in_place=False), grad_loss
-        )
-    else:
+    if any(ctx.needs):  # in place only if no other backward reads the saved gradients again
         gradients = _compute_gradients(ctx, saved, grad_loss, can_bypass, in_place=not private.is_graph_retained())
     return OperatorArguments.place_gradients(
         ctx.needs, gradients, grad_loss * token_weight_grad if ctx.needs_token_weight else None
@@ -189,11 +181,8 @@ def _can_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
         or private.peek_interpreter_stack() is not None
     ):
         return False
-    batched, legacy = private.is_batchedtensor, private.is_legacy_batchedtensor
-    for t in tensors:  # A generator takes three times as long.
-        if t is not None and (type(t) not in PLAIN_TENSORS or t.is_meta or batched(t) or legacy(t)):
-            return False
-    return True
+    # A generator takes three times as long.
+    return all([t is None or (type(t) in PLAIN_TENSORS and not t.is_meta) for t in tensors])  # noqa: C419
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
@@ -256,5 +245,3 @@ flops.register_formula(
     "linear_cross_entropy_backward",
     lambda normalizer, upstream, *args, out_val: sum(OperatorArguments(*args).to_call().flops()),
 )
-register_vmap_loop("linear_cross_entropy_backward")
-register_vmap_loop("scale_cast")

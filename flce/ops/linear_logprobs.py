@@ -26,7 +26,6 @@ from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError
 from flce.torch_ops import flops
 from flce.torch_ops.registration import register_operator
-from flce.torch_ops.vmap import map_over_batch, register_vmap_loop
 
 
 class LogprobResults(NamedTuple):
@@ -171,12 +170,8 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
     arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
 
-    def gradients(*upstream: Tensor | None) -> list[Tensor]:
-        contiguous = [None if t is None else t.contiguous() for t in upstream]
-        grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(*saved, *contiguous, *arguments)
-        return grads
-
-    found = map_over_batch(gradients, *given)
+    contiguous = [None if t is None else t.contiguous() for t in given]
+    found = torch.ops.flce.linear_logprobs_backward(*saved, *contiguous, *arguments)
     return OperatorArguments.place_gradients(ctx.needs, found, num_teacher_terms=ctx.num_teacher_terms)
 
 
@@ -222,4 +217,3 @@ register_operator(
 )
 flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
 flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))
-register_vmap_loop("linear_logprobs_backward")

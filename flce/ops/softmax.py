@@ -16,7 +16,6 @@ from flce.core.numbers import check_dtype, check_int
 from flce.core.problem import accumulation_dtype
 from flce.ops.arguments import FLOATING, autocast_result_dtype, check_tensor, refuse_transforms
 from flce.torch_ops.registration import register_operator
-from flce.torch_ops.vmap import register_vmap_loop
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,4 +151,3 @@ register_operator(
     backward=_differentiate_twice,
     setup_context=_setup_second_context,
 )
-register_vmap_loop("softmax_backward")

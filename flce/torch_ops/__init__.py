@@ -1,1 +1,1 @@
-"""Registration of custom operators with PyTorch: rules for `vmap`, FLOP formulas, frames of `torch.compile`."""
+"""Registration of custom operators with PyTorch: FLOP formulas, frames of `torch.compile`."""

@@ -329,9 +329,6 @@ PROGRAMS = {
         t1 = torch.stack([scalar(2.0), scalar(4.0)])
         loss1 = torch.func.vmap(lambda t, x=lg: (x.log_softmax(-1) * t).sum(-1))(t1)""",
     "a jacobian": "loss1 = torch.func.jacrev(lambda x: x.logsumexp(-1))(lg[0, :3]); del lg",
-    "several gradients at once": """
-        t1 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten())
-        note(*torch.autograd.grad(t1, list(model().parameters()), noise((3,)), is_grads_batched=True))""",
     # Forward-mode AD.
     "along a factor": """
         t1 = along(lambda t, x=lg: (x * t).log_softmax(-1).gather(-1, chosen(x)), scalar(2.0))""",

@@ -220,35 +220,6 @@ def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None)
         assert min(ids) >= 0
 
 
-class _Constant(torch.autograd.Function):
-    """Autograd function with a gradient of 1 for any upstream gradient, without a batch dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        return torch.ones(4)
-
-
-def test_several_upstream_gradients_at_once() -> None:
-    """Both kinds of batches of PyTorch, for several results, some without a batch dimension."""
-    call, upstream = call_of(4), torch.eye(4)
-    out = run(call)
-
-    def gradient(of_logprob: Tensor, of_entropy: Tensor, **how: Any) -> Tensor:
-        results = out.logprob, out.entropy
-        return torch.autograd.grad(results, call.x, (of_logprob, of_entropy), retain_graph=True, **how)[0]
-
-    expected = torch.stack([gradient(each, 2 * each) for each in upstream])
-    assert torch.equal(gradient(upstream, 2 * upstream, is_grads_batched=True), expected)
-    assert torch.equal(torch.vmap(lambda each: gradient(each, 2 * each))(upstream), expected)
-    expected = torch.stack([gradient(each, torch.ones(4)) for each in upstream])
-    results = out.logprob, _Constant.apply(out.entropy)
-    assert torch.equal(torch.autograd.grad(results, call.x, (upstream, upstream), is_grads_batched=True)[0], expected)
-
-
 def test_the_module() -> None:
     call = call_of(temperature="each")
     module = flce.LinearLogprobs(outputs=("logprob", "lse"), top_k=2, softcap=4.0)
