@@ -526,7 +526,8 @@ def plan(
             `flce.core.device_record.KNOWN_KINDS` such as ``"RTX-4090"`` (spaces, hyphens and case are ignored), or a
             compute capability such as ``"sm_90"``. With `device_kind` the plan is the same on every machine.
         device_memory: bytes of the device; replaces the memory of this machine's device or of the kind. Without a
-            budget a call uses at most 1/24 of the memory.
+            budget a call uses at most 1/24 of the memory, or more if it would take more than 1.5 times as long as the
+            fastest plan within 1/8: ``str(plan)`` states the excess.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
         input_grad, weight_grad, bias_grad: True if the gradient is required (``weight_grad=False`` for a frozen head).
         adapter_ranks: the rank r of each of `adapters`. The plan includes the gradients of both tensors of each

@@ -324,9 +324,9 @@ class Case:
         width = entries // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
         cols = min(self.vocab_size, width // multiple * multiple or width)
-        full_rows = rows * cols // padded_cols(self.vocab_size)
+        full_rows = rows * cols // padded_cols(self.vocab_size) // ROW_MULTIPLE * ROW_MULTIPLE
         has_mixture = getattr(self.spec, "divergence", None) == "jsd" and self.sharding is None
-        return (full_rows, self.vocab_size) if has_mixture and full_rows >= ROW_MULTIPLE else (rows, cols)
+        return (full_rows, self.vocab_size) if has_mixture and full_rows else (rows, cols)
 
     @functools.cached_property
     def returned_bytes(self) -> int:

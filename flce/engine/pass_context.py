@@ -289,9 +289,10 @@ class PassContext:
             yield tokens, classes, logits, tile
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
-        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes.
-        max_rows = self._logits_per_block // COLUMN_MULTIPLE
-        rows = min(BLOCK_ROWS, tokens.stop - tokens.start, max_rows)
+        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes, blocks
+        # of all classes more rows.
+        max_rows, rows_of_tile = self._logits_per_block // COLUMN_MULTIPLE, self._logits_per_block // tile.stride(0)
+        rows = min(max(BLOCK_ROWS, rows_of_tile), tokens.stop - tokens.start, max_rows)
         cols = max_rows // rows * COLUMN_MULTIPLE
         for block_tokens in self.split_range(tokens, rows):
             tile_rows = offset_slice(block_tokens, -tokens.start)

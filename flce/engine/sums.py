@@ -15,6 +15,8 @@ from flce.engine.pass_context import PassContext
 
 # Number of classes whose sums are rounded first when sums are rounded in place, see `SumInTwoParts`.
 FIRST_ROUNDED_CLASSES = 256
+# The host launches at most this many products for dW of a block of few tokens, see `UnscaledSum`.
+MAX_SUB_BLOCKS = 16
 
 
 def add_tile(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
@@ -157,12 +159,13 @@ class UnscaledSum(DwSum):
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
         """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
-        A sub-block has at most half of the bytes of the gradients of a block's logits, or DIVIDED_PIECE_BYTES, which
-        `gemm` allocates for some products anyway. With larger sub-blocks one block of all classes would exceed some
-        budgets, and the planner would choose several.
+        A sub-block has at most half of the bytes of the gradients of a block's logits, or 1 / MAX_SUB_BLOCKS of the
+        sums of the block, or DIVIDED_PIECE_BYTES, which `gemm` allocates for some products anyway. With larger
+        sub-blocks one block of all classes would exceed some budgets, and the planner would choose several.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
-        sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, num_tokens * cols * size // 2))
+        wanted_bytes = max(num_tokens * cols * size // 2, 4 * cols * hidden // MAX_SUB_BLOCKS)
+        sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, wanted_bytes))
         return ctx.new(max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
 
 

@@ -10,7 +10,7 @@ import functools
 from typing import NamedTuple
 
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
-from flce.engine.case import ceil_div
+from flce.engine.case import Case, ceil_div
 
 
 class Rates(NamedTuple):
@@ -77,3 +77,14 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
     return (
         max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
     )
+
+
+def least_seconds(c: Case, deferred: bool) -> float:
+    """Return a lower bound of the seconds of a plan: its products at the full rate. `deferred`: logits are computed
+    twice."""
+    entries = c.num_tokens * c.vocab_size
+    products = zip(c.hidden_sizes, c.needs.inputs, c.needs.weights, strict=True)
+    flops = 2 * entries * sum(size * (1 + deferred + dx + dw) for size, dx, dw in products)
+    device_rates = rates(c.device)
+    rate = device_rates.half_flops if c.dtype.itemsize < 4 else device_rates.wide_flops
+    return flops / (2 * rate if c.multiplies_e4m3 else rate)

@@ -13,6 +13,10 @@ from flce.planning.collectives import Collective
 from flce.planning.dry_run import PlanCosts, count_costs
 
 
+# Share of the device's memory within which plans without a budget stay, see `search`.
+MEMORY_SHARE = 1 / 24
+
+
 class ChunkPlan(Plan):
     """The plan of a call: its case, its schedule and their costs. Returned by `flce.plan`. ``str(plan)`` is a
     summary."""
@@ -66,8 +70,17 @@ class ChunkPlan(Plan):
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_operands()}; "
-            f"workspace {self.workspace_bytes / 2**20:.1f} MiB" + "".join(f"; {each}" for each in self.collectives)
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB{self._describe_excess()}"
+            + "".join(f"; {each}" for each in self.collectives)
         )
+
+    def _describe_excess(self) -> str:
+        """Return the bytes beyond the share of the memory that is the limit without a budget, or nothing."""
+        c = self.case
+        if c.options.max_workspace_bytes is not None or c.device.memory is None:
+            return ""
+        excess = self.workspace_bytes - c.device.memory * MEMORY_SHARE
+        return f", {excess / 2**20:.1f} MiB more than 1/24 of the memory" if excess > 0 else ""
 
     def _describe_operands(self) -> str:
         """Return the dtype of the operands of gradient products, and the reason if it is not the requested one."""

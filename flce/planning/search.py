@@ -1,7 +1,7 @@
 """The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
-* **Without a budget** the plan follows a rule: see `defaults`. The workspace is at most `MEMORY_SHARE` of the device's
-  memory; if the default needs more, this is the budget. Chunks with E4M3 operands may be smaller, see `_limit_e4m3`.
+* **Without a budget** the plan follows a rule: see `defaults`. If it needs more than `MEMORY_SHARE` of the device's
+  memory, this is a soft limit: see `_limit_softly`. Chunks with E4M3 operands may be smaller, see `_limit_e4m3`.
 * **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
   (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
@@ -10,6 +10,7 @@ Every call of one shape and options has the same plan on devices of one kind.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ from flce.core.gemm import ALIGNMENT
 from flce.core.sizes import MIB
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES, Schedule
+from flce.planning.cost_model import least_seconds
 from flce.planning.defaults import default_plan
-from flce.planning.plan import ChunkPlan, plan_for_size, smallest_near
+from flce.planning.plan import MEMORY_SHARE, ChunkPlan, plan_for_size, smallest_near
 
-MEMORY_SHARE = 1 / 24
+# Without a budget, plans that need more than MEMORY_SHARE of the device's memory are used only if the others take more
+# than MAX_SLOWDOWN times as long as the fastest plan within MAX_MEMORY_SHARE.
+MAX_MEMORY_SHARE, MAX_SLOWDOWN = 1 / 8, 1.5
 # CUDA's caching allocator returns blocks that are up to 1 MiB larger than requested. The bytes that it counts as
 # allocated should be within the budget, too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
@@ -54,38 +58,51 @@ def plan_for_shard(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
     schedule = plan.schedule.for_shard(c)
     if schedule is not None:
         return ChunkPlan(c, plan.strategy, schedule)
-    c = replace(c, options=replace(c.options, strategy=plan.strategy))  # type: ignore[arg-type]
-    return _default_or_fastest(c) or _smallest_plan(c)
+    return _best_or_smallest_plan(replace(c, options=replace(c.options, strategy=plan.strategy)))  # type: ignore[arg-type]
 
 
 def make_plan(c: Case) -> ChunkPlan:
     """Search the plan of a case, without a cache. Raise BudgetError if every plan exceeds the budget."""
     c.check()
-    plan = _default_or_fastest(c)
-    if plan is not None:
-        return plan
-    smallest, budget = _smallest_plan(c), c.options.max_workspace_bytes
-    if budget is None or smallest.workspace_bytes <= int(budget):
-        return smallest
-    raise BudgetError(c, smallest.workspace_bytes)
+    plan, budget = _best_or_smallest_plan(c), c.options.max_workspace_bytes
+    if budget is not None and plan.workspace_bytes > int(budget):
+        raise BudgetError(c, plan.workspace_bytes)
+    return plan
 
 
 plan_for_case = functools.lru_cache(maxsize=1024)(make_plan)
 
 
-def _default_or_fastest(c: Case) -> ChunkPlan | None:
-    """Return the default plan of a case, or the fastest within the budget; None if every plan exceeds it."""
+def _best_or_smallest_plan(c: Case) -> ChunkPlan:
+    """Return the best plan of a case, or the smallest if every plan exceeds the budget."""
     default, budget = default_plan(c), c.options.max_workspace_bytes
-    # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
-    searched = budget is not None and c.options.strategy == "vocab"
-    if budget is None:
-        default = _limit_e4m3(default)
-        if c.device.memory is None:
-            return default
-        budget = int(c.device.memory * MEMORY_SHARE)
-    budget = int(budget)
+    if budget is not None:
+        # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
+        allowed = None if c.options.strategy == "vocab" else default
+        return _default_or_fastest(c, allowed, int(budget)) or _smallest_plan(c)
+    default = _limit_e4m3(default)
+    return default if c.device.memory is None else _limit_softly(default, c.device.memory)
+
+
+def _limit_softly(default: ChunkPlan, memory: int) -> ChunkPlan:
+    """Return the default plan if it needs at most `MEMORY_SHARE` of the memory, or the fastest such plan. If it takes
+    more than `MAX_SLOWDOWN` times as long as the fastest plan within `MAX_MEMORY_SHARE`, return the smallest plan that
+    does not."""
+    c, budget = default.case, int(memory * MAX_MEMORY_SHARE)
+    plan = _default_or_fastest(c, default, int(memory * MEMORY_SHARE))
+    fastest = _fastest(c, budget, math.inf if plan is None else plan.seconds / MAX_SLOWDOWN)
+    if fastest is None and plan is not None:
+        return plan
+    # If every plan exceeds the budget, the smallest may have tiles of one token.
+    fastest = fastest or _fastest(c, budget + _smallest_plan(c).workspace_bytes)
+    assert fastest is not None
+    return _smallest_within(fastest, MAX_SLOWDOWN * fastest.seconds)
+
+
+def _default_or_fastest(c: Case, default: ChunkPlan | None, budget: int) -> ChunkPlan | None:
+    """Return `default`, or the fastest plan if it exceeds the budget; None if every plan exceeds it."""
     for limit in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
-        if default.workspace_bytes <= limit and not searched:
+        if default is not None and default.workspace_bytes <= limit:
             return default
         fastest = _fastest(c, limit)
         if fastest is not None:
@@ -116,16 +133,27 @@ def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
             yield kind, sizes
 
 
-def _fastest(c: Case, budget: int) -> ChunkPlan | None:
-    """Return the fastest of all plans within the budget; None if every plan exceeds it."""
+def _fastest(c: Case, budget: int, seconds: float = math.inf) -> ChunkPlan | None:
+    """Return the fastest of all plans within the budget; None if every plan exceeds it or takes `seconds` or more."""
     best = None
     for kind, sizes in _allowed_schedules(c):
-        # A schedule is skipped if its largest size is slower than the best plan so far.
-        if best is None or plan_for_size(c, kind, sizes[-1]).seconds < best.seconds:
+        # A schedule is skipped if its products or its largest size are slower than the best plan so far.
+        if least_seconds(c, kind.deferred) < seconds and plan_for_size(c, kind, sizes[-1]).seconds < seconds:
             plan = _best_plan_of_schedule(c, kind, sizes, budget)
-            if best is None or (plan is not None and plan.seconds < best.seconds):
-                best = plan
+            if plan is not None and plan.seconds < seconds:
+                best, seconds = plan, plan.seconds
     return best
+
+
+def _smallest_within(fastest: ChunkPlan, seconds: float) -> ChunkPlan:
+    """Return the plan with the least workspace that takes at most `seconds`."""
+    c, plans = fastest.case, [fastest]
+    for kind, sizes in _allowed_schedules(c):
+        steps = sizes[kind.multiples[0] - 1 :: kind.multiples[0]] or sizes
+        plan_for = functools.partial(plan_for_size, c, kind)
+        first = bisect.bisect_left(steps, -seconds, key=lambda size: -plan_for(size).seconds)  # noqa: B023
+        plans += [plan_for(size) for size in steps[first : first + 1]]
+    return min(plans, key=lambda plan: plan.workspace_bytes)
 
 
 def _best_plan_of_schedule(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:

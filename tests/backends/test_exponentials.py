@@ -19,7 +19,7 @@ import flce
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.core.problem import LossSpec
-from flce.engine.borrowing import place_tiles
+from flce.engine.borrowing import BlockLayout, place_tiles
 from flce.engine.case import Case
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, Recomputed, Unnormalized
@@ -337,7 +337,7 @@ def test_operands_without_descriptors(
     if way == "borrowed":
         options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
     elif way == "recomputed":
-        force(monkeypatch, lambda c: Recomputed(32, 1051, 768))
+        force(monkeypatch, lambda c: Recomputed(32, 1051, BlockLayout(75, 768)))
     weight, x = (misaligned(monkeypatch, t) for t in (problem.linear_weight, problem.input))
     for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
@@ -443,7 +443,7 @@ def test_classes_that_are_recomputed(
     problem = problem_of(device, **settings)
     problem.linear_weight[4::9] *= 10
     grads = "w" if extras == "one gradient" else "xw"
-    force(monkeypatch, lambda c: Recomputed(32, classes, min(classes, 768)))
+    force(monkeypatch, lambda c: Recomputed(32, classes, BlockLayout(75, min(classes, 768))))
     options = flce.ChunkOptions(skip_ignored=False)
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
     assert [type(plan.schedule) for plan in plans] == [Recomputed]

@@ -7,6 +7,8 @@ import functools
 import inspect
 import itertools
 import json
+import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +30,7 @@ from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
+from flce.core.shard import HeadSharding
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES
 from flce.engine.schedules.blocks import Blocks, SeparatePasses
@@ -412,6 +415,100 @@ def test_the_default_uses_a_share_of_the_device(shape: tuple[int, int, int], kin
             with_memory(c, None), options=flce.ChunkOptions(max_workspace_bytes=int((gib << 30) / 24))
         )
         assert plan.seconds <= 1.001 * search.make_plan(with_budget).seconds
+
+
+def draw_case(r: random.Random) -> Case:
+    """Return a case of any device record, without a budget."""
+    device, kind = KNOWN_KINDS[r.choice([*KNOWN_KINDS])], r.choice(["loss", "loss", "logprobs", "divergence"])
+    memory = r.choice([device.memory, device.memory, r.randint(2 << 30, 24 << 30)])
+    dtype = r.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+    stats: Any = r.choice([(), (), ("entropy",)])
+    softcap = r.choice([None, None, 30.0])
+    if kind == "loss":
+        smoothing = r.choice([0.0, 0.0, 0.1])
+        spec = LossSpec(r.choice(["mean", "mean", "none"]), softcap=softcap, stats=stats, label_smoothing=smoothing)
+    else:
+        divergence = r.choice(["forward_kl", "jsd"]) if kind == "divergence" else None
+        spec = LogprobSpec(softcap=softcap, stats=stats, candidates=r.choice([0, 8]), divergence=divergence)
+    ranks = tuple(r.choice([8, 64]) for _ in range(kind != "divergence" and r.random() < 0.2))
+    grads, adapters = r.choice(["xw", "xw", "xw", "x", "xwb", "w", ""]), (True,) * len(ranks)
+    options = flce.ChunkOptions(
+        strategy=r.choice(["auto", "auto", "auto", "tokens", "vocab"]),
+        skip_ignored=r.random() < 0.5,
+        logits_dtype=r.choice([None, None, dtype]),
+        chunk_rows=r.choice([None] * 7 + [512]),
+    )
+    return Case(
+        num_tokens=r.choice([r.randint(1, 2048), r.randint(2048, 1 << 19), 1 << r.randint(0, 19)]),
+        hidden_sizes=(r.choice([64, 896, 2048, 4096, 5120, 8192, r.randint(16, 8192)]), *ranks),
+        vocab_size=r.choice([32000, 50257, 128256, 151936, 262144, r.randint(2, 300_000)]),
+        dtype=dtype,
+        device_type="cuda",
+        backend="triton",
+        has_fused_products=device.own_products and r.random() < 0.9,
+        device=device._replace(memory=memory),
+        spec=spec,
+        needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
+        options=options,
+        sharding=HeadSharding(4) if kind != "divergence" and r.random() < 0.1 else None,
+        teacher=(r.choice([1024, 4096]), dtype) if kind == "divergence" else None,
+    )
+
+
+def plans_on_a_grid(c: Case, share: float) -> list[flce.ChunkPlan]:
+    """Return every schedule that is allowed, for some sizes, within a share of the memory."""
+    plans = []
+    for kind, sizes in search._allowed_schedules(c):
+        grid = {sizes[0], sizes[-1], *(sizes[-1] // parts for parts in (2, 3, 4)), *(int(2.2**k) for k in range(40))}
+        plans += [search.plan_for_size(c, kind, size) for size in grid if size in sizes]
+    return [plan for plan in plans if plan.workspace_bytes <= share * (c.device.memory or 0)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_share_of_the_memory_is_a_soft_limit(seed: int) -> None:
+    """Without a budget a plan takes at most 1.5 times as long as the fastest plan within 1/8 of the memory. Of the plans
+    that do not take longer, none exceeds 1/24 by much less."""
+    c = draw_case(random.Random(seed))
+    plan, share = search.make_plan(c), (c.device.memory or 0) / 24
+    others = plans_on_a_grid(c, 1 / 8)
+    limit = 1.5 * min([other.seconds for other in others], default=math.inf)
+    assert plan.seconds <= limit
+    least = min((other.workspace_bytes for other in others if other.seconds <= limit), default=plan.workspace_bytes)
+    assert plan.workspace_bytes - share <= max(0.0, 1.05 * (least - share))
+    assert ("more than 1/24" in str(plan)) == (plan.workspace_bytes > share)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, teacher",
+    [
+        ("RTX-4090", (131072, 4096, 128256), None),
+        ("RTX-4090", (126000, 4096, 128256), None),
+        ("RTX-4090", (65536, 5120, 151936), 5120),
+        ("L4", (65536, 8192, 128256), None),
+    ],
+)
+def test_dropping_ignored_tokens_needs_little_more_time_and_memory(
+    kind: str, shape: tuple[int, int, int], teacher: int | None
+) -> None:
+    """Hidden states are copied chunk by chunk."""
+
+    def plan(skip_ignored: bool) -> flce.ChunkPlan:
+        options = flce.ChunkOptions(skip_ignored=skip_ignored)
+        return flce.plan(*shape, torch.bfloat16, device_kind=kind, teacher_hidden_size=teacher, options=options)
+
+    assert plan(True).seconds <= 1.1 * plan(False).seconds
+    assert plan(True).workspace_bytes <= (KNOWN_KINDS[kind].memory or 0) / 24
+
+
+def test_a_plan_states_by_how_much_it_exceeds_the_share() -> None:
+    """A float16 dW has a float32 sum. The limit of a budget is stated nowhere, and not exceeded."""
+    arguments: Any = {"device_kind": "RTX-3090", "device_memory": 12 << 30}
+    plan = flce.plan(32768, 8192, 128256, torch.float16, **arguments, options=flce.ChunkOptions(strategy="tokens"))
+    excess = plan.workspace_bytes / MIB - 512
+    assert excess > 1
+    assert f"; workspace {512 + excess:.1f} MiB, {excess:.1f} MiB more than 1/24 of the memory" in str(plan)
+    budget = flce.ChunkOptions(strategy="tokens", max_workspace_bytes=plan.workspace_bytes + SLACK)
+    assert "more than" not in str(flce.plan(32768, 8192, 128256, torch.float16, **arguments, options=budget))
 
 
 @pytest.mark.parametrize("gib", [None, 24, 80, 140])

@@ -144,9 +144,10 @@ class SeparatePasses(Deferred):
     def from_size(cls, c: Case, size: int) -> SeparatePasses:
         dx_schedule = ChunksOfBlocks.from_size(c, size)
         # A tile for dW has about as many bytes as the sum and the tile for dX together.
-        cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
+        rows, class_entries = block_rows(c, size)
+        cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // class_entries)
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
-        return SeparatePasses(statistics_schedule(c, c.chunk_rows, cols), dx_schedule, _block_layout(c, cols))
+        return SeparatePasses(statistics_schedule(c, c.chunk_rows, cols), dx_schedule, _block_layout(c, cols, rows))
 
     def backward(self, ctx: PassContext) -> None:
         self.dx_schedule.backward(ctx)
@@ -159,9 +160,18 @@ class SeparatePasses(Deferred):
         return f"{super().describe(c)} for dW, {self.dx_schedule.describe(c)} for dX"
 
 
-def _block_layout(c: Case, cols: int) -> BlockLayout:
+def block_rows(c: Case, chunk_rows: int) -> tuple[int, int]:
+    """Return the number of tokens of a block's tile, and the entries of the tile and of sums of dW for each class.
+
+    A tile has all tokens, whose dW needs no sum. If ignored tokens are dropped, hidden states are copied, so a tile
+    has only `chunk_rows` tokens."""
+    rows = min(chunk_rows, c.chunk_rows) if c.skip_ignored else c.chunk_rows
+    return rows, max(1, c.num_tokens if rows == c.chunk_rows else rows + 2 * c.hidden_sizes[0])
+
+
+def _block_layout(c: Case, cols: int, rows: int | None = None) -> BlockLayout:
     """Return the layout of blocks of `cols` classes, and of more classes where the tile is borrowed."""
-    rows, dtypes = c.chunk_rows, c.dtypes(True)
+    rows, dtypes = rows or c.chunk_rows, c.dtypes(True)
     can_borrow = c.can_borrow and rows >= c.num_tokens and cols < c.vocab_size
     overlaps_logits = not c.supports_fused_products and dtypes.can_overlap(rows, cols)
     entry_size = dtypes.logits.itemsize // dtypes.logits_grad.itemsize if overlaps_logits else 1

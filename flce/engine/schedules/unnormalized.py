@@ -30,7 +30,7 @@ from flce.engine.borrowing import (
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
-from flce.engine.schedules.blocks import compute_blocks
+from flce.engine.schedules.blocks import block_rows, compute_blocks
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.sums import build_dw_sums
 
@@ -127,8 +127,8 @@ class Recomputed(Unnormalized):
 
     num_recomputed: int
     """Number of the last classes whose logits are recomputed."""
-    cols: int
-    """Number of classes of a block."""
+    layout: BlockLayout
+    """The blocks of these classes."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -136,22 +136,23 @@ class Recomputed(Unnormalized):
         has_first_half = second_half_start(c.vocab_size) > 0
         has_sum_in_two_parts = has_first_half and c.needs.weights[0] and dtypes.grads == c.dtype != dtypes.sums
         # One chunk needs no sum.
-        return super().sizes(c)[:-1] if has_sum_in_two_parts and not c.skip_ignored else NO_SIZES
+        return super().sizes(c)[:-1] if has_sum_in_two_parts else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:
         """Return the schedule that recomputes the second half of the classes, whose sums do not fit into the memory of
         dW."""
         num_recomputed = c.vocab_size - second_half_start(c.vocab_size)
-        # The tile of a block has the size of the tile of a chunk.
-        cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
-        return Recomputed(size, num_recomputed, max(BLOCK_MULTIPLE, min(num_recomputed, cols)))
+        # The tile of a block, with the sum of its dW, has the size of the tile of a chunk.
+        rows, row_entries = block_rows(c, size)
+        cols = size * c.vocab_size // row_entries // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+        layout = BlockLayout(rows, max(BLOCK_MULTIPLE, min(num_recomputed, cols)))
+        return Recomputed(size, num_recomputed, layout)
 
     def forward(self, ctx: PassContext) -> None:
         first_recomputed = ctx.vocab_size - self.num_recomputed
         self._run_chunks(ctx, first_recomputed)
-        layout = BlockLayout(ctx.problem.num_tokens, self.cols)
-        compute_blocks(ctx, layout, first_recomputed, ctx.vocab_size, with_dx=False)
+        compute_blocks(ctx, self.layout, first_recomputed, ctx.vocab_size, with_dx=False)
 
     def describe(self, c: Case) -> str:
         return f"{super().describe(c)}, the last {self.num_recomputed} of them recomputed"
