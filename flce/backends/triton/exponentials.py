@@ -238,9 +238,8 @@ def finish_kernel(
         if HAS_SCALE:
             factor *= scale
         at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
-        factors_ptr += row
-        tl.store(factors_ptr + _SOFTMAX * factors_stride, tl.where(valid, factor, 0.0), mask=exists)
-        tl.store(factors_ptr + _TARGET * factors_stride, tl.where(valid, at_target, 0.0), mask=exists)
+        tl.store(factors_ptr + _SOFTMAX * factors_stride + row, tl.where(valid, factor, 0.0), mask=exists)
+        tl.store(factors_ptr + _TARGET * factors_stride + row, tl.where(valid, at_target, 0.0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])
