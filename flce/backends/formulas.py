@@ -85,7 +85,7 @@ def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
 
 # Fields of a LossSpec that change logits, and fields that `finish_row` and the statistics compute.
 LOGIT_FIELDS = frozenset({"softcap", "logit_scale", "temperature"})
-RESULT_FIELDS = frozenset({"reduction", "ignore_index", "label_smoothing", "z_loss", "stats"})
+RESULT_FIELDS = frozenset({"reduction", "ignore_index", "label_smoothing", "z_loss", "stats", "empty_loss"})
 
 
 @functools.lru_cache(maxsize=256)
