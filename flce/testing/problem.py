@@ -132,21 +132,28 @@ def run_fused(
     grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
     place: Callable[[Tensor, str], Tensor] | None = None,
+    inplace: bool = False,
 ) -> CallResult:
     """Run one forward pass of flce and, if ``grads`` is not empty, one backward pass. ``place``: as in `Problem.map`, a
-    function of the arguments that returns DTensors; gradients are those of its arguments."""
+    function of the arguments that returns DTensors; gradients are those of its arguments. ``inplace``: without a head,
+    the gradient overwrites the logits."""
     p = problem.map(lambda t, letter: _leaf(t, letter in grads))
     call = p if place is None else p.map(place)
-    output: Any = flce.fused_linear_cross_entropy(
-        call.input,
-        call.linear_weight,
-        call.target,
-        linear_bias=call.linear_bias,
-        adapters=call.adapters,
-        options=options,
-        stats=tuple(stats),
-        **call.kwargs,
-    )
+    output: Any
+    if problem.has_head:
+        output = flce.fused_linear_cross_entropy(
+            call.input,
+            call.linear_weight,
+            call.target,
+            linear_bias=call.linear_bias,
+            adapters=call.adapters,
+            options=options,
+            stats=tuple(stats),
+            **call.kwargs,
+        )
+    else:
+        logits = call.input * 1 if inplace else call.input  # a leaf may not be overwritten
+        output = flce.cross_entropy(logits, call.target, inplace=inplace, stats=tuple(stats), **call.kwargs)
     loss = output.loss if stats else output
     assert isinstance(loss, Tensor)
     assert loss.requires_grad == any(t.requires_grad for t in _tensors(p))

@@ -80,7 +80,7 @@ def test_commands(text: str) -> None:
         elif words[:2] == ["python", "finetune.py"]:
             assert (ROOT / "finetune.py").is_file()
         elif words[0] == "flce":
-            from flce.tools.cli.app import app as flce_app
+            from flce.tools.cli import app as flce_app
 
             check_command(flce_app, words[1:])
         else:

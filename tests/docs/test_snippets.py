@@ -88,7 +88,7 @@ def run_commands(code: str, folder: Path) -> None:
     """Run ``flce`` commands. ``./NAME`` is the config of a benchmark's model."""
     testing = pytest.importorskip("typer.testing", reason="the command line")
     from benchmarks.models import ARCHITECTURES
-    from flce.tools.cli.app import app
+    from flce.tools.cli import app
 
     for line in code.splitlines():
         command, *words = shlex.split(line.removeprefix("$ "), comments=True)

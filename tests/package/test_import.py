@@ -125,7 +125,7 @@ def test_variables_of_the_environment_are_documented() -> None:
     assert named(ROOT / "docs" / "troubleshooting.md") >= VARIABLES
 
 
-TOOLS = ("flce.tools.check", "flce.tools.cli", "flce.testing")
+TOOLS = ("flce.tools", "flce.testing")
 
 
 def test_the_package_does_not_import_its_tools() -> None:

@@ -213,7 +213,7 @@ def test_the_issue_template() -> None:
     yaml = pytest.importorskip("yaml")
     typer = pytest.importorskip("typer", reason="the command line")
     from benchmarks.cli import app as benchmarks
-    from flce.tools.cli.app import app
+    from flce.tools.cli import app
 
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     fields = {field["id"]: field for field in form["body"]}

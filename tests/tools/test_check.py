@@ -25,14 +25,10 @@ import flce
 from flce.backends.eager import TorchBackend
 from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
-from flce.tools import machine
-from flce.tools.check import checks, processes, suite
-from flce.tools.check.checks import Check, CheckResult, Figure, LogprobsCheck, Results, compare_results
-from flce.tools.check.processes import SplitCheck, choose_device, run_split, split_checks
-from flce.tools.check.suite import SkippedCheck
-from flce.tools.cli.check import check
-
-CPU = torch.device("cpu")
+from flce.tools import check, machine, processes
+from flce.tools.check import CPU, Check, CheckResult, Figure, Results, compare_results, list_checks
+from flce.tools.cli.check import check as check_command
+from flce.tools.processes import SplitCheck, choose_device, run_split, split_checks
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +37,17 @@ def _user_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    checks.compute_references.cache_clear()
 
 
 def invoke(*arguments: str) -> Any:
     app = typer.Typer()
-    app.command()(check)
+    app.command()(check_command)
     return CliRunner().invoke(app, list(arguments))
 
 
-def some(*titles: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,), quick: bool = True) -> list[Check]:
+def some(*titles: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[Check]:
     """Return the checks of these titles on a CPU."""
-    found = [each for each in suite.list_checks(CPU, quick)[0] if each.title in titles and each.inputs.dtype in dtypes]
+    found = [each for each in list_checks(CPU)[0] if each.title in titles and each.dtype in dtypes]
     assert {each.title for each in found} == set(titles)
     return found
 
@@ -64,30 +59,34 @@ def results(*titles: str, **selection: Any) -> list[CheckResult]:
 # --------------------------------------------------------------------------------------------------------- output
 
 
-def test_quick_is_right_on_a_cpu() -> None:
-    start = time.perf_counter()
-    output = invoke("--quick", "--device", "cpu")
+def test_all_is_right_on_a_cpu() -> None:
+    """Check that one table has every check in every dtype."""
+    pytest.importorskip("transformers")
+    start = time.process_time()
+    output = invoke("--device", "cpu")
     assert output.exit_code == 0, output.output
-    assert time.perf_counter() - start < 60  # about 5 s on an idle machine
-    for title in ("default", "small budget", "adapters", "linear_logprobs", "cross_entropy in place", "log_softmax"):
-        assert re.search(rf"^{title} +\S+ \(\S+\) +\S+ \(\S+\) +\S+ \(\S+\) +\S+ \(\S+\)", output.stdout, re.M), title
+    assert time.process_time() - start < 60  # about 5 s
+    assert output.stdout.count("\ncpu, torch backend ") == output.stdout.count("bfloat16") == 1
+    for each in (*check.CHECKS, check.MODEL):
+        figures = r" +\S+ \(\S+\)" * len(each.dtypes)
+        assert re.search(rf"^{each.title}{figures}", output.stdout, re.M), each.title
     assert "flce is exact here" in output.stdout
     assert "not checked: cpu, triton backend: the kernels are for NVIDIA GPUs" in output.stdout
     block = output.stdout.partition("```\n")[2].removesuffix("```\n")
-    assert block.startswith("$ flce check --quick --device cpu\nflce ")
+    assert block.startswith("$ flce check --device cpu\nflce ")
     assert f"torch {torch.__version__}" in block
     assert "cpu: " in block
     assert "```" not in block
 
 
 def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = some("default", "small budget", "softmax", "cross_entropy and more")
-    monkeypatch.setattr(suite, "list_checks", lambda *_: (chosen, [SkippedCheck("cpu, triton backend", "no GPU")]))
-    output = invoke("--quick", "--json", "--device", "cpu")
+    chosen = some("default", "small budget", "softmax", "cross_entropy")
+    monkeypatch.setattr(check, "list_checks", lambda *_: (chosen, {"cpu, triton backend": "no GPU"}))
+    output = invoke("--json", "--device", "cpu")
     assert output.exit_code == 0, output.output
     found = json.loads(output.stdout)
     assert found["right"] is True
-    assert found["command"] == "flce check --quick --device cpu"
+    assert found["command"] == "flce check --device cpu"
     assert found["environment"]["flce"] == flce.__version__
     assert [entry["what"] for entry in found["not_checked"]] == ["cpu, triton backend"]
     for entry in found["checks"]:
@@ -105,17 +104,15 @@ def test_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         why = machine.why_no_backend(torch.device("cuda", 0), "triton")
         assert (why, os.environ["FLCE_BACKEND"]) == ("Triton is not installed", "torch")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(suite, "find_spec", lambda name: None)
-    assert suite.list_backend_checks(CPU, "torch", True)[1] == [
-        SkippedCheck("cpu, patched models", "Transformers is not installed")
-    ]
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    found, missing = list_checks(CPU)
+    assert not [each for each in found if each.backend == "triton" or each.title == check.MODEL.title]
+    assert missing["cpu, patched model"] == "Transformers is not installed"
     if importlib.util.find_spec("triton") is not None:
-        interpreted = SkippedCheck("cpu, triton backend", "Triton's interpreter is for tests")
-        assert suite.list_backend_checks(CPU, "triton", True) == ([], [interpreted])
+        assert missing["cpu, triton backend"] == "Triton's interpreter is for tests"
     gpus = [torch.device("cuda", index) for index in range(2)]
-    monkeypatch.setattr(suite, "distinct_devices", lambda: ([gpus[0], CPU], {gpus[1]: gpus[0]}))
-    monkeypatch.setattr(suite, "list_backend_checks", lambda *args: ([], []))
-    output = invoke("--quick")
+    monkeypatch.setattr(check, "distinct_devices", lambda: ([], {gpus[1]: gpus[0]}))
+    output = invoke()
     assert output.exit_code == 1
     assert "Nothing was checked." in output.stdout
     assert "not checked: cuda:1: it is the same as cuda:0; --device cuda:1 checks it" in output.stdout
@@ -138,16 +135,16 @@ def plant_fault(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
 def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_fault(monkeypatch, "loss_and_gradient")
     dtypes = torch.bfloat16, torch.float32
-    chosen = some("default", "softmax", "Llama, labels", dtypes=dtypes)
-    monkeypatch.setattr(suite, "list_checks", lambda *_: (chosen, []))
-    output = invoke("--quick", "--device", "cpu")
+    chosen = some("default", "softmax", "patched model", dtypes=dtypes)
+    monkeypatch.setattr(check, "list_checks", lambda *_: (chosen, {}))
+    output = invoke("--device", "cpu")
     assert output.exit_code == 1, output.output
     block = output.stdout.partition("```\n")[2]
     assert "off: cpu, torch backend, float32, 'default'" in block
     assert re.search(r"^off: cpu, torch backend, bfloat16, 'default'\n  input gradient 1\.\d\de-02 from", block, re.M)
     assert "Something is off: " in block
     assert "N=256, H=64, V=1000" in block  # the plan
-    assert re.search(r"^Llama, labels +off ", output.stdout, re.M)
+    assert re.search(r"^patched model +off ", output.stdout, re.M)
     # Softmax does not call this method.
     assert re.search(r"^softmax +\S+ \(\S+\)", output.stdout, re.M)
 
@@ -207,7 +204,7 @@ def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_model_that_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("flce.huggingface.patch.reason_wrapper_not_lazy", lambda *args: "nobody wants it", raising=True)
-    (result,) = results("Llama, labels")
+    (result,) = results("patched model")
     assert result.status == "failed"
     assert result.wrong[0].startswith("MaterializedLogitsError: ")
 
@@ -220,50 +217,34 @@ def test_nan_is_off() -> None:
     assert not compare_results(one, one, one, RESULTS[torch.float64])[0].is_off
 
 
-def test_stock_in_float64_is_the_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that stock in float64 equals the oracle, also if the oracle computes few tokens at a time."""
-    monkeypatch.setattr(checks, "MAX_LOGITS", 100 * suite.SMALLER.vocab)
-    for each in suite.list_checks(CPU, quick=True)[0]:
-        few = isinstance(each, LogprobsCheck) and each.inputs.dtype == torch.float32
-        if each.inputs.dtype == torch.float64 or few:
+def test_stock_in_float64_is_the_truth() -> None:
+    for each in list_checks(CPU)[0]:
+        if each.dtype == torch.float64:
             stock, exact = each.references()
             assert stock.keys() <= exact.keys()
             for name, value in stock.items():
-                assert relative_error(value, exact[name]) < (2e-6 if few else 1e-12), (each.title, name)
-
-
-def test_the_full_suite_has_more() -> None:
-    """Check that the suite has both models, with labels and with an own loss, and every regime in every dtype."""
-    pytest.importorskip("transformers")
-    found = [(each.title, each.inputs.dtype) for each in suite.list_backend_checks(CPU, "torch", quick=False)[0]]
-    regimes = (suite.DEFAULT, *suite.REGIMES, *suite.LOGPROBS, *suite.ROW_REGIMES, *suite.MODELS)
-    expected = [(regime.title, dtype) for regime in regimes for dtype in regime.dtypes]
-    assert all(found.count(each) == 1 for each in expected)
-    assert [each.status for each in results("Qwen3, own loss", dtypes=(torch.bfloat16,), quick=False)] == ["right"]
+                assert relative_error(value, exact[name]) < 1e-12, (each.title, name)
 
 
 def test_checks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the lists for a GPU with 80 GiB and for a small, old GPU, without running the checks."""
     cuda = torch.device("cuda", 0)
     free, bf16 = 80 << 30, True
-    monkeypatch.setattr(suite, "why_no_backend", lambda device, backend: None)
+    monkeypatch.setattr(check, "why_no_backend", lambda device, backend: None)
     monkeypatch.setattr(machine, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: bf16 or emulated)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 96 << 30))
-    (quick, _), (full, missing) = (suite.list_backend_checks(cuda, "triton", quick) for quick in (True, False))
-    assert not missing or "Transformers" in missing[0].why
-    assert [each.title for each in full].count("large: default") == 2
-    assert {each.title for each in quick} < {each.title for each in full}
-    assert len(quick) < 12 < len(full)
-    assert not [each for each in suite.list_backend_checks(cuda, "torch", False)[0] if each.title.startswith("large")]
-    free = 8 << 30
-    assert suite.list_backend_checks(cuda, "triton", True)[1][-1] == SkippedCheck(
-        "cuda:0, large shapes", "8 GiB are free, 16 are needed"
-    )
-    bf16 = False
-    old, missing = suite.list_backend_checks(cuda, "triton", False)
-    assert SkippedCheck("cuda:0, bfloat16", "a GPU has no bfloat16") in missing
-    assert not [each for each in old if each.inputs.dtype == torch.bfloat16]
+    found, missing = list_checks(cuda)
+    assert not [why for why in missing.values() if "Transformers" not in why]
+    for backend in ("triton", "torch"):
+        pairs = {(each.title, each.dtype) for each in found if each.backend == backend}
+        assert pairs >= {(each.title, dtype) for each in check.CHECKS for dtype in each.dtypes}
+        assert (("large: default", torch.bfloat16) in pairs) == (backend == "triton")
+    free, bf16 = 8 << 30, False
+    old, missing = list_checks(cuda)
+    assert missing["cuda:0, large shapes"] == "8 GiB are free, 16 are needed"
+    assert missing["cuda:0, bfloat16"] == "a GPU has no bfloat16"
+    assert not [each for each in old if each.dtype == torch.bfloat16 or each.title.startswith("large")]
 
 
 # ---------------------------------------------------------------------------------------------- several processes
@@ -292,18 +273,19 @@ class FaultyCheck(SplitCheck):
 
 
 def faulty(title: str, like: SplitCheck) -> SplitCheck:
-    return FaultyCheck(title, like.backend, like.inputs, like.options, like.sequence_parallel)
+    names = ("shape", "device", "backend", "dtype")
+    return FaultyCheck(title, **{name: getattr(like, name) for name in names})
 
 
 @pytest.fixture
 def plain() -> SplitCheck:
-    return next(each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float32)
+    return next(each for each in split_checks(2, CPU) if each.dtype == torch.float32)
 
 
 @distributed
 def test_processes_with_and_without_faults(plain: SplitCheck) -> None:
     titles = ["weight gradient", "another loss", "raises", "never begun"]
-    right = [each for each in split_checks(2, CPU) if each.inputs.dtype == torch.float64]
+    right = [each for each in split_checks(2, CPU) if each.dtype == torch.float64]
     *fine, gradient, loss, raises = run_split([*right, *(faulty(title, plain) for title in titles)], 2)
     assert [each.title for each in fine] == [each.title for each in right]
     for each in fine:
@@ -352,31 +334,28 @@ def test_devices_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_with_processes(status: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a fault of one of several processes is in the report and sets the exit status."""
     result = CheckResult("2 processes", "torch", "default", "float32", status, wrong=("so it is",))
-    monkeypatch.setattr(suite, "list_checks", lambda *_: ([], []))
+    monkeypatch.setattr(check, "list_checks", lambda *_: ([], {}))
     monkeypatch.setattr(processes, "run_split", lambda checks, count: [result])
-    output = invoke("--quick", "--device", "cpu", "--processes", "2")
+    output = invoke("--device", "cpu", "--processes", "2")
     assert output.exit_code == (status == "off"), output.output
     assert ("so it is" in output.output) == (status == "off")
-    assert "$ flce check --quick --device cpu --processes 2\n" in output.output
+    assert "$ flce check --device cpu --processes 2\n" in output.output
 
 
 # -------------------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quick, seconds", [(True, 70), (False, 260)])
-def test_on_a_gpu(quick: bool, seconds: int) -> None:
-    # The time includes compilation if the cache of kernels is empty.
+def test_on_a_gpu() -> None:
     start = time.perf_counter()
-    output = invoke("--json", "--device", "cuda:0", *(["--quick"] if quick else []))
+    output = invoke("--json", "--device", "cuda:0")
     assert output.exit_code == 0, output.output
     found = json.loads(output.stdout)
     print(f"{time.perf_counter() - start:.1f} s, {len(found['checks'])} checks")
-    assert time.perf_counter() - start < seconds
-    assert {entry["backend"] for entry in found["checks"]} == {"triton", "torch"}
+    assert time.perf_counter() - start < 260  # with the compilation of kernels
     by_triton = {(entry["title"], entry["dtype"]) for entry in found["checks"] if entry["backend"] == "triton"}
     assert {("default", dtype) for dtype in ("float16", "bfloat16", "float32", "float64")} <= by_triton
-    assert quick or {("adapters", "float16"), ("long: softmax", "bfloat16")} <= by_triton
+    assert {("adapters", "float16"), ("large: default", "bfloat16")} <= by_triton
 
 
 @pytest.mark.gpu
@@ -384,8 +363,8 @@ def test_processes_on_gpus() -> None:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")
-    checks = split_checks(count, None)
-    found = run_split(checks, count)
+    chosen = split_checks(count, None)
+    found = run_split(chosen, count)
     assert {each.device for each in found} == {f"{count} processes, cuda, nccl"}
-    assert len(found) == len(checks)
+    assert len(found) == len(chosen)
     assert [each for each in found if each.status != "right"] == []

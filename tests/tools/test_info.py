@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -20,13 +19,13 @@ pytest.importorskip("rich", reason="the command line")
 from typer.testing import CliRunner
 
 import flce
-import flce.tools.cli
+from flce.__main__ import main
 from flce.core.project import COMMAND_LINE_PACKAGES
 from flce.tools.cli import app
-from flce.tools.cli import info as info_command
+from flce.tools.cli.info import known_problems
 
 ROOT = Path(flce.__file__).parents[1]
-COMMANDS = sorted(command.callback.__name__ for command in app.app.registered_commands if command.callback)
+COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
 
 
 def run(*arguments: str, code: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +36,7 @@ def run(*arguments: str, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def info(*arguments: str) -> Any:
-    output = CliRunner(env={"COLUMNS": "120"}).invoke(app.app, ["info", *arguments])
+    output = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["info", *arguments])
     assert output.exit_code == 0, output.output
     return json.loads(output.stdout) if "--json" in arguments else output.stdout
 
@@ -48,7 +47,7 @@ def test_help_is_fast_and_has_an_example() -> None:
 import sys
 sys.argv[0] = "flce"
 try:
-    __import__("flce.tools.cli").tools.cli.main()
+    __import__("flce.__main__").__main__.main()
 finally:
     print(sorted({"torch", "transformers", "triton", "numpy", "matplotlib"} & set(sys.modules)), file=sys.stderr)
 """
@@ -64,22 +63,22 @@ finally:
 @pytest.mark.parametrize("missing", ["typer", "rich", "flce.tools.cli.info"])
 def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the error names the missing package to install. The error of another module is not hidden."""
-    for name in [name for name in sys.modules if name.startswith((f"{missing}.", "flce.tools.cli."))]:
+    for name in [name for name in sys.modules if name.startswith((f"{missing}.", "flce.tools.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "flce.tools.cli.info":
         with pytest.raises(ModuleNotFoundError, match=missing):
-            flce.tools.cli.main()
+            main()
         return
     with pytest.raises(SystemExit, match="2"):
-        flce.tools.cli.main()
+        main()
     assert capsys.readouterr().err == f"The command line of flce needs {missing}: pip install {COMMAND_LINE_PACKAGES}\n"
 
 
 def test_version_and_no_command() -> None:
     words = [sys.executable, "-m", "flce", "--version"]
     assert subprocess.check_output(words, text=True, cwd=ROOT, timeout=240) == f"flce {flce.__version__}\n"
-    assert CliRunner().invoke(app.app, []).exit_code == 2  # prints the help
+    assert CliRunner().invoke(app, []).exit_code == 2  # prints the help
 
 
 def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,18 +94,14 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLCE_BACKEND", "fortran")
     facts = info("--json")
     assert facts["devices"][-1]["backend"] is None
-    assert any("'torch' or 'triton', got 'fortran'" in problem for problem in facts["known_problems"])
+    assert "'torch' or 'triton', got 'fortran'" in facts["devices"][-1]["why"]
+    assert "backend None (" in info()
 
 
 FINE: dict[str, Any] = {
     "packages": {"torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "numpy": "2.5.2", "trl": None},
     "tested": {"torch": ["2.11.0", "2.14.1"], "triton": ["3.6.0", "3.8.0"], "transformers": ["4.56.2", "5.23.0"]},
     "lacking": [],
-    "variables": {},
-    "devices": [
-        {"device": "cuda:0", "backend": "triton", "why": "", "logits_in_registers": True},
-        {"device": "cpu", "backend": "torch", "why": "", "logits_in_registers": False},
-    ],
 }
 
 
@@ -118,24 +113,10 @@ FINE: dict[str, Any] = {
         ({"packages": {"transformers": "4.55.4"}}, "install transformers 4.56 or newer"),
         ({"packages": {"trl": "1.16.0"}}, "do not use a patched head"),
         ({"lacking": ["torch 3.0.0 has no torch._C.x"]}, "has no torch._C.x"),
-        ({"variables": {"TRITON_INTERPRET": "1"}}, "NumPy 2.4"),
-        ({"devices": [{"device": "cuda:0", "backend": "torch", "logits_in_registers": False}]}, "PyTorch's operators"),
-        ({"devices": [{"device": "cuda:0", "backend": "triton", "logits_in_registers": False}]}, "capability 9"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_known_problems(change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info_command, "_has_c_compiler", lambda: True)
-    assert info_command.known_problems(FINE) == []
-    facts = copy.deepcopy(FINE)
-    for name, value in change.items():
-        facts[name] = value if isinstance(value, list) else facts[name] | value
-    assert any(sentence in problem for problem in info_command.known_problems(facts))
-
-
-def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info_command, "_has_c_compiler", lambda: False)
-    assert "install gcc" in info_command.known_problems(FINE)[0]
-    newer = copy.deepcopy(FINE)
-    newer["packages"]["triton"] = "3.7.1"
-    assert info_command.known_problems(newer) == []
+def test_known_problems(change: dict[str, Any], sentence: str) -> None:
+    assert known_problems(FINE) == []
+    facts = {**FINE, **change, "packages": FINE["packages"] | change.get("packages", {})}
+    assert any(sentence in problem for problem in known_problems(facts))

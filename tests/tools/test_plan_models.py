@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from flce.huggingface.estimate import language_model, rehearsal
 from flce.huggingface.estimate.training_memory import StepError, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
-from flce.tools.cli.app import app
+from flce.tools.cli import app
 from tests.huggingface.architectures import OVERRIDES, small_config
 
 H200 = resolve_device(torch.device("cuda"), "H200", None)

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from flce.core.sizes import size_text
+
 T = TypeVar("T")
 MIN_FOLDED = 20  # the least width in characters of a column of words that is folded
 Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object to stdout.")]
@@ -66,3 +68,19 @@ def integer_option(least: int, help: str, metavar: str = "INTEGER", **settings: 
 
 def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=1))
+
+
+def machine_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts of `machine.environment` as lines of text."""
+    packages = [f"{name} {found}" for name, found in facts["packages"].items() if found is not None]
+    lines = [
+        ", ".join([f"flce {facts['flce']}", *packages]),
+        f"Python {facts['python']}, {facts['platform']}, CUDA {facts['cuda'] or 'none'}",
+    ]
+    for device in facts["devices"]:
+        size = f"{size_text(device['memory'])}, capability {device['capability']}" if "memory" in device else ""
+        about = [device["name"], size or f"{device['cores']} cores", f"backend {device['backend']} ({device['why']})"]
+        about += ["logits in registers"] * device.get("logits_in_registers", False)
+        about += [f"profile {device['profile']}"] if device.get("profile") else []
+        lines.append(f"{device['device']}: {', '.join(about)}")
+    return lines + [f"{name}={value}" for name, value in facts["variables"].items()]

@@ -1,0 +1,354 @@
+"""The checks of `flce check`: calls of flce, their references, and the comparison with float64."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.core.options import ChunkOptions
+from flce.engine.case import dtype_text
+from flce.testing import tolerances
+from flce.testing.models import VOCAB_SIZE, tiny_model
+from flce.testing.oracle import OracleResult, dense_logits, token_results
+from flce.testing.problem import (
+    ALL_GRADS,
+    LOGITS_STD,
+    CallResult,
+    Problem,
+    make_problem,
+    relative_error,
+    run_fused,
+    run_oracle,
+    run_stock,
+)
+from flce.testing.tolerances import Tolerance
+from flce.tools.machine import BACKENDS, distinct_devices, exact_device, use_backend, why_no_backend, why_no_dtype
+
+Results = Mapping[str, Tensor]
+"""Computed tensors by name: losses, statistics, gradients."""
+STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
+CPU, BF16, F16, F32, F64 = torch.device("cpu"), torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = BF16, F32, F16, F64
+PLAN_ARGUMENTS = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
+LARGE_BYTES = 16 << 30  # memory for stock's results and the float64 results of LARGE, with a margin
+CANDIDATES = 5
+
+
+class Shape(NamedTuple):
+    tokens: int
+    hidden: int | None  # None: without a head; the inputs are logits
+    vocab: int
+
+
+SMALL = Shape(256, 64, 1000)
+# More than 2^28 logits of a head of 2^25 entries: for these Hopper has separate kernels (docs/architecture.md).
+LARGE = Shape(8192, 2048, 33000)
+ROWS = Shape(64, None, 2049)
+TOKENS = Shape(64, None, VOCAB_SIZE)  # of a model
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The distance of one result from float64."""
+
+    what: str
+    error: float
+    stock: float
+    """The error of PyTorch's operators."""
+    allowed: float
+
+    @property
+    def is_off(self) -> bool:
+        return not self.error <= self.allowed  # NaN is off
+
+    @property
+    def share(self) -> float:
+        """The error divided by the allowed error."""
+        return self.error / self.allowed if self.error == self.error else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.error:.2e} from float64, allowed {self.allowed:.2e}, stock {self.stock:.2e}"
+
+
+def compare_results(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
+    """Return a figure for each result of flce."""
+    figures = []
+    for what, got in ours.items():
+        bound = tolerance.loss if what in ("loss", *STATISTICS) else tolerance.gradient
+        stock_error = relative_error(stock[what], truth[what])
+        figures.append(Figure(what, relative_error(got, truth[what]), stock_error, bound.allowed(stock_error)))
+    return tuple(figures)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    device: str
+    backend: str
+    title: str
+    dtype: str
+    status: Literal["right", "off", "failed"]
+    """"off": further from float64 than allowed, or different in a second run. "failed": an exception."""
+    figures: tuple[Figure, ...] = ()
+    wrong: tuple[str, ...] = ()
+    """Sentences, one for each fault."""
+    plan: str = ""
+
+    @property
+    def worst(self) -> Figure | None:
+        """The figure with the largest share of its allowed error, or None."""
+        return max(self.figures, key=lambda figure: figure.share, default=None)
+
+
+def results_by_name(result: CallResult | OracleResult) -> Results:
+    """Return the loss, the statistics and the gradients that are not None."""
+    statistics = result.output if isinstance(result, CallResult) else result
+    found = {"loss": result.loss, **{name: getattr(statistics, name, None) for name in STATISTICS}}
+    found |= {"input gradient": result.grad_input, "weight gradient": result.grad_weight}
+    found |= {"bias gradient": result.grad_bias}
+    for number, (a, b) in enumerate(result.grad_adapters, 1):
+        found |= {f"adapter {number} input gradient": a, f"adapter {number} weight gradient": b}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A call of `flce.fused_linear_cross_entropy` or, if there is no head, of `flce.cross_entropy`."""
+
+    title: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `make_problem`."""
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `run_fused`."""
+    shape: Shape = SMALL
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    """The dtypes in which the check may run."""
+    device: torch.device = CPU
+    backend: str = "torch"
+    dtype: torch.dtype = F32
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The tensors: the same numbers on every device, rounded to the dtype."""
+        tokens, hidden, vocab = self.shape
+        fixed: dict[str, Any] = {"std": LOGITS_STD, "dtype": self.dtype, "device": self.device}
+        return make_problem((2, tokens // 2), hidden, vocab, **fixed, **self.settings)
+
+    @property
+    def upstream(self) -> Tensor | float:
+        """The upstream gradient: a different number for each token if the reduction is "none", else one number."""
+        if self.settings.get("reduction") == "none":
+            return torch.linspace(0.5, 1.5, self.shape.tokens).view(2, -1)
+        # A float16 loss needs a scale, as in training: without it gradients are smaller than the least float16.
+        return 2.0**16 if self.dtype == F16 else 1.0
+
+    def ours(self) -> Results:
+        return results_by_name(run_fused(self.problem, grad_output=self.upstream, **self.call))
+
+    def references(self) -> tuple[Results, Results]:
+        """Return stock's results, and the results in float64."""
+        stock, exact = run_stock(self.problem, self.upstream), self.problem.to(exact_device(self.device))
+        return results_by_name(stock), results_by_name(run_oracle(exact, self.upstream))
+
+    def tolerance(self) -> Tolerance:
+        options = self.call.get("options")
+        rounds = self.shape.hidden is None or (options is not None and options.logits_dtype is not None)
+        usual = tolerances.RESULTS[self.dtype]
+        return usual if rounds else tolerances.EXACT_LOGITS.get(self.dtype, usual)
+
+    def plan_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `flce.plan` for this call, without sizes and dtype."""
+        given = {name: value for name, value in {**self.settings, **self.call}.items() if name in PLAN_ARGUMENTS}
+        grads = self.call.get("grads", ALL_GRADS)
+        flags = {"input_grad": "x" in grads, "weight_grad": "w" in grads}
+        return given | flags | {"bias_grad": "b" in grads and "bias" in self.settings, "device": self.device}
+
+    def other_faults(self, ours: Results) -> list[str]:
+        """Return the faults that are not figures: results of a second run with other bits."""
+        again = self.ours()
+        names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
+        return [f"A second run gave other bits: {', '.join(names)}."] if names else []
+
+    def run(self) -> CheckResult:
+        """Run the check. An exception is recorded as "failed"."""
+        outcome: dict[str, Any]
+        try:
+            with use_backend(self.backend):
+                ours = self.ours()
+                figures = compare_results(ours, *self.references(), self.tolerance())
+                wrong = *(f"{figure}." for figure in figures if figure.is_off), *self.other_faults(ours)
+                outcome = {"status": "off" if wrong else "right", "figures": figures, "wrong": wrong}
+                if self.shape.hidden is not None:
+                    outcome["plan"] = str(flce.plan(*self.shape, self.dtype, **self.plan_arguments()))
+        except Exception as error:
+            outcome = {"status": "failed", "wrong": (_describe_error(error),)}
+        names = str(self.device), self.backend, self.title, dtype_text(self.dtype)
+        return CheckResult(*names, **outcome)
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the error's class, its first line, and the innermost line of flce in its traceback."""
+    package = Path(flce.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(package)]
+    where = f" (flce/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}{where}"
+
+
+class SoftmaxCheck(Check):
+    """A call of `flce.softmax` or `flce.log_softmax`, as the title says."""
+
+    def ours(self) -> Results:
+        return self._run(flce, torch.Tensor.detach)
+
+    def references(self) -> tuple[Results, Results]:
+        return self._run(F, torch.Tensor.detach), self._run(F, lambda t: t.to(exact_device(t.device)).double())
+
+    def _run(self, library: Any, convert: Any) -> Results:
+        x = self.problem.input
+        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(x)
+        leaf = convert(x).clone().requires_grad_()
+        y = getattr(library, self.title)(leaf, -1)
+        y.backward(convert(upstream))
+        return {"result": y.detach(), "gradient": leaf.grad}
+
+
+class LogprobsCheck(Check):
+    """A call of `flce.linear_logprobs`: results of targets and candidates, entropies, and the gradients of all."""
+
+    def ours(self) -> Results:
+        return self._run(self.problem, by_torch=False)
+
+    def references(self) -> tuple[Results, Results]:
+        exact = self.problem.to(exact_device(self.device)).map(lambda t, _: t.double())
+        return self._run(self.problem), self._run(exact)
+
+    def _run(self, p: Problem, by_torch: bool = True) -> Results:
+        p, g = p.map(lambda t, _: t.detach().clone().requires_grad_()), torch.Generator().manual_seed(1)
+        x, y = p.input.flatten(0, 1), p.target.flatten()
+        candidates = torch.randint(self.shape.vocab, (len(y), CANDIDATES), generator=g)
+        candidates[:, 1], candidates[::2, 2] = candidates[:, 0], -1
+        candidates = candidates.to(x.device)
+        if by_torch:  # with products in the dtype of the problem, and logits of float32, or of float64
+            z = F.linear(x, p.linear_weight, p.linear_bias)
+            found = token_results(dense_logits(z if z.dtype == F64 else z.float(), None, **p.kwargs), y, candidates)
+        else:
+            given: dict[str, Any] = {"linear_bias": p.linear_bias, "candidates": candidates, **p.kwargs}
+            found = vars(flce.linear_logprobs(x, p.linear_weight, y, **given))
+        results = {name: found[name] for name in ("logprob", "entropy", "candidate_logprob")}
+        sums = [(value * torch.randn(value.shape, generator=g).to(value)).sum() for value in results.values()]
+        torch.stack(sums).sum().backward()
+        results |= {"input gradient": p.input.grad, "weight gradient": p.linear_weight.grad}
+        if p.linear_bias is not None:
+            results["bias gradient"] = p.linear_bias.grad
+        return {name: value.detach() for name, value in results.items()}
+
+
+class ModelCheck(Check):
+    """A patched model: its loss and the gradients of all parameters, compared with the unpatched model."""
+
+    def ours(self) -> Results:
+        from flce.huggingface import patch_model
+
+        return self._step(patch_model(self._model(), on_materialize="raise"))
+
+    def references(self) -> tuple[Results, Results]:
+        return self._step(self._model()), self._step(self._model().to(exact_device(self.device), F64))
+
+    def tolerance(self) -> Tolerance:
+        return tolerances.MODELS[self.dtype]
+
+    def other_faults(self, ours: Results) -> list[str]:
+        return []  # operators of a model may add in any order
+
+    def _model(self) -> Any:
+        """Create the model, with the same weights at each call."""
+        return tiny_model("Llama", initializer_range=0.1).to(self.device, self.dtype).train()
+
+    def _step(self, model: Any) -> Results:
+        """Return the loss, the head's gradient, and the gradients of all other parameters as one vector."""
+        labels = self.problem.target.to(model.device)
+        ids = labels.clamp(min=0)
+        if model.dtype == F64:  # if a model computes the loss, it rounds logits to float32
+            logits = model(input_ids=ids).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        else:
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        head = model.get_output_embeddings().weight.grad
+        others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
+        return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The list
+
+DEFAULT = Check("default")
+NONE = Check("reduction none", {"reduction": "none"})
+NO_GRADIENTS = Check("no gradients", call={"grads": "", "stats": ("lse", "logprob")})
+CAPPED = {"label_smoothing": 0.1, "softcap": 6.0, "z_loss": 1e-3, "shift": 1, "ignored": 0.2}
+CHECKS = (
+    DEFAULT,
+    NONE,
+    NO_GRADIENTS,
+    Check("small budget", call={"options": ChunkOptions(max_workspace_bytes=640 << 10)}),
+    Check("blocks of classes", call={"options": ChunkOptions(strategy="vocab")}),
+    Check("chunks of tokens", call={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
+    Check("frozen head", call={"grads": "xbaB"}),
+    Check("ignored labels", {"ignored": 0.5}, {"options": ChunkOptions(skip_ignored=True)}),
+    Check("softcap and more", {**CAPPED, "logit_scale": 2.0, "bias": True}, {"stats": ("lse", "logprob", "entropy")}),
+    Check("adapters", {"adapter_ranks": (3, 16)}),
+    Check("rounded logits", call={"options": ChunkOptions(logits_dtype=BF16)}, dtypes=(BF16,)),
+    LogprobsCheck("linear_logprobs", {"ignored": 0.2, "bias": True}),
+    Check("cross_entropy", CAPPED, {"stats": ("lse", "entropy")}, ROWS),
+    Check("cross_entropy in place", call={"inplace": True}, shape=ROWS),
+    SoftmaxCheck("softmax", shape=ROWS),
+    SoftmaxCheck("log_softmax", shape=ROWS),
+)
+MODEL = ModelCheck("patched model", {"ignored": 0.25}, shape=TOKENS, dtypes=(F32, BF16))
+LARGE_CHECKS = tuple(
+    replace(each, title=f"large: {each.title}", shape=LARGE, dtypes=(BF16,)) for each in (DEFAULT, NONE, NO_GRADIENTS)
+)
+
+
+def list_checks(device: torch.device | None) -> tuple[list[Check], dict[str, str]]:
+    """Return the checks of a device (None: of one device of each kind), and what is not checked, with the reason."""
+    found: list[Check] = []
+    missing: dict[str, str] = {}
+    devices, same = ([device], {}) if device is not None else distinct_devices()
+    for one, backend in itertools.product(devices, BACKENDS):
+        if (why := why_no_backend(one, backend)) is not None:
+            missing[f"{one}, {backend} backend"] = why
+            continue
+        checks: tuple[Check, ...] = CHECKS
+        reasons = {dtype: why_no_dtype(one, dtype) for dtype in DTYPES}
+        missing |= {f"{one}, {dtype_text(dtype)}": reason for dtype, reason in reasons.items() if reason}
+        if find_spec("transformers") is None:
+            missing[f"{one}, patched model"] = "Transformers is not installed"
+        elif backend == usual_backend(one):
+            checks = *checks, MODEL
+        if backend == "triton" and (free := torch.cuda.mem_get_info(one)[0]) < LARGE_BYTES:
+            missing[f"{one}, large shapes"] = f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
+        elif backend == "triton":
+            checks = *checks, *LARGE_CHECKS
+        pairs = itertools.product(checks, (dtype for dtype, reason in reasons.items() if reason is None))
+        place = {"device": one, "backend": backend}
+        found += [replace(check, dtype=dtype, **place) for check, dtype in pairs if dtype in check.dtypes]
+    missing |= {str(other): f"it is the same as {one}; --device {other} checks it" for other, one in same.items()}
+    return found, missing
+
+
+def usual_backend(device: torch.device) -> str:
+    """Return the default backend of calls on a device."""
+    return next(backend for backend in BACKENDS if why_no_backend(device, backend) is None)
