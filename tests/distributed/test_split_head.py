@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.pair import World
 
 from tests.distributed import dtensors, split_head
-from tests.distributed.pair import World
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)

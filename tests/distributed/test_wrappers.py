@@ -2,49 +2,110 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import own_tokens, training
-from tests.distributed.pair import World
+pytest.importorskip("transformers")
+if not dist.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+import flce
+from flce.huggingface import MaterializedLogitsWarning
+from tests.distributed.training import (
+    LOSSES,
+    SPECIAL,
+    STEPS,
+    WRAPPINGS,
+    LastStage,
+    V,
+    adamw,
+    add_trl_head,
+    batch,
+    check_fused,
+    check_late_reads,
+    check_same,
+    device,
+    from_transformers,
+    fsdp2,
+    gather_full,
+    own_loss,
+    reference,
+    rounding,
+    stock_and_patched,
+    tail,
+    tiny_llama,
+    train,
+    trl_loss,
+    with_labels,
+    with_lora,
+)
+from tests.processes import in_processes
 
 CALLS = ["labels", "own loss"]
 # Every path of a gradient out of lazy logits: with a gathered weight, with a freed weight, and through DDP's sink.
 EVERY_LOSS = ["root", "tail, resharded", "DDP, static graph"]
-FSDP2 = [name for name in training.WRAPPINGS if not name.startswith("DDP")]
+FSDP2 = [name for name in WRAPPINGS if not name.startswith("DDP")]
+
+
+def compare(wrapping: str, loss: str, trained: str = "all", **config: Any) -> None:
+    """Compare losses and gradients of a wrapped, patched model with stock in one process.
+
+    Args:
+        wrapping: a name of `WRAPPINGS` or `SPECIAL`.
+        loss: a name of `LOSSES`.
+        trained: "all", "only the head", or an argument of `with_lora`.
+        config: changes of the model's configuration.
+    """
+    warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
+    stock = tiny_llama(**config)
+    if trained == "only the head":
+        stock.requires_grad_(False).lm_head.requires_grad_(True)
+    elif trained != "all":
+        stock = with_lora(trained)(stock)
+    patched = flce.patch_model(copy.deepcopy(stock))
+    check_same(train((WRAPPINGS | SPECIAL)[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
+    check_fused(patched, 0 if loss == "materialized" else STEPS)
 
 
 @pytest.mark.parametrize(
     "wrapping, loss",
-    [(w, loss) for w in training.WRAPPINGS for loss in training.LOSSES if w in EVERY_LOSS or loss == "own loss"],
+    [(w, loss) for w in WRAPPINGS for loss in LOSSES if w in EVERY_LOSS or loss == "own loss"],
 )
-def test_trains_as_one_process(pair: World, wrapping: str, loss: str) -> None:
-    pair.run(training.compare, wrapping, loss)
+@in_processes(2)
+def test_trains_as_one_process(wrapping, loss):
+    compare(wrapping, loss)
 
 
 @pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize("wrapping", ["root", "tail, resharded"])
-def test_all_but_the_head_frozen(pair: World, wrapping: str, loss: str) -> None:
+@in_processes(2)
+def test_all_but_the_head_frozen(wrapping, loss):
     """Check a unit whose inputs need no gradient: FSDP2 then depends on the hook of its outputs only."""
-    pair.run(training.compare, wrapping, loss, "only the head")
-
-
-@pytest.mark.parametrize("wrapping, loss", [("root", "own loss"), ("tail", "labels"), ("tail, resharded", "own loss")])
-def test_mixed_precision(pair: World, wrapping: str, loss: str) -> None:
-    pair.run(training.mixed_precision, wrapping, loss)
+    compare(wrapping, loss, "only the head")
 
 
 @pytest.mark.parametrize("loss", CALLS)
-def test_cpu_offload(pair: World, loss: str) -> None:
-    pair.run(training.compare, "offloaded", loss)
+@in_processes(2)
+def test_cpu_offload(loss):
+    compare("offloaded", loss)
 
 
 @pytest.mark.parametrize("loss", [*CALLS, "frozen meanwhile"])
 @pytest.mark.parametrize("wrapping", ["tail", "tail, resharded"])
-def test_tied_embeddings(pair: World, wrapping: str, loss: str) -> None:
-    pair.run(training.compare, wrapping, loss, tie_word_embeddings=True)
+@in_processes(2)
+def test_tied_embeddings(wrapping, loss):
+    compare(wrapping, loss, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize(
@@ -59,107 +120,352 @@ def test_tied_embeddings(pair: World, wrapping: str, loss: str) -> None:
         ("modules_to_save", "tail, resharded", "frozen meanwhile"),
     ],
 )
-def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
-    pytest.importorskip("peft")
-    pair.run(training.compare, wrapping, loss, adapters)
-
-
-@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "head", "head, resharded", "DDP"])
-def test_a_head_of_trl(pair: World, wrapping: str) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
-    pair.run(training.trl_head, wrapping != "root", wrapping)
-
-
-def test_accumulation_without_gradient_sync(pair: World) -> None:
-    pair.run(training.accumulated, "own loss")
+@in_processes(2)
+def test_adapters(adapters, wrapping, loss):
+    compare(wrapping, loss, adapters)
 
 
 @pytest.mark.parametrize("loss", CALLS)
-@pytest.mark.parametrize("wrapping", FSDP2)
-def test_communication(pair: World, wrapping: str, loss: str) -> None:
-    """Check that patched has as many reduce-scatters as stock, and at most one more all-gather."""
-    for stock, patched in pair.run(training.collectives, loss, wrapping):
-        assert patched["_reduce_scatter_base_"] == stock["_reduce_scatter_base_"]
-        assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + 1
+@in_processes(4)
+def test_hybrid_sharding(loss):
+    compare("hybrid", loss)
+
+
+@pytest.mark.parametrize("wrapping, loss", [("root", "own loss"), ("tail", "labels"), ("tail, resharded", "own loss")])
+@in_processes(2)
+def test_mixed_precision(wrapping, loss):
+    """Check that errors against float64 are not larger than the errors of stock in the same wrapper."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    arguments = () if wrapping == "root" else (wrapping != "tail",)
+    stock, patched = stock_and_patched()
+    exact = copy.deepcopy(stock).double()
+    rank, batches = dist.get_rank(), 12  # the error of one loss may be small by chance
+    true_losses = [LOSSES[loss](exact, batch(rank, i)).item() for i in range(batches)]
+    true_gradients = reference(exact, LOSSES[loss])["gradients"]
+    errors = []
+    for each in (stock, patched):
+        model = (tail if arguments else fsdp2)(each, *arguments, mp_policy=policy)
+        losses = []
+        for i in range(batches):
+            value = LOSSES[loss](model, batch(rank, i))
+            value.backward()
+            losses.append(abs(value.item() - true_losses[i]))
+        model.zero_grad()
+        gradients = train(model, LOSSES[loss])["gradients"]
+        norms = [(gradient.double() - true_gradients[name]).norm() for name, gradient in gradients.items()]
+        errors.append((sum(losses), float(torch.stack(norms).norm())))
+    for ours, theirs in zip(errors[1], errors[0], strict=True):
+        assert ours <= 1.05 * theirs, errors
+    assert flce.report(patched).fused == batches + STEPS
+
+
+@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "head", "head, resharded", "DDP"])
+@in_processes(2)
+def test_a_head_of_trl(wrapping):
+    """Compare TRL's loss with flce's head, trained together with adapters, with stock."""
+    stock, patched = (with_lora("modules_to_save")(tiny_llama()) for _ in range(2))
+    add_trl_head(patched.get_base_model())
+    if wrapping.startswith("head"):  # like PEFT's policy for Accelerate
+        saved = patched.get_base_model().lm_head.modules_to_save["default"]
+        model = fsdp2(patched, [saved], reshard="resharded" in wrapping or None)
+    else:
+        model = WRAPPINGS[wrapping](patched)
+    check_same(train(model, functools.partial(trl_loss, summed=wrapping != "root")), reference(stock, with_labels))
+    check_fused(patched)
+
+
+@in_processes(2)
+def test_accumulation_without_gradient_sync():
+    """Train with four micro-batches in each step, three of them without communication."""
+    results = []
+    for each in (models := stock_and_patched()):
+        model = tail(each, True)
+
+        def set_sync(last, model=model):
+            model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+
+        results.append(train(model, own_loss, micro=4, context=set_sync))
+    check_same(results[1], results[0])
+    check_fused(models[1], 4 * STEPS)
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wrapping, loss",
+    [*((w, loss) for w in FSDP2 for loss in CALLS), ("tail, resharded", "smoothed"), ("tail, resharded", "z-loss")],
+)
+@in_processes(2)
+def test_communication(wrapping, loss):
+    """Check that patched has as many reduce-scatters as stock, and at most one more all-gather for each loss."""
+    warnings.simplefilter("error", MaterializedLogitsWarning)
+    counts = []
+    for each in stock_and_patched():
+        model = WRAPPINGS[wrapping](each)
+        LOSSES[loss](model, batch(0, 0)).backward()
+        with CountCollectives() as mode:
+            LOSSES[loss](model, batch(0, 1)).backward()
+        counts.append(mode.counts)
+    stock, patched = counts
+    assert patched["_reduce_scatter_base_"] == stock["_reduce_scatter_base_"]
+    losses = 1 if loss in CALLS else 2
+    assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + losses
 
 
 @pytest.mark.parametrize("precision, loss", [("no", "own loss"), ("bf16", "labels")])
-def test_accelerate(pair: World, precision: str, loss: str) -> None:
+@in_processes(2)
+def test_accelerate(precision, loss):
+    """Compare patched and stock, wrapped like `accelerate launch` with FSDP2 does."""
     pytest.importorskip("accelerate", minversion="1.12")
-    pair.run(training.accelerated, loss, precision)
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    results = []
+    for model in (models := stock_and_patched()):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        accelerator = Accelerator(cpu=device().type == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
+        wrapped, optimizer = accelerator.prepare(model, adamw(model))
+        results.append(train(wrapped, LOSSES[loss], optimizer, accelerator.backward))
+    check_same(results[1], results[0], 1e-6 if precision == "no" else 2e-2)
+    check_fused(models[1])
 
 
 @pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
-def test_lightning_fabric(pair: World, order: str, loss: str) -> None:
-    pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
-    pair.run(training.fabric, loss, order)
+@in_processes(2)
+def test_lightning_fabric(order, loss):
+    """Train with Lightning Fabric's DDP: two micro-batches in each step, the first without communication."""
+    lightning: Any = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+    fabric = lightning.Fabric(accelerator=device().type, devices=2, strategy="ddp")
+    fabric.launch()
+    results = []
+    for kind in ("stock", "patched"):
+        model = tiny_llama()
+        if kind == "patched" and order == "patched, set up":
+            flce.patch_model(model, on_materialize="raise")
+        wrapped, optimizer = fabric.setup(model, adamw(model))
+        if kind == "patched" and order == "set up, patched":
+            flce.patch_model(wrapped, on_materialize="raise")
+
+        def without_sync(last, wrapped=wrapped):
+            return fabric.no_backward_sync(wrapped, enabled=not last)
+
+        results.append(train(wrapped, LOSSES[loss], optimizer, fabric.backward, micro=2, context=without_sync))
+    check_same(results[1], results[0])
+    check_fused(wrapped, 2 * STEPS)
 
 
 @pytest.mark.parametrize("loss", CALLS)
-def test_transformers(pair: World, loss: str) -> None:
+@in_processes(2)
+def test_transformers(loss):
     pytest.importorskip("transformers", minversion="5.20")
-    pair.run(training.transformers_fsdp, loss)
+    stock = tiny_llama()
+    model = flce.patch_model(from_transformers(stock, fsdp_size=2))
+    check_same(train(model, LOSSES[loss]), reference(stock, LOSSES[loss]))
+    check_fused(model)
 
 
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
-def test_late_reads(pair: World, wrapping: str) -> None:
-    pair.run(training.late_reads, wrapping)
+@in_processes(2)
+def test_late_reads(wrapping):
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock), on_materialize="ignore")
+    ids = batch(dist.get_rank(), 0)
+    model = WRAPPINGS[wrapping](patched)
+    if wrapping == "head, resharded":  # the gathered weight is freed
+        assert model(input_ids=ids).logits._state.weight.untyped_storage().size() == 0
+        # Without the model's forward, no hook gathers the head.
+        with torch.no_grad(), flce.huggingface.lazy_logits(patched):
+            late = patched.lm_head(torch.ones(2, 32, device=device()))
+        assert late.argmax(-1).shape == (2,)
+    step = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True).step
+    check_late_reads(model, stock(input_ids=ids).logits.detach(), Tensor.backward, step)
 
 
-def test_evaluation_in_a_wrapper(pair: World) -> None:
-    pytest.importorskip("peft")
-    pair.run(training.evaluated_in_a_wrapper)
+@in_processes(2)
+def test_evaluation_in_a_wrapper():
+    """Compare logits of an evaluation if the FSDP unit of the head contains the patched model."""
+    peft = pytest.importorskip("peft")
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock), on_materialize="ignore")
+    adapted = peft.get_peft_model(patched, peft.LoraConfig(target_modules=["q_proj"]))
+    model = fsdp2(adapted, reshard_after_forward=True).eval()
+    ids = batch(dist.get_rank(), 0)
+    with torch.no_grad():
+        logits = model(input_ids=ids, labels=ids).logits
+        torch.testing.assert_close(logits.softmax(-1), stock(input_ids=ids).logits.softmax(-1))
 
 
 @pytest.mark.parametrize(
     "compiled_part, wrapping", [("the model", "fully_shard(model)"), ("the wrapper", "DDP, unused parameters")]
 )
-def test_compiled(pair: World, compiled_part: str, wrapping: str) -> None:
-    pair.run(training.compiled, compiled_part, wrapping)
-
-
-@pytest.mark.parametrize("loss", ["smoothed", "z-loss"])
-def test_one_gather_a_loss(pair: World, loss: str) -> None:
-    """Check losses that consist of two losses."""
-    for stock, patched in pair.run(training.collectives, loss, "tail, resharded"):
-        assert patched["_allgather_base_"] <= stock["_allgather_base_"] + 2
-
-
-@pytest.mark.parametrize("loss", CALLS)
-def test_hybrid_sharding(four: World, loss: str) -> None:
-    four.run(training.compare, "hybrid", loss)
+@in_processes(2)
+def test_compiled(compiled_part, wrapping):
+    """Check that the wrappers' hooks run on the outputs of a compiled model."""
+    torch._dynamo.reset()
+    stock = tiny_llama(num_hidden_layers=1)
+    patched = flce.patch_model(copy.deepcopy(stock))
+    if compiled_part == "the model":
+        patched.compile(backend="eager")
+    wrapped = WRAPPINGS[wrapping](patched)
+    if compiled_part == "the wrapper":
+        wrapped.compile(backend="eager")
+    check_same(train(wrapped, own_loss), reference(stock, own_loss))
+    assert flce.report(patched).fused or flce.report(patched).materialized
 
 
 @pytest.mark.parametrize(
-    "loss, original, settings",
+    "loss, original, precision, separate_head, strategy",
     [
-        ("labels", True, ("no", False)),
-        ("own loss", False, ("no", False)),
-        ("own loss", True, ("bf16", False)),
-        ("labels", False, ("no", True)),
-        ("own loss", True, ("no", True, "SHARD_GRAD_OP")),
-        ("entropies", True, ("no", True)),
-        ("real logits", False, ("no", True)),
-        ("labels", True, ("bf16", True)),
+        ("labels", True, "no", False, "FULL_SHARD"),
+        ("own loss", False, "no", False, "FULL_SHARD"),
+        ("own loss", True, "bf16", False, "FULL_SHARD"),
+        ("labels", False, "no", True, "FULL_SHARD"),
+        ("own loss", True, "no", True, "SHARD_GRAD_OP"),
+        ("entropies", True, "no", True, "FULL_SHARD"),
+        ("real logits", False, "no", True, "FULL_SHARD"),
+        ("labels", True, "bf16", True, "FULL_SHARD"),
     ],
 )
-def test_fsdp1(pair: World, loss: str, original: bool, settings: Any) -> None:
-    for counts, warned in pair.run(training.fsdp1, loss, original, *settings):
-        assert counts["fused"] >= training.STEPS
-        assert counts["stock"] == 0
-        assert warned == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
+@in_processes(2)
+def test_fsdp1(loss, original, precision, separate_head, strategy):
+    """Compare patched and stock in the same wrapper. Check an evaluation, and logits read after backward."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else None
+
+    def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        is_head = separate_head and isinstance(module, nn.Linear) and module.out_features == V
+        return recurse or isinstance(module, LlamaDecoderLayer) or is_head
+
+    results: list[Any] = []
+    settings: dict[str, Any] = {"auto_wrap_policy": policy, "use_orig_params": original, "mixed_precision": mixed}
+    settings |= {"sharding_strategy": ShardingStrategy[strategy], "device_id": device()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (models := stock_and_patched()):
+            wrapped: Any = FullyShardedDataParallel(model, **settings)
+            results.append(train(wrapped, LOSSES[loss]))
+    ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
+    assert ours == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
+    check_fused(models[1])
+    tolerance = rounding(1e-5 if precision == "no" else 5e-2)
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+    assert results[0]["losses"][-1] != results[0]["losses"][0]
+    ids = batch(dist.get_rank(), 0)
+    with torch.no_grad():
+        assert wrapped(input_ids=ids, labels=ids).logits.argmax(-1).shape == ids.shape
+    outputs = wrapped(input_ids=ids, labels=ids)
+    best = outputs.logits.argmax(-1)
+    outputs.loss.backward()
+    assert torch.equal(outputs.logits.argmax(-1), best)
+    assert wrapped(input_ids=ids, labels=ids).loss == outputs.loss
+
+
+# ------------------------------------------------------------------------------------- means over all processes
+
+
+def check_gradients(model: Any, stock: Any) -> None:
+    gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    for name, parameter in stock.named_parameters():
+        torch.testing.assert_close(gather_full(gradients[name]), parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def labels_of(rank: int) -> Tensor:
+    """Return labels of which processes have different numbers, the last process none."""
+    labels = batch(rank, 0)
+    labels[:, 2 + 3 * rank :] = -100
+    return labels.fill_(-100) if rank == dist.get_world_size() - 1 else labels
 
 
 @pytest.mark.parametrize("wrapping", ["DDP", "tail, resharded"])
-def test_mean_over_the_tokens_of_all_processes(pair: World, wrapping: str) -> None:
+@in_processes(2)
+def test_mean_over_the_tokens_of_all_processes(wrapping):
     """Check unequal numbers of labels, and a process without labels."""
-    pair.run(own_tokens.sequences, wrapping)
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    stock = tiny_llama()
+    model = WRAPPINGS[wrapping](flce.patch_model(copy.deepcopy(stock), on_materialize="raise"))
+    ids, labels = torch.cat([batch(r, 0) for r in ranks]), torch.cat([labels_of(r) for r in ranks])
+    expected = stock(input_ids=ids, labels=labels).loss
+    expected.backward()
+    mine = {"input_ids": batch(rank, 0), "labels": labels_of(rank)}
+    num_items = flce.global_num_items(mine["labels"], shift=1)
+    assert num_items.item() == (labels[:, 1:] != -100).sum().item()
+    for is_trained in (True, False):
+        with torch.set_grad_enabled(is_trained):
+            loss = model.train(is_trained)(**mine, num_items_in_batch=num_items / len(ranks)).loss
+            mean = loss.detach() / len(ranks)
+            dist.all_reduce(mean)
+            torch.testing.assert_close(mean, expected.detach())
+            if is_trained:
+                loss.backward()
+                check_gradients(model, stock)
+    check_fused(model, 2)
 
 
-def test_mean_over_pieces_of_sequences(pair: World) -> None:
-    pair.run(own_tokens.pieces, "DDP")
+@in_processes(2)
+def test_mean_over_pieces_of_sequences():
+    """Check a model whose processes have pieces of the same sequences, as with context parallelism: the labels are
+    shifted before. Also the operator, and two micro-batches."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    stock = LastStage().to(device())
+    model = WRAPPINGS["DDP"](flce.patch_model(copy.deepcopy(stock), on_materialize="raise"))
+    hidden = torch.randn(2, 8 * size, 32, device=device())
+    labels = torch.randint(97, (2, 8 * size), device=device())
+    labels[:, 3:11] = labels[:, -8:] = -100
+    shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    F.cross_entropy(stock(hidden).flatten(0, 1), shift_labels.flatten()).backward()
+    x, y = (t.chunk(size, 1)[rank] for t in (hidden, shift_labels))
+    num_items = flce.global_num_items([y[:1], y[1:]]) / size
+    weight = stock.lm_head.weight.detach().clone().requires_grad_()
+    features = stock.layer(x).tanh().detach()
+    for k in range(2):
+        logits = model(x[k : k + 1])
+        (F.cross_entropy(logits.flatten(0, 1), y[k], reduction="sum") / num_items).backward()
+        loss: Any = flce.fused_linear_cross_entropy(features[k], weight, y[k], reduction="sum", num_items=num_items)
+        loss.backward()
+    check_gradients(model, stock)
+    check_fused(model, 2)
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    torch.testing.assert_close(weight.grad / size, stock.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+class AttentionModel(nn.Module):
+    """Model of one attention, whose sequences context parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projection = nn.Embedding(V, 128), nn.Linear(128, 3 * 128)
+        self.lm_head = nn.Linear(128, V, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        projected = self.projection(self.embedding(ids)).unflatten(-1, (3, 4, 32))
+        query, key, value = (x.transpose(1, 2).contiguous() for x in projected.unbind(2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits: Tensor = self.lm_head(attended.transpose(1, 2).flatten(2))
+        return logits
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -167,12 +473,60 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.gpu
 @two_gpus
-def test_context_parallelism(pair: World) -> None:
-    pair.run(own_tokens.context_parallel)
+@in_processes(2)
+def test_context_parallelism():
+    """Compare PyTorch's context parallelism with one process, for labels in few of the pieces."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    stock = AttentionModel().to(device(), torch.bfloat16)
+    model = flce.patch_model(copy.deepcopy(stock), on_materialize="raise")
+    ids = torch.randint(V, (2, 128 * size), device=device())
+    shift_labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    shift_labels[:, : 100 * size] = -100
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        F.cross_entropy(stock(ids).flatten(0, 1).float(), shift_labels.flatten()).backward()
+        mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("cp",))
+        with context_parallel(mesh, buffers=[ids, shift_labels], buffer_seq_dims=[1, 1]):
+            num_items = flce.global_num_items(shift_labels) / size
+            loss = F.cross_entropy(model(ids).flatten(0, 1), shift_labels.flatten(), reduction="sum")
+            (loss / num_items).backward()
+    for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        assert got.grad is not None
+        assert expected.grad is not None
+        dist.all_reduce(got.grad)
+        assert (got.grad / size - expected.grad).norm() <= 3e-2 * expected.grad.norm()
+    check_fused(model, 1)
 
 
 @pytest.mark.gpu
 @two_gpus
-def test_data_parallel_gathers_no_logits(pair: World) -> None:
-    peak, _ = pair.run(training.data_parallel)
+@in_processes(2)
+def test_data_parallel_gathers_no_logits():
+    """Train with `nn.DataParallel` in the first process."""
+    if dist.get_rank() > 0:
+        return
+    stock = tiny_llama(vocab_size=16000, max_position_embeddings=512)
+    patched = flce.patch_model(copy.deepcopy(stock), options=flce.ChunkOptions(max_workspace_bytes=16 << 20))
+    ids = torch.randint(16000, (4, 512), device="cuda:0")
+    losses = []
+    for model in (stock, patched):
+        parallel = nn.DataParallel(model, device_ids=[0, 1])
+        torch.cuda.reset_peak_memory_stats(0)
+        before = torch.cuda.memory_allocated(0)
+        outputs = parallel(input_ids=ids, labels=ids)
+        outputs.loss.mean().backward()
+        peak = torch.cuda.max_memory_allocated(0) - before
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MaterializedLogitsWarning)  # DataParallel gathers the logits
+            logits = parallel(input_ids=ids).logits
+        own = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        own.backward()
+        losses.append((outputs.loss.mean().detach(), own.detach(), model.lm_head.weight.grad))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    assert "logits" not in outputs
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
