@@ -289,8 +289,8 @@ class PassContext:
             yield tokens, classes, logits, tile
             return
         memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
-        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes, blocks
-        # of all classes more rows.
+        # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes, and
+        # blocks of a narrow tile more rows.
         max_rows, rows_of_tile = self._logits_per_block // COLUMN_MULTIPLE, self._logits_per_block // tile.stride(0)
         rows = min(max(BLOCK_ROWS, rows_of_tile), tokens.stop - tokens.start, max_rows)
         cols = max_rows // rows * COLUMN_MULTIPLE

@@ -12,7 +12,6 @@ from flce.engine.schedules import Schedule
 from flce.planning.collectives import Collective
 from flce.planning.dry_run import PlanCosts, count_costs
 
-
 # Share of the device's memory within which plans without a budget stay, see `search`.
 MEMORY_SHARE = 1 / 24
 

@@ -151,7 +151,7 @@ def _smallest_within(fastest: ChunkPlan, seconds: float) -> ChunkPlan:
     for kind, sizes in _allowed_schedules(c):
         steps = sizes[kind.multiples[0] - 1 :: kind.multiples[0]] or sizes
         plan_for = functools.partial(plan_for_size, c, kind)
-        first = bisect.bisect_left(steps, -seconds, key=lambda size: -plan_for(size).seconds)  # noqa: B023
+        first = bisect.bisect_left(steps, -seconds, key=lambda size: -plan_for(size).seconds)
         plans += [plan_for(size) for size in steps[first : first + 1]]
     return min(plans, key=lambda plan: plan.workspace_bytes)
 

@@ -466,8 +466,8 @@ def plans_on_a_grid(c: Case, share: float) -> list[flce.ChunkPlan]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_share_of_the_memory_is_a_soft_limit(seed: int) -> None:
-    """Without a budget a plan takes at most 1.5 times as long as the fastest plan within 1/8 of the memory. Of the plans
-    that do not take longer, none exceeds 1/24 by much less."""
+    """Without a budget a plan takes at most 1.5 times as long as the fastest plan within 1/8 of the memory. None of the
+    plans that do so exceeds 1/24 by much less."""
     c = draw_case(random.Random(seed))
     plan, share = search.make_plan(c), (c.device.memory or 0) / 24
     others = plans_on_a_grid(c, 1 / 8)
