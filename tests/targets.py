@@ -330,7 +330,7 @@ def sample_calls(target: DeviceRecord) -> Calls:
     yield from itertools.islice(softmax_calls(torch.bfloat16, 50257), 2)
     if target.own_products:
         yield from itertools.islice(operator_calls(next(cases(torch.bfloat16, target))), 1)
-        yield from itertools.islice(slice_calls(), 1)
+        yield from itertools.islice(slice_calls(), 2)
 
 
 def faults(name: str, calls: Iterable[Callable[[], Any]], require_all: bool) -> tuple[int, list[str]]:
