@@ -7,6 +7,7 @@ raises have to agree. Only public functions of flce are called.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -47,13 +48,23 @@ WEIGHTS = {
     "rare": 1,
     "reads": 6,
     "losses": 14,
+    "divergences": 4,
     "autograd": 5,
 }
+# Programs of two models: their share, how often they draw the group of divergences, and their first line.
+SHARE_OF_TWO, DIVERGENCES_OF_TWO = 0.25, 200
+SECOND_LOGITS = ["b(ids)", "b(ids)", "b(ids).detach()", "b(ids).detach()", "b(ids.flip(0))", "a(ids)", "lg.detach()"]
 
 BY_GROUP = {group: [each.code for each in OPERATIONS if each.group == group] for group in WEIGHTS}
 
 NUMBERS = ["0.5", "2", "-1.5", "3.0", "0.25"]
 MASKS = ["float('-inf')", "float('-inf')", "-1e4", "3.0", "0.0"]
+# Parts of divergences.
+LOGITS = ["{0}"] * 8 + ["{0}.detach()"] * 3
+LOGITS += ["({0} / 2)", "({0} * -0.5)", "({0} / temperatures({0}))", "({0} / (2 * temperatures({0})))", "{0}.float()"]
+LOGPROBS = ["{0}.log_softmax(-1)"] * 6 + ["{0}.log_softmax(-1).detach()"] * 2 + ["Categorical(None, {0}).logits"]
+PROBABILITIES = ["{0}.softmax(-1)"] * 4 + ["{0}.softmax(-1).detach()"] * 2
+PROBABILITIES += ["{0}.log_softmax(-1).exp()", "Categorical(None, {0}).probs"]
 SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2"]
 FILLED = torch.tensor([float(n) for n in NUMBERS] + [-1e4, 3.0], dtype=torch.float64)
 # Results that depend on rounding if the numbers have low precision.
@@ -75,6 +86,7 @@ class Setup:
     frozen: str = ""  # the name of a parameter
     tied: bool = False
     adapter: bool = False  # on the head
+    autocast: bool = False  # in the calls of the models
     mode: str = "train"  # or "labels": an evaluation with labels; "no_grad": the same without gradients
 
     def __str__(self) -> str:
@@ -273,6 +285,7 @@ class Run:
             "scalar": self._scalar,
             "learned": self._learned,
             "row": lambda x: self._noise(x.shape[:-1]).unsqueeze(-1),
+            "temperatures": lambda x: self._noise(x.shape[:-1]).unsqueeze(-1).abs() + 0.5,
             "spike": self._spike,
             "requires_grad": self._requires_grad,
             "adapter": self._adapter,
@@ -296,7 +309,8 @@ class Run:
 
     def _forward(self, name: str, ids: Tensor) -> Tensor:
         given = {} if self.setup.mode == "train" else {"labels": ids}
-        with torch.set_grad_enabled(self.setup.mode != "no_grad" and torch.is_grad_enabled()):
+        enabled = self.setup.mode != "no_grad" and torch.is_grad_enabled()
+        with torch.set_grad_enabled(enabled), autocast() if self.setup.autocast else contextlib.nullcontext():
             logits: Tensor = self._model(name)(ids, **given)
         return logits
 
@@ -462,6 +476,10 @@ def close(few: Tensor, x: Tensor) -> bool:
     return torch.allclose(few, values, tolerance, tolerance)
 
 
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 def picked(x: Tensor) -> Tensor:
     return x.log_softmax(-1).gather(-1, chosen(x)).squeeze(-1)
 
@@ -487,6 +505,7 @@ TOOLS: dict[str, Any] = {
     "index": index,
     "labels": labels,
     "chosen": chosen,
+    "autocast": autocast,
     "picked": picked,
     "entropy": entropy,
     "Categorical": Categorical,
@@ -675,8 +694,9 @@ def compare(program: Program, how: Comparison = DEFAULT_COMPARISON) -> Differenc
             for what in ours:
                 if ours[what] != theirs[what] and not (what == "gradient" and name in loose):
                     return Difference(what, f"{name} after `{step}`: {ours[what]} instead of {theirs[what]}")
+    is_bfloat16 = program.setup.autocast or any(re.search("autocast.*ids", step) for step in program.steps)
     tolerance = how.tolerance or max(
-        [TOLERANCE[DTYPES[program.setup.dtype]]]
+        [TOLERANCE[torch.bfloat16 if is_bfloat16 else DTYPES[program.setup.dtype]]]
         + [TOLERANCE.get(x.dtype, 0.0) for x in stock.tensors.values()]
         + [TOLERANCE[dtype] for name, dtype in DTYPES.items() if any(name in step for step in program.steps)]
         + [TOLERANCE[torch.float32] for step in program.steps if ".float()" in step]
@@ -772,6 +792,13 @@ class Draw(dict[str, str]):
             return next(name for name, x in self.tensors.items() if x is main)
         return self.pick(lambda x: x is not main and x.shape == main.shape)
 
+    def part(self, templates: Sequence[str] = ("{0}",)) -> str:
+        """Return a function of the logits, or of another tensor of their shape."""
+        name = self["g"]
+        with contextlib.suppress(Unsuitable):
+            name = self.rng.choice([name, name, self["o"]])
+        return self.rng.choice(templates).format(self.rng.choice(LOGITS).format(name))
+
     def below(self, size: int) -> str:
         return str(self.rng.randrange(size))
 
@@ -805,6 +832,10 @@ DRAW_BY_KEY: dict[str, Callable[[Draw], str]] = {
     "c": lambda draw: draw.below(draw.main().shape[-1]),
     "p": lambda draw: ", ".join(map(str, draw.rng.sample(range(draw.main().ndim), draw.main().ndim))),
     "s": lambda draw: draw.rng.choice(SLICES),
+    "part": Draw.part,
+    "logp": lambda draw: draw.part(LOGPROBS),
+    "logq": lambda draw: draw.part(LOGPROBS),
+    "probs": lambda draw: draw.part(PROBABILITIES),
     "t": lambda draw: "torch." + draw.rng.choice(["float64", "float64", "float32", "bfloat16"]),
 }
 
@@ -813,8 +844,9 @@ def _draw_setup(rng: random.Random) -> Setup:
     bias = rng.random() < 0.5
     names = ["embedding.weight", "trunk", "head.weight"] + (["head.bias"] if bias else [])
     tied = rng.random() < 0.05
+    dtype = rng.choices(["float64", "float32", "bfloat16"], [85, 12, 3])[0]
     return Setup(
-        dtype=rng.choices(["float64", "float32", "bfloat16"], [90, 7, 3])[0],
+        dtype=dtype,
         bias=bias,
         shape=rng.choices([(2, 4), (8,), (3, 1), (1, 5), (2, 2, 2)], [70, 10, 5, 10, 5])[0],
         max_workspace_bytes=rng.choice([None, 3000]),
@@ -822,6 +854,7 @@ def _draw_setup(rng: random.Random) -> Setup:
         frozen=rng.choice(names) if not tied and rng.random() < 0.15 else "",
         tied=tied,
         adapter=rng.random() < 0.2,
+        autocast=dtype == "float32" and rng.random() < 0.4,
         mode=rng.choices(["train", "labels", "no_grad"], [85, 10, 5])[0],
     )
 
@@ -832,6 +865,11 @@ def _has_ties(x: Any) -> bool:
     numbers = numbers[numbers.isfinite()].sort().values
     rounded = (numbers.diff().abs() < 1e-6) | (numbers[1:].abs() < 1e-6)
     return bool((rounded & ~torch.isin(numbers[1:], FILLED)).any())
+
+
+def _is_rounding(x: Tensor) -> bool:
+    """Return True for a divergence of equal distributions, whose sign depends on rounding."""
+    return bool(x.abs().max() < 0.02) if x.numel() else False
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -846,11 +884,15 @@ def draw(seed: int) -> Program:
     steps: list[str] = []
     fresh = iter(range(1, 1000))
     length = rng.randint(2, 10)
-    groups, weights = list(WEIGHTS), list(WEIGHTS.values())
+    weights = dict(WEIGHTS)
+    if rng.random() < SHARE_OF_TWO:
+        weights["divergences"] = DIVERGENCES_OF_TWO
+        steps.append(f"t0 = {rng.choice(SECOND_LOGITS)}")
+        run.step(steps[0])
     for _ in range(4 * length):
         if len(steps) == length:
             break
-        group = rng.choices(groups, weights)[0]
+        group = rng.choices([*weights], [*weights.values()])[0]
         template = rng.choice(BY_GROUP[group])
         if setup.dtype == "bfloat16" and DISCRETE.search(template):
             continue
@@ -865,11 +907,15 @@ def draw(seed: int) -> Program:
             step = f"with torch.no_grad(): {step}"
         elif group == "reads" and rng.random() < 0.1:
             step = f"with torch.inference_mode(): {step}"
+        elif setup.dtype == "float32" and rng.random() < 0.3:
+            step = f"with autocast(): {step}"
         error = _fails(lambda step=step: run.step(step))  # type: ignore[misc]
         if error is None:
             steps.append(step)
         elif rng.random() < 0.1:
             steps.append(step)
+            break
+        if group == "divergences" and error is None and _is_rounding(run.tensors[assigned_names(step)[0]]):
             break
         if not all(isinstance(x, Tensor) for x in run.tensors.values()):
             raise TypeError(f"seed {seed}: `{step}` has a result that is not a tensor")

@@ -23,6 +23,8 @@ The fuzzer draws a value for each placeholder in braces. `FILLINGS` has the valu
 * ``i``: an index in dimension ``d``; ``i0``: one in the first
 * ``s``: a slice; ``c``: an index of a class
 * ``t``: a dtype
+* ``part``: ``g`` or ``o``, divided by a temperature, detached, or cast; ``logp``, ``logq``: its log-probabilities;
+  ``probs``: its probabilities
 
 `note` records results that are not tensors. `fuzz.Run` defines the other functions.
 """
@@ -523,8 +525,6 @@ loss  {loss} = loss_of({g})
 loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
 loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
 loss  {loss} = {g}.logsumexp(-1).square().mean()
-real  {loss} = F.kl_div({g}.log_softmax(-1), {o}.softmax(-1), reduction='batchmean')
-loss  {loss} = F.kl_div({g}.log_softmax(-1), {o}.detach().log_softmax(-1), log_target=True, reduction='batchmean')
 loss  {loss} = -({g}.softmax(-1) * {g}.log_softmax(-1)).sum(-1).mean()
 loss  {loss} = (Categorical(logits={g}).log_prob(chosen({g}).squeeze(-1)) + 0.1 * entropy({g})).sum()
 real  {loss} = F.cross_entropy(({g} - noise((1,))).flatten(0, -2), labels({g}).flatten())
@@ -534,6 +534,32 @@ real  {loss} = F.nll_loss({g}.softmax(-1).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = -F.logsigmoid(picked({g}).sum() - picked({o}).sum())
 real  {loss} = {g}.log_softmax(-1).sum()
 real  {loss} = {x}.sum()
+"""
+
+# Of one or two models, which both train or not.
+DIVERGENCES = """
+loss  {loss} = ({probs} * ({logq} - {logp})).sum(-1).mean()
+loss  {loss} = (({logp} - {logq}) * {probs}).sum()
+real  {loss} = ({probs} * ({logp} - {logq})).mean()
+loss  {loss} = -({probs} * {logp}).sum(-1).mean()
+loss  {loss} = (-{logp} * {probs}).sum()
+real  {loss} = {probs} * {part}
+lazy  {y} = {probs} * ({logp} - {logq})
+lazy  {y} = {probs} * {logp}
+real  {y} = ({probs} * {logp})[..., 1]
+loss  {loss} = F.kl_div({logp}, {logq}, reduction='batchmean', log_target=True)
+loss  {loss} = F.kl_div({logq}, {logp}, reduction='mean', log_target=True)
+loss  {loss} = F.kl_div({logp}, {probs}, reduction='batchmean')
+loss  {loss} = F.kl_div({logp}, {probs}, reduction='sum')
+loss  {loss} = F.kl_div({logp}, {probs}, reduction='none').sum(-1)
+lazy  {y} = F.kl_div({logp}, {logq}, reduction='none', log_target=True)
+real  {loss} = F.kl_div({logp}, {part}, reduction='sum')
+loss  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2))
+loss  {loss} = F.cross_entropy({logp}.flatten(0, -2), {probs}.flatten(0, -2), reduction='sum')
+loss  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), reduction='none')
+real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), label_smoothing=0.1)
+real  {loss} = F.cross_entropy({part}.flatten(0, -2), {probs}.flatten(0, -2), noise({g}.shape[-1:]).abs())
+real  {loss} = F.cross_entropy({part}, {probs}, reduction='sum')
 """
 
 AUTOGRAD = """
@@ -569,6 +595,7 @@ GROUPS = {
     "rare": RARE,
     "reads": READS,
     "losses": LOSSES,
+    "divergences": DIVERGENCES,
     "autograd": AUTOGRAD,
 }
 
@@ -603,4 +630,8 @@ FILLINGS = {
     "s": "1:",
     "c": "5",
     "t": "torch.float32",
+    "part": "lg",
+    "logp": "lg.log_softmax(-1)",
+    "logq": "t9.detach().log_softmax(-1)",
+    "probs": "t9.detach().softmax(-1)",
 }

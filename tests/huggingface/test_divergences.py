@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 import flce
 from flce.huggingface import lazy_logits
 from flce.huggingface.usage import NotFusedWarning
-from tests.huggingface.scripts import IDS, Build
+from tests.huggingface.scripts import IDS, Build, V
 from tests.huggingface.test_entropies import SINGLE_ROWS, TEMPERATURES, Logits
 
 T = TEMPERATURES.unsqueeze(-1)
@@ -38,7 +38,24 @@ FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
     "by hand": lambda s, t: (lambda p, q: (q.exp() * (q - p)).sum(-1))(s.log_softmax(-1), t.log_softmax(-1)),
     "by hand, reverse": lambda s, t: (lambda p, q: ((p - q) * p.exp()).sum(-1))(s.log_softmax(-1), t.log_softmax(-1)),
     "by hand, softmax": lambda s, t: -(t.softmax(-1) * (s.log_softmax(-1) - t.log_softmax(-1))).sum(-1).mean(),
+    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    "probabilities, a temperature": lambda s, t: F.kl_div(
+        F.log_softmax(s / 2, dim=-1).view(-1, s.shape[-1]), F.softmax(t / 2, dim=-1).view(-1, t.shape[-1])
+    ),
+    "probabilities, none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1).exp(), reduction="none").sum(-1),
+    "probabilities, reverse": lambda s, t: F.kl_div(t.log_softmax(-1), s.softmax(-1), reduction="sum"),
+    "cross entropy by hand": lambda s, t: -(t.softmax(-1) * s.log_softmax(-1)).sum(-1),
+    "cross entropy by hand, a temperature": lambda s, t: (-(s / 2).log_softmax(-1) * (t / 3).softmax(-1)).sum(),
+    "cross entropy": lambda s, t: F.cross_entropy(s.flatten(0, 1), t.flatten(0, 1).softmax(-1)),
+    "cross entropy, none": lambda s, t: F.cross_entropy(
+        s.flatten(0, 1).log_softmax(-1), (t / 2).softmax(-1).flatten(0, 1), reduction="none"
+    ),
+    "cross entropy of a token": lambda s, t: torch.nn.CrossEntropyLoss(reduction="sum")(s[0, 0], t[0, 0].softmax(-1)),
+    "with itself": lambda s, t: -((s.detach() / 2).softmax(-1) * s.log_softmax(-1)).sum(-1),
+    "a bias of the teacher": lambda s, t: F.kl_div(s.log_softmax(-1), (t + BIAS).softmax(-1), reduction="sum"),
+    "an adapter of the teacher": lambda s, t: F.kl_div(s.log_softmax(-1), (t + t / 2).softmax(-1)),
 }
+BIAS = torch.linspace(-1.0, 2.0, V)
 
 
 def run(formula: Callable[[Any, Any], Tensor], student: Any, teacher: Any) -> tuple[Tensor, list[Tensor], list[str]]:
@@ -93,7 +110,11 @@ OTHERS: dict[str, Callable[[Any, Any], Tensor]] = {
         (t / T).softmax(-1) * (s.log_softmax(-1) - (t / (2 * T)).log_softmax(-1))
     ).sum(-1),
     "Categorical": lambda s, t: (Categorical(logits=s).probs * (s.log_softmax(-1) - t.log_softmax(-1))).mean(-1),
-    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
+    "classes in the second dimension": lambda s, t: F.cross_entropy(s, t.softmax(-1), reduction="none"),
+    "label smoothing": lambda s, t: F.cross_entropy(s[0], t[0].softmax(-1), reduction="none", label_smoothing=0.1),
+    "class weights": lambda s, t: F.cross_entropy(s[0], t[0].softmax(-1), BIAS.exp(), reduction="none"),
+    "logits as targets": lambda s, t: F.cross_entropy(s[0], t[0], reduction="none"),
+    "own probabilities": lambda s, t: F.cross_entropy(s[0], s[0].softmax(-1), reduction="none"),
     "squares": lambda s, t: (s.log_softmax(-1) - t.log_softmax(-1)).square().mean(-1),
     "logits": lambda s, t: F.mse_loss(s, t, reduction="none").mean(-1),
     "temperatures of tokens": lambda s, t: F.kl_div(
@@ -132,6 +153,8 @@ def test_two_models_that_require_gradients(name: str, build: Build) -> None:
 AUTOCAST: dict[str, Callable[[Any, Any], Tensor]] = {
     "batchmean": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean"),
     "none": lambda s, t: F.kl_div(s.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1),
+    "probabilities": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum"),
+    "cross entropy": lambda s, t: F.cross_entropy(s.flatten(0, 1), t.flatten(0, 1).softmax(-1)),
 }
 
 

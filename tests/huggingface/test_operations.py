@@ -47,8 +47,6 @@ REAL_WITH_ADAPTER = {
     "{y} = {x} + {o} * 0.7",
     "{loss} = F.cross_entropy(({g} * 0.3 + learned(noise({g}.shape[-1:]))).flatten(0, -2), labels({g}).flatten())",
     "{loss} = F.cross_entropy(({g} + {o} * 0.0).flatten(0, -2), labels({g}).flatten())",
-    # The teacher of a divergence has no adapters.
-    "{loss} = F.kl_div({g}.log_softmax(-1), {o}.detach().log_softmax(-1), log_target=True, reduction='batchmean')",
 }
 
 

@@ -33,7 +33,7 @@ def require_lazy(condition: bool) -> None:
 
 Form = Literal[
     "logits", "log-probabilities", "probabilities", "weighted logits", "weighted log-probabilities",
-    "log ratio", "weighted log ratio", "log ratio weighted by the teacher",
+    "log ratio", "weighted log ratio", "log ratio weighted by the teacher", "log-probabilities weighted by the teacher",
 ]  # fmt: skip
 """Weighted values are multiplied by their probabilities, for a sum over the vocabulary. A log ratio is the difference
 of the log-probabilities of a student and a teacher."""
@@ -161,6 +161,9 @@ def _times(normal_form: NormalForm, ops: tuple[Op, ...]) -> NormalForm | None:
 _WEIGHTED: dict[Form, Form] = {
     "logits": "weighted logits", "log-probabilities": "weighted log-probabilities", "log ratio": "weighted log ratio",
 }  # fmt: skip
+_BY_TEACHER: dict[Form, Form] = {
+    "log ratio": "log ratio weighted by the teacher", "log-probabilities": "log-probabilities weighted by the teacher",
+}  # fmt: skip
 
 
 class Update(NamedTuple):
@@ -183,7 +186,7 @@ NORMAL_FORM_UPDATES: dict[str, Update] = {
     "times": Update(_times, torch.mul),
     "sub_teacher": Update(lambda form, _: form._replace(form="log ratio"), torch.sub),
     "times_teacher": Update(
-        lambda form, _: form._replace(form="log ratio weighted by the teacher") if form.form == "log ratio" else None,
+        lambda form, _: form._replace(form=_BY_TEACHER[form.form]) if form.form in _BY_TEACHER else None,
         lambda z, teacher: z * teacher.exp(),
     ),
     "clone": Update(None, lambda z, _: z.clone()),

@@ -147,7 +147,7 @@ class LazyState:
             expects classes; None: one class is selected, so that the logits have no dimension of classes.
         division: the division of the head over processes. Weights and biases of `terms` then have the classes of this
             process. None: they have all classes.
-        teacher: log-probabilities of another model, for differences from them.
+        teacher: log-probabilities of another model, for differences from them and products with their exponentials.
     """
 
     terms: tuple[Term, ...]
@@ -420,6 +420,15 @@ class LazyState:
         if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):
             options = replace(options, logits_dtype=None)
         return options
+
+    def require_finite_bias(self) -> None:
+        """Raise NoLazyFormError for an infinite bias on a CPU, because stock computes 0 * -inf. On a GPU the host would
+        wait."""
+        if torch.compiler.is_compiling() or self.product_device.type != "cpu":
+            return
+        require_lazy(self.division is None or all([term.bias is None for term in self.terms]))  # noqa: C419 - faster
+        with self.gathered_weights():
+            require_lazy(all([term.bias is None or bool(term.bias.isfinite().all()) for term in self.resolved_terms]))  # noqa: C419
 
     def lse_and_entropy(self) -> tuple[Tensor, Tensor]:
         """Compute the logsumexp and the entropy of each token's z in one call, and cache them.

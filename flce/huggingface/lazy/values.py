@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
 from flce.core import private
-from flce.core.problem import MAX_ENTRIES, accumulation_dtype
+from flce.core.problem import MAX_ENTRIES, Reduction, accumulation_dtype
 from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
@@ -127,7 +127,8 @@ def _sum_of_tokens(state: LazyState) -> Tensor:
     if form == "log-probabilities":
         return _mean_of_tokens(state) * state.vocab_size
     require_lazy(form in ("weighted logits", "weighted log-probabilities"))
-    _require_finite_bias(state)
+    if not state.normal_form.is_clamped:
+        state.require_finite_bias()
     lse, entropy = state.lse_and_entropy()
     return 0.0 - entropy if form == "weighted log-probabilities" else lse - entropy - state.normalizer()
 
@@ -156,15 +157,6 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
     return state.with_terms(terms).as_copy().logits().squeeze(-1)
 
 
-def _require_finite_bias(state: LazyState) -> None:
-    """Raise NoLazyFormError for an infinite bias on a CPU: stock computes 0 * -inf. On a GPU the host would wait."""
-    if state.normal_form.is_clamped or torch.compiler.is_compiling() or state.product_device.type != "cpu":
-        return
-    require_lazy(state.division is None or all([term.bias is None for term in state.terms]))  # noqa: C419 - faster
-    with state.gathered_weights():
-        require_lazy(all([term.bias is None or bool(term.bias.isfinite().all()) for term in state.resolved_terms]))  # noqa: C419
-
-
 def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
     return _not_a_view(values.unsqueeze(-1)) if keepdim else values
 
@@ -182,6 +174,10 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
     normal_form = state.normal_form
+    if isinstance(target, LazyState):
+        require_lazy(normal_form.has_loss and state.ndim <= 2 and weight is None and reduction in get_args(Reduction))
+        require_lazy(label_smoothing == 0.0 and isinstance(ignore_index, int) and ignore_index < 0)
+        return divergences.cross_entropy(state, target, reduction)
     require_lazy(not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0 and ignore_index is not None)
     require_lazy(
         isinstance(target, Tensor)
@@ -205,7 +201,7 @@ def nll_loss(
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean",
 ) -> Any:  # fmt: skip
     """Compute ``torch.nn.functional.nll_loss`` of log-probabilities."""
-    require_lazy(state.normal_form.form == "log-probabilities")
+    require_lazy(state.normal_form.form == "log-probabilities" and isinstance(target, Tensor))
     return cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
 
