@@ -170,6 +170,19 @@ def test_autocast(name: str, build: Build) -> None:
         assert (value - right).norm() <= 0.1 * right.norm() + 1e-12
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_infinite_bias(which: int, build: Build) -> None:
+    """Stock's product of the probability 0 with an infinite log-probability is NaN."""
+    values = []
+    for how in ({}, {"on_materialize": "ignore"}):
+        both = models(build, **how)
+        both[which].lm_head.bias = torch.nn.Parameter(torch.zeros(V).index_fill(0, torch.tensor([3]), -torch.inf))
+        values += [
+            run(FORMULAS[name], *both)[0] for name in ("sum of none", "reverse", "probabilities", "cross entropy")
+        ]
+    torch.testing.assert_close(values[4:], values[:4], equal_nan=True)
+
+
 @pytest.mark.parametrize("weights_of", ["t", "s"])
 def test_weights_of_a_wider_dtype(weights_of: str, build: Build) -> None:
     """The product of bfloat16 differences and float32 probabilities is float32, as in stock."""
