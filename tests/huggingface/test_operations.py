@@ -83,6 +83,11 @@ def test_operation(line: str) -> None:
     assert becomes(SETUP, line) == LINES[line].becomes
 
 
+@pytest.mark.parametrize("line", ["t1 = torch.add(lg, other=t2)", "t1 = torch.mul(lg.softmax(-1), other=t2)"])
+def test_keywords_with_exchanged_dimensions_of_one_size(line: str) -> None:
+    check(fuzz.Setup(shape=(2, 5), head=(5, 3)), "t2 = lg.transpose(1, 2)", line)
+
+
 @pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group != "autograd"])
 def test_with_an_adapter(line: str) -> None:
     check(ADAPTED, line)

@@ -89,7 +89,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     has_plain_arguments = not kwargs and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
     if not has_plain_arguments:
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
-        if any(isinstance(value, LazyState) and value.class_dim != -1 for value in states):
+        if any(isinstance(x, LazyState) and x.class_dim != -1 for x in (*states, *keyword_states.values())):
             return NotImplemented
     if state.division is not None and state.is_dtensor:
         states = tuple([full_tensor(value) for value in states])
