@@ -1,8 +1,8 @@
 """Time and peak memory of one call; and interleaved rounds over contenders (A, B, C, B, A, C, ...).
 
 Workspace is the peak above the memory that was allocated before the call and above the gradients that the call returns.
-On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it is the peak of `flce.profile_memory`,
-in a separate call, because recording costs time. Memory that a vendor library allocates itself on a CPU is not counted.
+On CUDA it is the caching allocator's peak, read at every timed call. On a CPU `memory.profile_memory` records the peak
+of a separate call, because recording costs time. Memory that a vendor library allocates on a CPU is not counted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
+from benchmarks.memory import profile_memory
 from benchmarks.runs import BenchResult, Entry
 from flce.core import private
-from flce.memory.profile import profile_memory
 
 T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; a slower GPU is busy a little longer, which does no harm
@@ -77,7 +77,7 @@ class BenchMeter:
             step()  # the first call compiles kernels and allocates buffers of libraries
             return self.on_cuda(step)
         returned: list[object] = []
-        peak = profile_memory(lambda: returned.append(step()), device="cpu").peak
+        peak = profile_memory(lambda: returned.append(step()), "cpu").peak
         return returned[0], Sample(0.0, peak - gradient_bytes(returned[0]))
 
     def sample(self, step: Step) -> Sample:

@@ -278,9 +278,6 @@ def run_tables(run: Run, brief: bool) -> list[Table]:
     ]
 
 
-MOST_PANELS = 4
-
-
 def figure(run: Run) -> Any:
     """Draw forward and backward of the loss and of softmax, in the first dtype. The tables have all tasks."""
     timed = [entry for entry in run.cases if any(result.samples_ms for result in entry.results)]
@@ -288,8 +285,8 @@ def figure(run: Run) -> Any:
         raise ValueError("the results hold no figures")
     first = timed[0].case.dtype
     entries = [e for e in timed if e.case.dtype == first and e.case.direction in ("forward", "backward")]
-    groups = group_entries(replace(run, cases=entries)).items()
-    panels = [make_panel(*group) for group in groups][:MOST_PANELS]
+    entries = [e for e in entries if e.case.operation != "log_softmax"]
+    panels = [make_panel(*group) for group in group_entries(replace(run, cases=entries)).items()]
     title = f"Fewest bytes possible over the time, on one {run.head['device']['name']}"
     return draw(panels, title, "columns (classes)", "GB/s", {"xscale": "log", "ylim": (0, None)}, columns=2)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-import flce
 from benchmarks import models
 from benchmarks.benchmark import plan_cases
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, release
+from benchmarks.memory import profile_memory
 from benchmarks.models import ModelCase, ModelContender, TrainingStep
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import Columns, Table, failure_notes, format_or_dash, ratio, tabulate
@@ -105,7 +105,7 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
         def trains(tokens: int) -> bool:
             if not cuda:
                 held = models.held_bytes(model, optimizer)
-                return held + flce.profile_memory(lambda: steps(tokens), device=device).peak <= TINY_MEMORY
+                return held + profile_memory(lambda: steps(tokens), device).peak <= TINY_MEMORY
             with contextlib.suppress(torch.OutOfMemoryError):
                 steps(tokens)
                 return True

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flce.distillation import linear_divergence, topk_kl
     from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
-    from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
     from flce.ops.gathered import gathered
     from flce.ops.num_items import global_num_items
@@ -37,7 +36,6 @@ __all__ = [
     "LinearDivergenceOutput",
     "LinearLogprobs",
     "LinearLogprobsOutput",
-    "MemoryProfile",
     "cross_entropy",
     "fused_linear_cross_entropy",
     "gathered",
@@ -48,7 +46,6 @@ __all__ = [
     "log_softmax",
     "patch_model",
     "plan",
-    "profile_memory",
     "report",
     "softmax",
     "topk_kl",
@@ -62,7 +59,6 @@ _MODULES = {
     "distillation": ("linear_divergence", "topk_kl"),
     "functional": ("cross_entropy", "fused_linear_cross_entropy", "linear_logprobs", "plan"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
-    "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),
     "ops.gathered": ("gathered",),
     "ops.num_items": ("global_num_items",),

@@ -33,7 +33,6 @@ from rich.table import Table
 
 import flce
 from flce.core.sizes import MIB
-from flce.memory.plot import COLOURS
 from flce.testing.models import VOCAB_SIZE, tiny_model
 
 if TYPE_CHECKING:
@@ -42,7 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache"
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache"
+sys.path.append(str(ROOT))  # of `benchmarks`
 
 # --- text of this machine, without a download ---
 
@@ -301,6 +302,8 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
     """Yield the run after each training step, and at last after one more step whose memory is recorded."""
     import torch
 
+    from benchmarks.memory import profile_memory
+
     model, run = load().to(batches.device).train(), TrainingRun()
     if patched:
         flce.patch_model(model)  # the only difference
@@ -321,8 +324,8 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
         yield run
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
-    recorded = [flce.profile_memory(lambda: step(batches[-1]), device=batches.device) for _ in range(3)]
-    run.memory = min(recorded, key=lambda profile: profile.seconds)  # the first recording is slow
+    recorded = [profile_memory(lambda: step(batches[-1]), batches.device) for _ in range(3)]
+    run.memory = min(recorded, key=lambda profile: profile.samples[-1][0])  # the first recording is slow
     run.peak_bytes = state_bytes + run.memory.peak
     yield run
 
@@ -346,19 +349,15 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
 def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
     from matplotlib.figure import Figure
 
-    figure, colours = Figure(figsize=(11, 4.2), layout="constrained"), dict(zip(NAMES, COLOURS, strict=False))
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
-    curves, memory, speed = figure.subplots(1, 3, width_ratios=[3, 1, 1])
+    curves, speed = figure.subplots(1, 2, width_ratios=[3, 1])
     for name, width, line in ((STOCK, 5, "-"), (PATCHED, 1.5, "--")):
-        curves.plot(runs[name].losses, line, color=colours[name], linewidth=width, label=name)
+        curves.plot(runs[name].losses, line, linewidth=width, label=name)
     curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
     curves.legend(frameon=False)
-    for axes, label, heights in (
-        (memory, "Peak memory, MiB", [runs[name].peak_bytes / MIB for name in NAMES]),
-        (speed, "Time per step, ms", [runs[name].step_ms for name in NAMES]),
-    ):
-        axes.bar_label(axes.bar(NAMES, heights, color=colours.values(), width=0.6), fmt="{:,.0f}", padding=2)
-        axes.set_title(label, fontsize=10)
+    speed.bar_label(speed.bar(NAMES, [runs[name].step_ms for name in NAMES]), fmt="{:,.0f}", padding=2)
+    speed.set_title("Time per step, ms", fontsize=10)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
@@ -390,7 +389,7 @@ def main(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Its layers.", show_default="2; GPU: 4")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
-    output: Annotated[Path, typer.Option(help="Picture of losses, memory and time.")] = Path("demo.png"),
+    output: Annotated[Path, typer.Option(help="Picture of losses and time.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
@@ -401,6 +400,8 @@ def main(
     need_packages("matplotlib", "numpy", "tokenizers", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.memory import draw_profiles
 
     gpu = has_gpu()
     hidden, length = hidden_size or (1024 if gpu else 128), seq_len or (1024 if gpu else 256)
@@ -422,8 +423,7 @@ def main(
     except (OSError, ValueError) as error:
         cannot_run(f"{error}")
     title = f"{model or 'A small Qwen3'}, {shape[0]} steps of {batch_size} x {length} tokens"
-    profiles = {name: run.memory for name, run in runs.items()}
-    flce.MemoryProfile.plot_side_by_side(profiles, memory_picture, f"Memory of one training step\n{title}")
+    draw_profiles({name: run.memory for name, run in runs.items()}, memory_picture, f"One training step\n{title}")
     draw(output, title, runs)
     differences = [abs(a - b) for a, b in zip(*(runs[name].losses for name in NAMES), strict=True)]
     # The mean decides: in bfloat16 rounding errors grow from step to step, also between two stock runs.

@@ -164,11 +164,6 @@ NAMES: dict[str, Name] = {
     ),
     "resolve_process_group": _required("torch.distributed.distributed_c10d._resolve_process_group", "a divided head"),
     "triton_driver": Name(_DRIVER, "each launch takes 0.1 ms more", None, lambda launch, driver: driver),
-    # ----------------------------------------------------------------------------------------------- profile_memory
-    "profiler_enabled": _required("torch.autograd._profiler_enabled", "flce.profile_memory on a CPU"),
-    "cuda_history_enabled": Name(f"{_C}._cuda_isHistoryEnabled", "flce.profile_memory ends other records", _nothing),
-    "record_memory_history": _required("torch.cuda.memory._record_memory_history", "flce.profile_memory on a GPU"),
-    "memory_snapshot": _required("torch.cuda.memory._snapshot", "flce.profile_memory on a GPU"),
     # ----------------------------------------------------------------------------------------------- patched models
     "make_wrapper_subclass": Name("torch.Tensor._make_wrapper_subclass", "patch_model leaves models unchanged", None),
     "set_throw_on_mutable_data_ptr": Name(f"{_C}._set_throw_on_mutable_data_ptr", "data_ptr() is 0", _nothing),

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import flce
+from benchmarks.memory import profile_memory
 from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning
 from tests.distributed.training import (
     LOSSES,
@@ -319,7 +320,7 @@ def test_memory() -> None:
     ids = torch.arange(400, device=device())[None] % 97
     with_labels(model, ids).backward()
     model.zero_grad()
-    peak = flce.profile_memory(lambda: with_labels(model, ids).backward(), device=device()).peak
+    peak = profile_memory(lambda: with_labels(model, ids).backward(), device=device()).peak
     gradients = sum(p.numel() * 4 for p in model.parameters()) - 16001 * 32 * 2
     assert peak < gradients + (5 << 20) < 16001 * 400 * 2, peak  # half of the logits in float32
 

@@ -26,6 +26,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import flce
+from benchmarks.memory import profile_memory
 from flce.backends.contract import FUSED_PRODUCT_FIELDS
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.devices import device_record
@@ -664,7 +665,7 @@ def test_rates_agree_with_the_data_sheets() -> None:
 
 def peak_on_cpu(function: Callable[[], Any]) -> int:
     """Return the peak of allocated bytes above the bytes before. `tests/memory/test_memory_profile.py` tests it."""
-    return flce.profile_memory(function, device="cpu").peak
+    return profile_memory(function, device="cpu").peak
 
 
 def peak_on_cuda(function: Callable[[], Any]) -> int:

@@ -24,6 +24,7 @@ import typer
 from typer.testing import CliRunner
 
 import flce
+from benchmarks.memory import profile_memory
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched, patch_model
@@ -135,7 +136,7 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
 
     input_tensors = {id(t): t for t in inputs.values() if isinstance(t, Tensor)}.values()
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *input_tensors))
-    real = held + flce.profile_memory(run_step, device="cpu").peak
+    real = held + profile_memory(run_step, device="cpu").peak
     step = steps.step(length, Variant(False, checkpointing))
     assert step.peak_bytes - memory.LIBRARY_BYTES == pytest.approx(real, rel=0.03)
 
@@ -199,7 +200,7 @@ def test_optimizers() -> None:
         assert sum(t.nbytes for t in held if t.dim()) == sum(map(expected.state_bytes, parameters)), name
         if name == "adamw-foreach":
             copies = expected.copies * sum(p.nbytes for p in parameters)
-            assert flce.profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
+            assert profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
 
 
 def test_eight_bits() -> None:
