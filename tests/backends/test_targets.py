@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +21,7 @@ pytest.importorskip("triton")
 
 from flce.backends.triton import launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from tests.processes import run_python
 
 ROOT = Path(flce.__file__).parents[1]
 CUDA = torch.device("cuda", 0)
@@ -33,12 +31,7 @@ TILE = TileClasses(0, 8, 8, 8)
 def test_kernels_fit() -> None:
     """Compile a sample of `scripts/gpu_targets.sh`, for the smallest shared memory, Hopper, the newest GPU, and AMD."""
     names = ["T4", "H200", "B200", "MI300X"]
-    command = [sys.executable, "-m", "tests.targets", "--sample", *names]
-    # Without the interpreter, which compiles nothing.
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "tests.targets", "--sample", *names)  # without the interpreter, which compiles nothing
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == names
 
 

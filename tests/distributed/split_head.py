@@ -1,4 +1,4 @@
-"""Functions that `test_split_head.py` runs in every process of a group that shares a head.
+"""Problems and shares of processes that have one head.
 
 Each process has some of the classes. All processes have the same tokens.
 """
@@ -7,35 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import itertools
-import math
-import os
-import signal
-import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import flce
 from flce.core.shard import all_gather, shard_bounds
 from flce.engine import case
-from flce.engine.case import Case
-from flce.engine.schedules import Schedule
-from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.ops import linear_cross_entropy
 from flce.planning import search
 from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
-from tests import interpreted_e4m3, quick_interpreter
-from tests.helpers import OTHER_VALUES, STATS
+from tests import quick_interpreter
+from tests.helpers import STATS
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
 
@@ -48,8 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "bias": True},
     "all ignored": {"ignored": 1.0, "z_loss": 0.1, "empty_loss": "zero"},
 }
-OPTIONS: list[dict[str, Any]] = [{}, {"strategy": "vocab", "max_workspace_bytes": 16000}, {"chunk_rows": 5}]
-OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob")
 
 
 @functools.cache
@@ -66,7 +53,6 @@ def device() -> torch.device:
     """Return the device of this process. If processes share a GPU, wrap gloo's collectives, which need CPU tensors."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    os.environ.pop("FLCE_BACKEND", None)
     if dist.get_backend() == "gloo":
         for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "reduce_scatter_tensor"):
             if hasattr(dist, name):
@@ -199,9 +185,6 @@ def assert_equal_on_all_ranks(values: list[Tensor], group: Any) -> None:
             assert torch.equal(value, other) or bool(value.isnan().any())
 
 
-# --------------------------------------------------------------------------------------------- bodies of the tests
-
-
 def padded(p: Problem, classes: int) -> Problem:
     """Return the problem with a bias of -inf on the last classes, like a padded vocabulary, and other targets."""
     assert p.linear_bias is not None
@@ -222,134 +205,7 @@ def uneven(p: Problem) -> Problem:
     return replace(p, input=x, linear_weight=weight)
 
 
-def padded_losses(group_name: str) -> None:
-    """Check shards with some or only padded classes, and empty shards with very low logits in the others."""
-    group, low = groups()[group_name], -2000.0
-    kinds: list[dict[str, Any]] = [
-        {"z_loss": 0.1, "class_weight": True},
-        {"reduction": "none"},
-        {"ignored": 0.3, "adapter_ranks": (2,)},
-    ]
-    for kwargs, options in itertools.product(kinds, OPTIONS):
-        p = problem((3, 4), 16, 41, bias=True, **kwargs)
-        assert_equal_on_all_ranks(check(padded(p, 20), group, 1e-9, dict(options)), group)
-        p = problem((3, 4), 16, 3, bias=True, **kwargs)
-        p = replace(p, linear_bias=torch.full_like(p.linear_weight[:, 0], low))
-        assert_equal_on_all_ranks(check(p, group, 1e-9, dict(options)), group)
-
-
-def token_results(group_name: str) -> None:
-    """Compare `flce.linear_logprobs` with the call with all classes in one process."""
-    group = groups()[group_name]
-    draw = torch.Generator().manual_seed(2)
-    variants: list[dict[str, Any]] = [
-        {},
-        {"bias": True, "softcap": 3.0, "logit_scale": -0.5},
-        {"adapter_ranks": (3,), "temperatures": True},
-        {"ignored": 0.4},
-        {"ignored": 1.0},
-    ]
-    for vocab, variant, sequence_parallel in itertools.product((40, 41, 3), variants, (False, True)):
-        kwargs = dict(variant)
-        temperature: Any = 1.0
-        if kwargs.pop("temperatures", False):
-            temperature = (torch.rand(3, 8, dtype=torch.float64, generator=draw) + 0.5).to(device())
-        p = problem((3, 8), 16, vocab, **kwargs)
-        candidates = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
-        local = LocalShare(p, group, sequence_parallel)
-        alone = LocalShare(p, SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-
-        def call(
-            share: LocalShare,
-            group_arguments: dict[str, Any],
-            candidates: Tensor = candidates,
-            temperature: Any = temperature,
-        ) -> flce.LinearLogprobsOutput:
-            kwargs = {name: share.kwargs[name] for name in ("softcap", "logit_scale") if name in share.kwargs}
-            out = flce.linear_logprobs(
-                share.input,
-                share.weight,
-                share.p.target,
-                candidates=candidates,
-                top_k=min(5, share.vocab_size),
-                outputs=OUTPUTS,
-                linear_bias=share.bias,
-                adapters=share.adapters,
-                temperature=temperature,
-                **kwargs,
-                **group_arguments,
-            )
-            total = torch.zeros((), dtype=torch.float64, device=device())
-            for k, values in enumerate((out.logprob, out.entropy, out.lse, out.candidate_logprob)):
-                assert values is not None
-                slope = torch.linspace(0.3, 1.3, values.numel(), dtype=torch.float64, device=device())
-                slope = slope.view(values.shape)
-                total = total + (k + 1) * (values * slope).sum()
-            total.backward()
-            return out
-
-        got, expected = call(local, local.group_arguments), call(alone, {})
-        for field in fields(got):
-            torch.testing.assert_close(
-                getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
-            )
-        exact = SimpleNamespace(
-            grad_input=alone.input.grad,
-            grad_weight=alone.weight.grad,
-            grad_bias=None if alone.bias is None else alone.bias.grad,
-            grad_adapters=[(a.grad, b.grad) for a, b in alone.adapters],
-            grad_token_weight=None,
-        )
-        errors = local.errors(exact)
-        assert max(errors.values()) < 1e-9, errors
-
-
-def divergences(group_name: str) -> None:
-    """Compare `flce.linear_divergence` with the call with all classes in one process; also the planned collectives."""
-    group = groups()[group_name]
-    variants: list[dict[str, Any]] = [{"ignored": 0.4}, {"bias": True, "adapter_ranks": (3,)}]
-    for vocab, variant, sequence_parallel, kind in itertools.product(
-        (40, 41, 3), variants, (False, True), ("forward_kl", "reverse_kl", "jsd")
-    ):
-        p = problem((3, 8), 16, vocab, **variant)
-        theirs = problem((3, 8), 12, vocab, bias=True, adapter_ranks=(2,), seed=5)
-        shares = [LocalShare(each, group, sequence_parallel) for each in (p, theirs)]
-        alone = [LocalShare(each, SimpleNamespace(size=lambda: 1, rank=lambda: 0)) for each in (p, theirs)]
-
-        def call(
-            student: LocalShare, teacher: LocalShare, group_arguments: dict[str, Any], kind: str = kind
-        ) -> flce.LinearDivergenceOutput:
-            out = flce.linear_divergence(
-                student.input, student.weight, teacher.input, teacher.weight, target=student.p.target,
-                kind=kind, student_bias=student.bias, teacher_bias=teacher.bias, student_adapters=student.adapters,
-                teacher_adapters=teacher.adapters, student_softcap=4.0, temperature=0.8,
-                outputs=("divergence", "logprob", "entropy"), **group_arguments,
-            )  # fmt: skip
-            total = torch.zeros((), dtype=torch.float64, device=device())
-            for values in (out.divergence, out.logprob, out.entropy):
-                assert values is not None
-                slope = torch.linspace(0.3, 1.3, values.numel(), dtype=torch.float64, device=device())
-                total = total + (values * slope.view(values.shape)).sum()
-            total.backward()
-            return out
-
-        got, expected = call(shares[0], shares[1], shares[0].group_arguments), call(alone[0], alone[1], {})
-        for field in fields(got):
-            torch.testing.assert_close(
-                getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
-            )
-        exact = SimpleNamespace(
-            grad_input=alone[0].input.grad,
-            grad_weight=alone[0].weight.grad,
-            grad_bias=None if alone[0].bias is None else alone[0].bias.grad,
-            grad_adapters=[(a.grad, b.grad) for a, b in alone[0].adapters],
-            grad_token_weight=None,
-        )
-        errors = shares[0].errors(exact)
-        assert max(errors.values()) < 1e-9, (errors, kind, vocab)
-
-
-def _grad(t: Tensor) -> Tensor:
+def grad_of(t: Tensor) -> Tensor:
     assert t.grad is not None
     return t.grad
 
@@ -381,352 +237,3 @@ def as_on_a_gpu(hopper: bool) -> Iterator[list[flce.ChunkPlan]]:
 
 
 LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
-
-
-def gpu_schedules() -> list[str]:
-    """Check the schedules and dtypes of a GPU with two processes. Return the names of the schedules."""
-    group, names = groups()["pair"], set[str]()
-    half = (torch.bfloat16, torch.float16)
-    variants: dict[str, dict[str, Any]] = {
-        "plain": {"ignored": 0.3, "z_loss": 0.01},
-        "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
-        "bias": {"reduction": "sum", "bias": True, "class_weight": True},
-        "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "token_weight": True},
-    }
-    for hopper in (False, True):
-        with as_on_a_gpu(hopper) as plans:
-            dtypes = itertools.cycle(half[: 2 - hopper])
-            for kwargs in variants.values():
-                dtype = next(dtypes)
-                p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
-                options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
-                check(p, group, LIMIT[dtype], options, result_limit=1e-5)
-            # A shard with only padded classes, and a shard without classes. With token_weight another kernel runs.
-            # A slice of one class has the strides of contiguous rows, a slice of two classes has not.
-            columns = LocalShare(problem((6,), 64, 3, dtype=torch.bfloat16), group)
-            columns.weight = columns.weight.detach().t().contiguous().t().requires_grad_()
-            columns.loss().backward()
-            assert plans[-1].case.has_fused_products == hopper
-            for weighted in (False, True):
-                dtype = next(dtypes)
-                options = {"chunk_rows": 4, "skip_ignored": hopper, "stats": ("lse",)}
-                kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
-                p = padded(problem((6,), 64, 257, bias=True, **kwargs), 140)
-                check(p, group, LIMIT[dtype], dict(options), result_limit=1e-5)
-                p = problem((6,), 64, 1, softcap=3.0, **kwargs)
-                check(p, group, LIMIT[dtype], dict(options), result_limit=1e-5)
-            for reduction in ("mean", "none"):
-                p = uneven(problem((10,), 64, 257, dtype=half[0], reduction=reduction))
-                check(
-                    p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, result_limit=1e-5
-                )
-            if hopper:  # Processes with different numbers of classes, if the host may not read values.
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("flce.ops.vocabulary_parallel.can_read_values", lambda device: False)
-                    p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
-                    x, weight = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
-                    for smoothing in (0.0, 0.1):  # with the kernel, and with PyTorch
-                        options = {"reduction": "none", "label_smoothing": smoothing}
-                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **options)
-                        assert loss.isnan().all()
-            names.update(type(plan.schedule).__name__ for plan in plans)
-    return sorted(names)
-
-
-def forced_schedules() -> None:
-    """Check schedules that compute logits twice or borrow the memory of dW."""
-
-    def choose(kind: Any) -> Any:
-        def create(c: Case) -> Schedule:
-            sizes = kind.sizes(c)
-            return kind.from_size(c, sizes[min(8, len(sizes)) - 1])
-
-        return create
-
-    from tests.forced import force
-
-    for kind in (Borrowed, Recomputed):
-        with as_on_a_gpu(True), pytest.MonkeyPatch.context() as patch:
-            schedules = force(patch, choose(kind))
-            p = problem((24,), 64, 2300, dtype=torch.bfloat16, z_loss=0.01, token_weight=True)
-            options = {"skip_ignored": False, "stats": ("lse",)}
-            check(p, groups()["pair"], LIMIT[torch.bfloat16], options, result_limit=1e-5)
-            assert schedules
-
-
-def e4m3_products() -> None:
-    """Check gradients whose products have E4M3 operands, with kernels in the interpreter and with PyTorch."""
-    group, options = groups()["pair"], {"grad_dtype": torch.float8_e4m3fn, "stats": ("lse",)}
-    for reduction, skip in (("mean", True), ("none", False)):
-        settings: dict[str, Any] = {"dtype": torch.bfloat16, "ignored": 0.3, "reduction": reduction}
-        each = {**options, "skip_ignored": skip, "chunk_rows": 16}
-        check(uneven(problem((24,), 64, 257, z_loss=0.01, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
-        check(problem((24,), 64, 1, token_weight=True, **settings), group, 5e-3, dict(each), result_limit=1e-5)
-        with as_on_a_gpu(True) as plans, pytest.MonkeyPatch.context() as patch:
-            interpreted_e4m3.fix_interpreter(patch)
-            check(uneven(problem((20,), 64, 257, softcap=5.0, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
-            assert {plan.schedule.multiplies_e4m3 for plan in plans} == {True}
-
-
-def compiled() -> None:
-    """Check that a call that is compiled as one graph has the bits of an eager call."""
-    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1)
-    for sequence_parallel in (False, True):
-        local, again = (LocalShare(p, groups()["all"], sequence_parallel, slices=True) for _ in range(2))
-        local.loss().backward()
-        torch.compile(again.loss, fullgraph=True, backend="aot_eager")().backward()
-        for got, expected in ((again.input, local.input), (again.weight, local.weight)):
-            assert torch.equal(_grad(got), _grad(expected))
-
-
-def sequence_first() -> None:
-    """Check Megatron's layout: (S / processes, B, H) in each process, labels (B, S)."""
-    group = groups()["all"]
-    p = problem((3, 8), 16, 41)  # (B, S, H)
-    x = p.input.transpose(0, 1).chunk(group.size())[group.rank()]
-    x, weight = LocalShare.leaf(x), LocalShare(p, group).weight
-    loss = flce.fused_linear_cross_entropy(
-        x.flatten(0, 1), weight, p.target.t().flatten(), process_group=group, vocab_size=41, sequence_parallel=True
-    )
-    loss.backward()
-    expected = run_oracle(p)
-    torch.testing.assert_close(loss, expected.loss)
-    share = expected.grad_input.transpose(0, 1).chunk(group.size())[group.rank()]
-    torch.testing.assert_close(x.grad, share, rtol=1e-9, atol=1e-12)
-
-
-def wrong_arguments() -> None:
-    group, rank = groups()["all"], dist.get_rank()
-    p = problem((3, 4), 16, 41)
-    local = LocalShare(p, group)
-    given: dict[str, Any] = {"input": local.input, "linear_weight": local.weight, "target": p.target}
-    # `dist.new_group` returns this value in processes that are not in the group.
-    others: Any = dist.GroupMember.NON_GROUP_MEMBER
-    scalar = torch.ones((), dtype=torch.float64, device=device())
-    both = {"vocab_size": 41, "sequence_parallel": True}
-    rows = rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"
-    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, "^vocab_size=41 needs a process_group: give", {"vocab_size": 41}),
-        (ValueError, "^sequence_parallel=True needs a process_group: give", {"sequence_parallel": True}),
-        (ValueError, "^vocab_size=41 and sequence_parallel=True need a process_group: give", both),
-        (TypeError, "sequence_parallel must be a bool", {**local.group_arguments, "sequence_parallel": 1}),
-        (TypeError, "process_group must be a torch.distributed.ProcessGroup, got str", {"process_group": "tp"}),
-        (ValueError, rows, {"process_group": group, "vocab_size": 9}),
-        (ValueError, "vocab_size must be positive, got 0", {"process_group": group, "vocab_size": 0}),
-        (ValueError, "must contain this process", {"process_group": others}),
-        (ValueError, r"weight must have shape \(41,\)", {"weight": scalar, **local.group_arguments}),
-        (
-            ValueError,
-            r"adapters\[0\]\[1\] must have shape",
-            {"adapters": [(local.input, scalar)], **local.group_arguments},
-        ),
-    ]
-    for kind, message, arguments in cases:
-        with pytest.raises(kind, match=message):
-            flce.fused_linear_cross_entropy(**{**given, **arguments})
-    settings = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
-    with pytest.raises(ValueError, match="must contain this process"):
-        flce.linear_logprobs(local.input, local.weight, None, **settings)
-    with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
-        flce.linear_logprobs(**given, top_k=42, **local.group_arguments)
-    # Collectives do not propagate tangents of forward-mode differentiation.
-    shares = LocalShare(problem((3, 4), 16, 41), group, sequence_parallel=True)
-    with forward_ad.dual_level():
-        shares.input = forward_ad.make_dual(shares.input, torch.ones_like(shares.input))
-        with pytest.raises(RuntimeError, match="does not support forward-mode"):
-            shares.loss()
-    # Values that differ between processes, found with FLCE_DEBUG.
-    os.environ["FLCE_DEBUG"] = "1"
-    all_weights = torch.ones(41, dtype=torch.float64, device=device())
-    dtype = torch.float32 if rank == group.size() - 1 else torch.float64
-    differences: list[tuple[str, dict[str, Any]]] = [
-        ("options", {"z_loss": 0.1 * rank}),
-        ("V", {"vocab_size": None}),
-        ("the shape of target", {"target": p.target[: 2 if rank == 1 else 3]}),
-        ("dtypes", {"input": local.input.to(dtype), "linear_weight": local.weight.to(dtype)}),
-        ("classes of weight", {"weight": None if rank else all_weights}),
-        ("classes of weight", {"weight": all_weights if rank == 0 else all_weights[local.classes]}),
-        ("classes of linear_bias", {"linear_bias": None if rank else all_weights[:3]}),
-        ("shapes of adapters", {"adapters": [(local.input[..., :2], local.weight[: 3 if rank else None, :2])]}),
-        ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
-        ("classes of linear_weight.* slice of 42", {"vocab_size": 42}),
-        ("required gradients", {"linear_weight": local.weight.detach() if rank == 1 else local.weight}),
-    ]
-    for difference, arguments in differences:
-        with pytest.raises(ValueError, match=f"given different arguments.*{difference}"):
-            flce.fused_linear_cross_entropy(**{**given, **local.group_arguments, **arguments})
-    # The same shard in all processes, with and without vocab_size.
-    equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
-    for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
-        with pytest.raises(ValueError, match=equal):
-            function(local.input, p.linear_weight, p.target, process_group=group)
-    settings = {"process_group": group, "vocab_size": 5 * group.size()}
-    with pytest.raises(ValueError, match=equal):
-        flce.fused_linear_cross_entropy(local.input, p.linear_weight[:5], p.target % 5, **settings)
-    for constant in (
-        torch.zeros(10, 16),
-        torch.linspace(0, 1, 16).expand(10, 16),
-    ):  # weights before training, or padding
-        weight = constant.to(p.linear_weight)
-        loss = flce.fused_linear_cross_entropy(local.input, weight, p.target % 10, process_group=group)
-        torch.testing.assert_close(loss, torch.full_like(loss, math.log(10 * group.size())))
-    target = p.target.clone()
-    target[0, 0] = 41
-    with pytest.raises(IndexError, match="expected 0 <= target < 41"):
-        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
-    del os.environ["FLCE_DEBUG"]
-
-
-def different_calls() -> None:
-    """Check that each process raises a ValueError if the last process gives another value of any argument of any
-    function, a wrong value, or has another setting."""
-    group = groups()["all"]
-    is_last, os.environ["FLCE_DEBUG"] = dist.get_rank() == group.size() - 1, "1"
-    kwargs = {"bias": True, "adapter_ranks": (2,), "class_weight": True, "token_weight": True, "reduction": "sum"}
-    p = problem((3, 2 * group.size()), 16, 41, num_items=7, ignored=0.3, **kwargs)
-    own, theirs = LocalShare(p, group), LocalShare(problem((3, 2 * group.size()), 12, 41, bias=True), group)
-    ids = torch.arange(5, device=device()).expand(*p.target.shape, 5)
-    of_ids = torch.full(ids.shape, -2.0, dtype=torch.float64, device=device())
-    head: dict[str, Any] = {"linear_weight": own.weight, "linear_bias": own.bias, "adapters": own.adapters}
-    student = {f"student_{name.removeprefix('linear_')}": value for name, value in head.items()}
-    teacher = {"teacher": theirs.input, "teacher_weight": theirs.weight, "teacher_bias": theirs.bias}
-    top_k = {**student, "student": own.input, "target": p.target, "teacher_topk": (ids, of_ids)}
-    temperature = torch.ones(p.target.shape, dtype=torch.float64, device=device())
-    calls: list[tuple[Any, dict[str, Any]]] = [
-        (flce.fused_linear_cross_entropy, {"input": own.input, "target": p.target, **head, **own.kwargs}),
-        (flce.linear_logprobs, {"input": own.input, "target": p.target, **head, "temperature": temperature}),
-        (flce.linear_logprobs, {"input": own.input, "target": p.target, **head, "candidates": ids, "top_k": 1}),
-        (flce.linear_divergence, {**student, "student": own.input, **teacher, "target": p.target, "kind": "jsd"}),
-        (flce.linear_divergence, top_k),
-        (flce.cross_entropy, {"logits": own.weight[:, :1].T.expand(3, 8, -1), "target": p.target, **own.kwargs}),
-    ]
-    numbers = {**OTHER_VALUES, "ignore_index": 3, "shift": 1, "num_items": 8, "top_k": 2, "beta": 0.1}
-    numbers |= {
-        f"{model}_{name}": numbers[name] for model in ("student", "teacher") for name in ("softcap", "logit_scale")
-    }
-    others: dict[str, Any] = {
-        **numbers,
-        "reduction": "none",
-        "stats": ("lse",),
-        "outputs": ("entropy",),
-        "kind": "reverse_kl",
-        "candidates": ids + 1,
-        "teacher_topk": (ids + 1, of_ids),
-        "options": flce.ChunkOptions(chunk_rows=3),
-        "inplace": True,
-        "vocab_size": 42,
-        "sequence_parallel": True,
-    }
-    for function, call in calls:
-        call |= {k: v for k, v in own.group_arguments.items() if function is not flce.cross_entropy or k[0] != "s"}
-        changes: list[tuple[str, Any]] = []
-        for name in sorted(inspect.signature(function).parameters.keys() - {"process_group"}):
-            value = call.get(name)
-            wrong = [None, "wrong", torch.ones(2, 3, device=device(), dtype=torch.complex64)]
-            if isinstance(value, Tensor):
-                wrong += [value[:2], value.to(torch.float16)]
-                wrong += [value.detach()] * value.requires_grad + [value.roll(1)] * (not value.is_floating_point())
-            changes += [(name, x) for x in [others.get(name), *wrong] if x is not None or value is not None]
-        changes += [("temperature", -temperature), ("target", p.target.double())]
-        changes = [(name, x) for name, x in changes if name in inspect.signature(function).parameters]
-        for name, other in changes:
-            with pytest.raises(ValueError, match="were given different arguments"):
-                function(**{**call, name: other} if is_last else call)
-        for setting in (torch.no_grad(), torch.autocast(device().type, torch.bfloat16)):
-            with (
-                pytest.raises(ValueError, match="were given different"),
-                setting if is_last else contextlib.nullcontext(),
-            ):
-                function(**call)
-        function(**call)
-    with pytest.raises(ValueError, match=r"were given different arguments.*function="):
-        calls[0][0](**calls[0][1]) if is_last else calls[1][0](**calls[1][1])
-    del os.environ["FLCE_DEBUG"]
-
-
-def captured() -> None:
-    """Check a call in a CUDA graph with NCCL."""
-    p = problem((64,), 128, 1000, dtype=torch.bfloat16)
-    local, again = (LocalShare(p, dist.group.WORLD) for _ in range(2))
-    options = flce.ChunkOptions(skip_ignored=False)
-    local.loss(options=options).backward()
-    graph = torch.cuda.CUDAGraph()
-    again.loss(options=options).backward()
-    again.input.grad = again.weight.grad = None
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        again.loss(options=options).backward()
-    graph.replay()
-    assert torch.equal(_grad(again.input), _grad(local.input))
-    assert torch.equal(_grad(again.weight), _grad(local.weight))
-
-
-def last_fails(killed: bool) -> tuple[str, float]:
-    """End or fail in the last process before the collective. Return the error of this process, and its seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    p = problem((3, 4), 16, 41)
-    local, target = LocalShare(p, group), p.target
-    local.loss()
-    start = time.monotonic()
-    try:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            target = target.float()
-            if killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-        flce.fused_linear_cross_entropy(local.input, local.weight, target, **local.group_arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "none", 0.0
-
-
-def gathered_weights() -> None:
-    """Check `flce.gathered` with different tokens in each process: gradients of the mean of all losses."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    count, rank = dist.get_world_size(), dist.get_rank()
-    p = problem((3, 4), 16, 41)
-    inputs = [problem((3, 4), 16, 41, seed=k).input for k in range(count)]
-    expected = torch.stack([run_oracle(replace(p, input=x)).grad_weight for x in inputs]).mean(0)
-    meshes: list[tuple[Any, list[Any]]] = [(init_device_mesh(device().type, (count,)), [Shard(0)])]
-    if count == 4:
-        meshes.append((init_device_mesh(device().type, (2, 2)), [Replicate(), Shard(0)]))
-    for (mesh, placements), dtype, gather_dtype in itertools.product(
-        meshes, (torch.float64, torch.float32), (None, torch.bfloat16)
-    ):
-        if dtype == torch.float64 and gather_dtype is not None:
-            continue
-        weight = distribute_tensor(p.linear_weight.to(dtype), mesh, placements).requires_grad_()
-        for _ in range(2):  # gradients of several passes add up
-            full_weight = flce.gathered(weight, gather_dtype)
-            assert type(full_weight) is Tensor
-            assert full_weight.dtype == (gather_dtype or dtype)
-            loss: Any = flce.fused_linear_cross_entropy(inputs[rank].to(full_weight.dtype), full_weight, p.target)
-            loss.backward()
-        grad: Any = weight.grad
-        assert isinstance(grad, DTensor)
-        assert (grad.dtype, grad.placements) == (dtype, tuple(placements))
-        limit = 1e-9 if dtype == torch.float64 else 1e-5 if gather_dtype is None else 1e-2
-        assert relative_error(grad.full_tensor(), 2 * expected) < limit
-    # DTensor.full_tensor() instead does not sum the gradients of the processes.
-    weight = distribute_tensor(p.linear_weight, meshes[0][0], [Shard(0)]).requires_grad_()
-    assert isinstance(weight, DTensor)
-    flce.fused_linear_cross_entropy(inputs[rank], weight.full_tensor(), p.target).backward()
-    assert relative_error(_grad(weight).full_tensor(), expected) > 0.1  # type: ignore[attr-defined]
-    # Gradients of many processes are summed in float32.
-    big = distribute_tensor(torch.zeros(count, 1, dtype=torch.bfloat16, device=device()), meshes[0][0], [Shard(0)])
-    full_weight = flce.gathered(big.requires_grad_())
-    full_weight.backward(torch.full_like(full_weight, 256.0 if rank == 0 else 1.0))
-    mean = (256.0 + count - 1) / count
-    assert torch.equal(_grad(big).to_local(), torch.full((1, 1), mean).to(big))  # type: ignore[attr-defined]
-    plain = p.linear_weight
-    assert flce.gathered(plain) is plain
-    assert flce.gathered(plain, torch.bfloat16).dtype == torch.bfloat16
-
-
-def one_process() -> None:
-    """Check a group of one process."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    for kwargs in CASES.values():
-        p = problem((3, 4), 16, 41, **kwargs)
-        check(p, group, 1e-9, {})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning
 from tests.huggingface import fuzz
+from tests.processes import run_python
 
 SETUP = fuzz.Setup(bias=False)
 
@@ -542,9 +541,7 @@ def test_a_capsule_is_an_error() -> None:
         "except Exception as error:\n"
         "    print('an error:', error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("an error:"), done.stdout
+    assert run_python("-c", script).stdout.startswith("an error:")
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")

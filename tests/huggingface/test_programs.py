@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from flce.huggingface import patch_model
 from tests.helpers import skip_where_old_transformers_fails
 from tests.huggingface.scripts import IDS, Around, Build, Compare
+from tests.processes import run_python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -72,8 +71,7 @@ def test_an_exported_program_needs_no_flce(build: Build, tmp_path: Path) -> None
         f"program = torch.export.load({str(tmp_path / 'program.pt2')!r})\n"
         f"print(program.module()(torch.tensor({IDS.tolist()}))[0].shape)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "[2, 9, 97]" in done.stdout, done.stderr
+    assert "[2, 9, 97]" in run_python("-c", script).stdout
 
 
 @returned

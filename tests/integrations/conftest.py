@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
 
 
 @pytest.fixture
@@ -22,24 +19,12 @@ def run_script() -> Callable[..., str]:
 
     def run(name: str, *arguments: str, gpu: str = "", status: int = 0) -> str:
         environment = {
-            **os.environ,
             "CUDA_VISIBLE_DEVICES": gpu,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
-        environment.pop("TRITON_INTERPRET", None)  # not set for users
-        if gpu:
-            environment.pop("FLCE_BACKEND", None)
-        done = subprocess.run(
-            [sys.executable, f"integrations/{name}", *arguments],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == status, done.stdout + done.stderr
+        done = run_python(f"integrations/{name}", *arguments, env=environment, status=status)
         return done.stderr if status else done.stdout
 
     return run

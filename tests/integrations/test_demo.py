@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +20,7 @@ import demo
 import flce
 from benchmarks.memory import MemoryProfile
 from flce.testing.models import tiny_model
+from tests.processes import run_python
 
 ROOT = Path(flce.__file__).parents[1]
 SIZES = ("--steps=4", "--seq-len=32", "--batch-size=2", "--vocab-size=600", "--hidden-size=64", "--layers=1")
@@ -37,12 +35,9 @@ def text(tmp_path: Path) -> Path:
 
 def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) -> None:
     picture, memory = tmp_path / "pictures" / "demo.png", tmp_path / "memory.svg"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("TRITON_INTERPRET", None)  # not set for users
     files: list[Any] = ["--text", text, "--output", picture, "--memory-picture", memory]
-    words = [sys.executable, ROOT / "integrations" / "demo.py", *files, *SIZES]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = run_python(ROOT / "integrations" / "demo.py", *files, *SIZES, cwd=tmp_path, env=environment)
     for part in ("The loss curves agree", "final loss", "peak memory", "time per step"):
         assert part in done.stdout
     assert "4/4" in done.stderr  # progress

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import demo
 import flce
 import processes
 from flce.testing.models import VOCAB_SIZE
-from tests.distributed.pair import World
+from tests.processes import World, run_python
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 STEPS = os.environ.get("RECIPE_STEPS", "4")
@@ -99,11 +99,8 @@ def run_rank(script: str, *arguments: str) -> tuple[int, str]:
 
 def run_forked(script: str, *arguments: str) -> str:
     """Run a script in two processes, forked from a process that has imported the libraries. Return the output."""
-    world = World(2)
-    try:
+    with contextlib.closing(World(2)) as world:
         ends = world.run(run_rank, script, *arguments)
-    finally:
-        world.close()
     assert [status for status, _ in ends] == [0, 0], ends
     return "".join(output for _, output in ends)
 
@@ -187,14 +184,9 @@ for file in files:
 
 @pytest.mark.parametrize("option, status", [("--help", 0), ("--steps=0", 2)])
 def test_help_and_a_wrong_option_import_nothing_slow(option: str, status: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, option, *(str(INTEGRATIONS / f"{script}.py") for script in SCRIPTS)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(INTEGRATIONS.parent), str(INTEGRATIONS)])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    path = os.pathsep.join([str(INTEGRATIONS.parent), str(INTEGRATIONS)])
+    scripts = [INTEGRATIONS / f"{script}.py" for script in SCRIPTS]
+    done = run_python("-c", PROGRAM, option, *scripts, env={"PYTHONPATH": path})
     ends = [line for line in done.stdout.splitlines() if line.startswith("status")]
     assert ends == [f"status {status} imported []"] * len(SCRIPTS), done.stdout + done.stderr
     assert (done.stderr if status else done.stdout).count("steps") >= len(SCRIPTS)
@@ -228,9 +220,7 @@ if __name__ == "__main__":
 def test_two_processes_have_one_curve_and_the_worse_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TWO_PROCESSES)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(INTEGRATIONS), *sys.path])}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
+    run_python(script, env={"PYTHONPATH": os.pathsep.join([str(INTEGRATIONS), *sys.path])}, status=1)
 
 
 def test_a_process_of_a_launcher_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ verl imports Ray and other packages, which its files used here do not need. The 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flce.testing.problem import relative_error
+from tests.processes import World
 
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
 
@@ -160,13 +162,8 @@ def run_rank() -> list[Tensor]:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 def test_a_vocabulary_that_is_split() -> None:
-    from tests.distributed.pair import World
-
-    world = World(2)
-    try:
+    with contextlib.closing(World(2)) as world:
         found = world.run(run_rank)
-    finally:
-        world.close()
     hidden, weight, labels = problem(torch.float64)
     hidden, weight = hidden.float().double(), weight.float().double()
     *exact, weight_grad = with_gradients(expected, hidden, weight[:100], labels % 100, 0.7, "none")

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,10 @@ from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
-from tests.distributed.pair import World
 from tests.extremes import every_extreme, has_softmax
 from tests.helpers import BACKENDS, STATS, assert_outcome
 from tests.logits import make
+from tests.processes import in_processes
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
@@ -163,7 +162,8 @@ def one_case(
     torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
 
 
-def dtensors() -> None:
+@in_processes(3)
+def test_dtensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -196,7 +196,8 @@ def dtensors() -> None:
         flce.cross_entropy(x, p.target, process_group=dist.group.WORLD)
 
 
-def bad_input() -> None:
+@in_processes(3)
+def test_bad_input() -> None:
     world, pair, rank = dist.group.WORLD, first_two(), dist.get_rank()
     p = make((3,), 7)
     with pytest.raises(ValueError, match=rf"rank {rank} of 3 must have logits of {1 if rank == 2 else 3} classes"):
@@ -232,9 +233,16 @@ def bad_input() -> None:
     assert x.grad is not None
 
 
-def run_case(name: str, backend: str, inplace: bool) -> None:
+@pytest.mark.parametrize("inplace", INPLACE)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+@in_processes(3)
+def test_three_processes(name: str, backend: str, inplace: bool) -> None:
     """Compare one of CASES with the oracle, in three processes and in two of them."""
     if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("a test on CPU tensors: Triton runs on them only under the interpreter")
         quick_interpreter.speed_up_interpreter()
     os.environ["FLCE_BACKEND"] = backend
     world, pair = dist.group.WORLD, first_two()
@@ -244,26 +252,3 @@ def run_case(name: str, backend: str, inplace: bool) -> None:
             one_case(CASES[name], vocab, group, inplace, torch.float64, give_size=True)
     if name == "plain":
         one_case({}, 36, world, inplace, torch.bfloat16, give_size=False)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[World]:
-    world = World(3, imports=["torch.distributed.tensor", "flce"])
-    yield world
-    world.close()
-
-
-@pytest.mark.parametrize("inplace", INPLACE)
-@pytest.mark.parametrize("backend_name", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_three_processes(processes: World, name: str, backend_name: str, inplace: bool) -> None:
-    if backend_name == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("a test on CPU tensors: Triton runs on them only under the interpreter")
-    processes.run(run_case, name, backend_name, inplace)
-
-
-@pytest.mark.parametrize("function", [bad_input, dtensors])
-def test_three_processes_with(processes: World, function: Any) -> None:
-    processes.run(function)

@@ -1,4 +1,4 @@
-"""Random programs of 2 to 4 processes that share a head: losses whose backward passes run in any order."""
+"""Random programs of 1 to 4 processes that share a head: losses whose backward passes run in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flce
 from tests.distributed import split_head
-from tests.distributed.pair import World
+from tests.processes import most_processes, world
 from tests.search import arguments
 from tests.search.arguments import HEAD, LOSS, Expected, by_letter, defaults
 from tests.search.driver import Call, Errors, Kind, Mismatch, Refused
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {"autocast": lambda: torch.autocast("cpu", torch.bflo
 
 def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
     call = arguments.draw_head(rng, rng, device)
-    processes = rng.randint(2, MOST)
+    processes = rng.randint(1, MOST)
     in_sequence = rng.random() < 0.3
     length = processes * rng.randint(1, 4) if in_sequence else rng.randint(1, 12)
     return {
@@ -54,7 +54,7 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
         "slices": rng.random() < 0.5,
         "budget": rng.choice([None, None, 20_000]),
         "second": rng.random() < 0.3,
-        "differs": rng.choice([*ARGUMENTS, *SETTINGS]) if rng.random() < 0.3 else "",
+        "differs": rng.choice([*ARGUMENTS, *SETTINGS]) if processes > 1 and rng.random() < 0.3 else "",
     }
 
 
@@ -63,7 +63,7 @@ def groups() -> dict[int, Any]:
     """Return a group of the first processes for each size. All processes have to call this."""
     return {
         size: dist.new_group(range(size), timeout=timedelta(seconds=60))
-        for size in range(2, min(MOST, dist.get_world_size()) + 1)
+        for size in range(1, min(MOST, dist.get_world_size()) + 1)
     }
 
 
@@ -133,16 +133,10 @@ def program(call: Call) -> str | None:
     return what or None
 
 
-@functools.cache
-def world() -> World:
-    gpus = torch.cuda.device_count()
-    return World(min(gpus, MOST), "cpu:gloo,cuda:nccl") if gpus >= 2 else World(2 if gpus else MOST)
-
-
 def check(call: Call, device: str, errors: Errors) -> None:
     if call["shift"] > call["leading"][-1] or (call["sequence_parallel"] and call["leading"][-1] % call["processes"]):
         return  # of shrinking
-    for rank, text in enumerate(world().run(program, call)):
+    for rank, text in enumerate(world(min(most_processes(), MOST)).run(program, call)):
         if text == "refused":
             raise Refused
         if text is not None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,16 +20,9 @@ from flce.__main__ import main
 from flce.core.project import COMMAND_LINE_PACKAGES
 from flce.tools.cli import app
 from flce.tools.cli.info import known_problems
+from tests.processes import run_python
 
-ROOT = Path(flce.__file__).parents[1]
 COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
-
-
-def run(*arguments: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code with these arguments in a new process."""
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    words = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(words, capture_output=True, text=True, env=here, check=False, timeout=240)
 
 
 def info(*arguments: str) -> Any:
@@ -53,8 +43,7 @@ finally:
 """
     for arguments in (["--help"], *([command, "--help"] for command in COMMANDS)):
         start = time.perf_counter()
-        done = run(*arguments, code=code)
-        assert done.returncode == 0, done.stderr
+        done = run_python("-c", code, *arguments, env={"COLUMNS": "120"})
         assert done.stderr.strip().splitlines()[-1] == "[]", arguments
         assert time.perf_counter() - start < 10  # about 1 s on an idle machine
         assert len(arguments) == 1 or f"flce {arguments[0]}" in done.stdout
@@ -76,8 +65,7 @@ def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_version_and_no_command() -> None:
-    words = [sys.executable, "-m", "flce", "--version"]
-    assert subprocess.check_output(words, text=True, cwd=ROOT, timeout=240) == f"flce {flce.__version__}\n"
+    assert run_python("-m", "flce", "--version").stdout == f"flce {flce.__version__}\n"
     assert CliRunner().invoke(app, []).exit_code == 2  # prints the help
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from flce.__main__ import main
 from flce.tools.cli import app
 from flce.tools.cli.plan import Optimizer, ShardingKind, plan
+from tests.processes import run_python
 
 LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 
@@ -142,12 +143,12 @@ def test_ctrl_c(runs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_narrow_terminal_and_a_closed_pipe() -> None:
     """Check that help of 40 columns has the names of all options, and that a closed pipe ends a command by SIGPIPE."""
-    command, environment = [sys.executable, "-m", "flce", "plan", "--help"], {**os.environ, "COLUMNS": "40"}
-    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    command = ["-m", "flce", "plan", "--help"]
+    shown = run_python(*command, env={"COLUMNS": "40"}).stdout
     options = {f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters} - {"--context"}
     assert options <= {word.partition("/")[0] for word in shown.split()}
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run([sys.executable, *command], stdout=closed, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

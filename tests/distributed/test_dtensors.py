@@ -1,4 +1,4 @@
-"""Functions that `test_split_head.py` runs in every process: DTensors as arguments of the linear losses."""
+"""Comparisons of DTensors as arguments of the linear losses with the float64 oracle, and with plain tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if not dist.is_available() or torch.cuda.device_count() == 1:
+    pytest.skip("processes that share a GPU have no collectives of DTensors", allow_module_level=True)
+
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -17,9 +21,11 @@ import flce
 from flce.testing.problem import Problem, run_oracle
 from tests.distributed.split_head import CASES, LocalShare, device, problem, upstream_gradient
 from tests.helpers import STATS
+from tests.processes import in_processes, most_processes
 
 
-def errors() -> None:
+@in_processes(most_processes())
+def test_errors() -> None:
     """Check the errors for DTensors: a sharded weight may be meant as a shard or as the full weight."""
     p = problem((3, 4), 16, 41)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
@@ -95,7 +101,8 @@ def _meshes() -> list[tuple[Any, list[Any], list[Any]]]:
     return meshes
 
 
-def losses() -> None:
+@in_processes(most_processes())
+def test_losses() -> None:
     """Compare losses, statistics and gradients of DTensors with the oracle, for uneven classes and tokens."""
 
     def check_gradient(leaf: Any, expected: Tensor, placements: Any) -> None:
@@ -145,7 +152,8 @@ def losses() -> None:
             check_gradient(leaves["token_weight"], expected.grad_token_weight, leaves["token_weight"].placements)
 
 
-def results_of_tokens() -> None:
+@in_processes(most_processes())
+def test_results_of_tokens() -> None:
     """Compare `flce.linear_logprobs` with a call on plain tensors, and a compiled loss with an eager one."""
     p = problem((4, 8), 16, 41, ignored=0.2)
     candidates = torch.arange(32 * 3, device=device()).view(4, 8, 3) % 41
@@ -186,7 +194,8 @@ def results_of_tokens() -> None:
             assert torch.equal(got.full_tensor(), correct.full_tensor())
 
 
-def divergences() -> None:
+@in_processes(most_processes())
+def test_divergences() -> None:
     """Compare `flce.linear_divergence` with a call on plain tensors."""
     p, theirs = problem((4, 8), 16, 41, ignored=0.2, bias=True, adapter_ranks=(2,)), problem((4, 8), 12, 41, bias=True)
     ids = torch.arange(32 * 3, device=device()).view(4, 8, 3) % 41
@@ -244,7 +253,8 @@ def divergences() -> None:
         call({**tensors, "student_weight": divided["student_weight"]}, False)
 
 
-def different_settings() -> None:
+@in_processes(most_processes())
+def test_different_settings() -> None:
     """Check that settings of DTensors are compared, too."""
     p = problem((3, 4), 16, 41)
     mesh, is_last = (
