@@ -278,7 +278,7 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
     monkeypatch.setattr(search, "SCHEDULES", (InBlocks, *SCHEDULES))
     search.plan_for_case.cache_clear()
     problem = make_problem(leading=(61,), hidden=16, vocab=3001, dtype=torch.float32, ignored=0.2)
-    for budget, kind in ((29 << 9, InBlocks), (40 << 10, Chunks)):
+    for budget, kind in ((30 << 9, InBlocks), (40 << 10, Chunks)):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
         plan = flce.plan(61, 16, 3001, torch.float32, device="cpu", weight_grad=False, options=options)
         assert isinstance(plan.schedule, kind)
