@@ -39,9 +39,8 @@ class ChunkOptions:
             more of the tokens are ignored. The host must know the number of these rows: on a CPU this is free; on a GPU
             the host waits about 1 ms for the device. A schedule that can count the rows on the device computes its
             first product meanwhile. "auto": on a CPU, True if 1/16 or more of the tokens are ignored and their hidden
-            states are finite; otherwise False. If a hidden state of an ignored token is NaN or infinite: with False and
-            "auto" its column of the gradient of the weight is NaN, as with PyTorch's operators, which multiply it by 0;
-            with True the token contributes nothing.
+            states are finite; otherwise False. A NaN or infinity in the hidden state of an ignored token is multiplied
+            by 0, as by PyTorch's operators: its column of the gradient of the weight is NaN. Not so with True.
         grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
             ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU. A CPU emulates it.
             The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a

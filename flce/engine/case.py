@@ -226,9 +226,8 @@ class Case:
 
     @functools.cached_property
     def skip_ignored(self) -> SkipIgnored:
-        """True if rows of ignored tokens are dropped. "auto" (only on a CPU): a call drops them if this is faster and
-        dW would not lose a NaN (`selection._has_nonfinite_ignored_rows`). "auto" on other devices is False, and with a
-        divided head, whose processes must drop the same rows whatever the values of their hidden states."""
+        """True if rows of ignored tokens are dropped. "auto" on a CPU: if this is faster, and dW would not lose a NaN
+        (`selection._has_nonfinite_ignored_rows`). Otherwise, and for a divided head, "auto" is False."""
         skip = self.options.skip_ignored
         return False if skip == "auto" and (self.device_type != "cpu" or self.sharding is not None) else skip
 

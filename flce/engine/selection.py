@@ -13,8 +13,7 @@ from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.core.slices import slice_columns
 
-# With skip_ignored="auto", rows that are not ignored are gathered if at least this share of all rows is dropped. Below,
-# gathering is slower.
+# With "auto", rows that are not ignored are gathered if at least this share is dropped. Below, gathering is slower.
 MIN_IGNORED_SHARE = 1 / 16
 
 

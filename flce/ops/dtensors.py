@@ -8,22 +8,29 @@ are summed over them after the call, and backward sums the gradients of the weig
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import autocast_dtype, check_shift, check_tensor, shift_target
-from flce.ops.vocabulary_parallel import compare_calls, has_classes, has_hidden_states, is_dtensor, local_logits
+from flce.core.shard import all_gather, shard_bounds
+from flce.ops import vocabulary_parallel
+from flce.ops.arguments import PLAIN_TENSORS, autocast_dtype, check_shift, check_tensor, shift_target
+from flce.ops.vocabulary_parallel import check_group, has_classes, has_hidden_states, is_dtensor, local_logits
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Rows and columns of the sample of a slice that is compared.
+_SAMPLES = 16
 # Arguments with one entry or row for each token, if they are tensors with dimensions.
 _TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature", "teacher_topk[0]", "teacher_topk[1]")
 
@@ -37,39 +44,124 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-        x, group = given.get(first), kwargs.get("process_group")
+        arguments: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        x, group = arguments[first], kwargs.get("process_group")
         is_placed = is_dtensor(x)
-        if is_placed and has_classes(second) and is_dtensor(given.get(second)):
-            on_local: R = run_on_local_tensors(wrapper, (first, second), {**defaults, **given})
-            return on_local
+        if is_placed and has_classes(second) and is_dtensor(arguments[second]):
+            return run_on_local_tensors(wrapper, (first, second), arguments)
         if is_placed and first == "logits" and not torch.compiler.is_compiling():
-            given["logits"], group, given["vocab_size"] = local_logits(x)
-        if group is not None and not torch.compiler.is_compiling():
-            device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-            settings = {**defaults, **given, "process_group": None, "autocast": autocast_dtype(device.type)}
-            compare_calls(function.__name__, settings, group, device)
+            arguments["logits"], group, arguments["vocab_size"] = local_logits(x)
+        if group is not None:
+            _compare_calls(function, arguments, [group])
         return function(*args, **kwargs)
 
     return wrapper
 
 
+def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], groups: Sequence[Any]) -> None:
+    """Raise ValueError, in all processes, if their calls do not fit together: different functions, arguments or
+    autocast, or equal slices of a weight or of logits. Numbers of classes may differ, and floating numbers of tensors
+    are not compared. One collective, on a CPU and with ``FLCE_DEBUG=1``; otherwise, and if a compiler traces, none.
+
+    Called before all checks, so that no process raises an error while the others wait for its results. `groups`: the
+    group of the processes, or the groups of dimensions of a mesh, the last dimension first."""
+    x = next(iter(arguments.values()))
+    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    if not groups or torch.compiler.is_compiling() or not vocabulary_parallel.can_read_values(device):
+        return
+    check_group(groups[0])
+    call, slices = {"function": function.__name__, "autocast": str(autocast_dtype(device.type))}, {}
+    for name, value in arguments.items():
+        try:
+            call.update(_describe(name, value, arguments, groups[0]))
+            if has_classes(name) and "bias" not in name and type(value) in PLAIN_TENSORS:
+                slices[name] = _fingerprint_of_slice(name, value)
+        except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
+            call[name] = repr(error)
+    data = json.dumps(call).encode()
+    numbers = torch.tensor([_hash(data), len(data), *[*slices.values(), 0, 0][:2]], device=device)
+    hashes, sizes, *columns = functools.reduce(all_gather, groups, numbers).view(-1, len(numbers)).T.tolist()
+    if len(set(hashes)) > 1:
+        text = torch.tensor([*data.ljust(max(sizes))], dtype=torch.uint8, device=device)
+        texts = functools.reduce(all_gather, groups, text).view(-1, len(text)).tolist()
+        first, *others = [json.loads(bytes(text)) for text in texts]
+        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+        pairs = {name: (first.get(name), other.get(name)) for name in {**first, **other}}
+        differ = ", ".join([f"{name}={one} and {two}" for name, (one, two) in pairs.items() if one != two])
+        raise ValueError(
+            f"the processes of the group were given different arguments or options: ranks 0 and {rank} have {differ}"
+        )
+    for name, fingerprints in zip(slices, columns, strict=False):
+        if b"not its slice" not in data:  # otherwise each process raises an error that names its number of classes
+            vocabulary_parallel.refuse_equal_slices(fingerprints, name)
+
+
+def _text_of_classes(name: str, size: int, arguments: Mapping[str, Any], group: Any) -> str:
+    """Return a text of the number of classes of a tensor, which is equal for the slices of all processes."""
+    vocab_size = arguments["vocab_size"]
+    if vocab_size is None:  # All slices have one length. `merge_results` compares the lengths of logits.
+        return "its slice" if name == "logits" and arguments["weight"] is None else f"{size} of V"
+    start, stop = shard_bounds(vocab_size, group.size(), group.rank())
+    if name == "weight" and (size == vocab_size or size < vocab_size == 1):  # a slice of one class has all or none
+        return "all"
+    return f"{'' if size == stop - start else 'not '}its slice of {vocab_size}"
+
+
+def _describe(name: str, value: Any, arguments: Mapping[str, Any], group: Any) -> Iterator[tuple[str, str]]:
+    """Yield texts of an argument by name. They are equal in processes whose arguments fit together."""
+    if isinstance(value, (tuple, list)) and any(isinstance(each, (Tensor, tuple, list)) for each in value):
+        for k, each in enumerate(value):
+            yield from _describe(f"{name}[{k}]", each, arguments, group)
+    elif not isinstance(value, Tensor):  # 1 and 1.0 are equal. A text may have an address.
+        yield name, re.sub(r" at 0x\w+", "", repr(value)).removesuffix(".0")
+    else:
+        if name == "target" and value.is_floating_point():  # so that the error names the process that must change
+            raise TypeError(f"target must hold class indices, got {value.dtype}")
+        sizes, values, is_of_classes = [*map(str, value.shape)], "", has_classes(name) or name == "weight"
+        if is_of_classes:
+            dim = -1 if name == "logits" else 0
+            sizes[dim] = _text_of_classes(name, value.shape[dim], arguments, group)
+        if type(value) not in PLAIN_TENSORS or value.layout != torch.strided:
+            values = f" of {type(value).__name__}, {getattr(value, 'placements', value.layout)}"
+        elif value.dim() == 0:
+            values = f" of {value.item()}"
+        elif not value.is_floating_point():
+            factors = torch.randint(2**62, value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+            values = f" with the hash {int((value.cpu() * factors).sum())}"
+        elif not (is_of_classes or has_hidden_states(name)):  # The numbers may differ by rounding errors.
+            values = f" with {int((value > 0).sum())} numbers above 0"
+        words = "shapes of" if "[" in name else "classes of" if is_of_classes else "the shape of"
+        yield f"{words} {name}", f"({', '.join(sizes)}){values}"
+        yield f"dtypes of {name}", f"{value.dtype} on {value.device.type}"
+        yield f"required gradients of {name}", str(torch.is_grad_enabled() and value.requires_grad)
+
+
+def _fingerprint_of_slice(name: str, x: Tensor) -> int:
+    """Return a hash of some entries of the slice; 0, for no comparison, if its classes are equal or have a NaN."""
+    classes = x.detach().movedim(-1 if name == "logits" else 0, 0).unsqueeze(-1)
+    classes = classes[:: 1 + len(classes) // _SAMPLES].flatten(1)
+    classes = classes[:, :: 1 + classes.shape[1] // _SAMPLES]
+    is_constant = bool((classes == classes[:1]).all()) or bool(classes.isnan().any())
+    return 0 if is_constant else _hash(repr(classes.tolist()).encode())
+
+
+def _hash(data: bytes) -> int:
+    """Return a hash that is equal for equal data in all processes."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
+
+
 def run_on_local_tensors(function: Callable[..., Any], head: tuple[str, str], arguments: dict[str, Any]) -> Any:
-    """Return ``function(**arguments)`` for hidden states and a weight that are DTensors. The function gets local
-    tensors.
-
-    Args:
-        function: the public function, which documents the arguments.
-        head: the names of the hidden states and the weight.
-
-    Raises:
-        ValueError: placements do not fit, or another argument is a plain tensor that has no clear division.
-    """
+    """Return ``function(**arguments)`` for hidden states and a weight, by the names in `head`, that are DTensors. The
+    function gets local tensors. Raise ValueError for placements that do not fit, and for plain tensors that have no
+    clear division."""
     for name in ("process_group", "vocab_size", "sequence_parallel"):
         if arguments.get(name):
             raise ValueError(f"{name} needs plain tensors: the placements of DTensors state how the head is divided")
     (input, weight), target = (arguments[name] for name in head), arguments.get("target")
     layout = _make_layout(input, weight, head)
+    # Before tensors are redistributed. The last dimension comes first, so that calls are in the order of the ranks.
+    dims = [k for k in reversed(range(layout.mesh.ndim)) if k == layout.class_dim or k in layout.token_dims]
+    _compare_calls(function, arguments, [layout.mesh.get_group(k) for k in dims])
 
     def local(name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -104,7 +196,7 @@ def run_on_local_tensors(function: Callable[..., Any], head: tuple[str, str], ar
 
     if isinstance(result, Tensor):
         return with_placements("loss", result)
-    if isinstance(result, tuple):
+    if hasattr(result, "_asdict"):
         return type(result)(*itertools.starmap(with_placements, result._asdict().items()))
     return replace(result, **{name: with_placements(name, value) for name, value in vars(result).items()})
 
@@ -185,7 +277,12 @@ def _make_layout(input: Any, linear_weight: Any, head: tuple[str, str]) -> _Layo
     others = [p for k, p in enumerate(linear_weight.placements) if k not in class_dims]
     fits = len(class_dims) <= 1 and all(p.is_replicate() for p in others) and input.device_mesh == mesh
     if not fits or not all(p.is_replicate() or is_shard(p, last, last + 1) for p in input.placements):
-        _refuse_placements(input, linear_weight, head)
+        raise ValueError(
+            f"{head[0]} has placements {input.placements} on {input.device_mesh}, {head[1]} has "
+            f"{linear_weight.placements} on {linear_weight.device_mesh}. Both must be on one mesh. {head[1]} must be "
+            f"Shard(0) on at most one dimension of the mesh and Replicate() on the others. {head[0]} must be "
+            "Replicate(), or Shard of a dimension of tokens, on each dimension of the mesh"
+        )
     class_dim = class_dims[0] if class_dims else None
     placements = [*input.placements]
     tokens = [Replicate() if k == class_dim else p for k, p in enumerate(placements)]
@@ -198,15 +295,6 @@ def _make_layout(input: Any, linear_weight: Any, head: tuple[str, str]) -> _Layo
     token_dims = tuple(k for k, p in enumerate(tokens) if not p.is_replicate())
     weight = tuple(linear_weight.placements)
     return _Layout(head, mesh, class_dim, token_dims, tuple(placements), tuple(tokens), weight, input.shape[:-1])
-
-
-def _refuse_placements(input: Any, linear_weight: Any, head: tuple[str, str]) -> NoReturn:
-    raise ValueError(
-        f"{head[0]} has placements {input.placements} on {input.device_mesh}, {head[1]} has "
-        f"{linear_weight.placements} on {linear_weight.device_mesh}. Both must be on one mesh. {head[1]} must be "
-        f"Shard(0) on at most one dimension of the mesh and Replicate() on the others. {head[0]} must be Replicate(), "
-        "or Shard of a dimension of tokens, on each dimension of the mesh"
-    )
 
 
 def _shift_before_division(target: Any, arguments: dict[str, Any], layout: _Layout) -> dict[str, Any]:

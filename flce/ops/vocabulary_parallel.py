@@ -8,10 +8,7 @@ a divided head.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,11 +22,8 @@ from flce.core.numbers import check_bool, check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import Shard, all_gather, shard_bounds
 from flce.engine.shards import gather_shard_results, merge_shard_results, unpack_shard_results
-from flce.engine.vectors import can_read_values
+from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops.registration import register_operator
-
-# Rows and columns of the sample of a slice that is compared.
-_SAMPLES = 16
 
 
 class ShardedHeadArguments(NamedTuple):
@@ -76,41 +70,6 @@ def prepare_sharded_head(
     return prepared, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias, shard
 
 
-def compare_calls(function: str, arguments: dict[str, Any], group: Any, device: torch.device) -> None:
-    """Raise ValueError, in all processes of the group, if their calls do not fit together: different functions or
-    arguments (also settings such as autocast), or equal slices of a weight or of logits. Numbers of classes may differ,
-    and floating numbers of tensors are not compared. One collective, on a CPU and with ``FLCE_DEBUG=1``; else none.
-
-    Called before all checks, so that no process raises an error while the others wait for its results.
-    """
-    if not can_read_values(device):
-        return
-    check_group(group)
-    call, slices = {"function": function}, {}
-    for name, value in arguments.items():
-        try:
-            call.update(_describe(name, value, arguments, group))
-            if has_classes(name) and "bias" not in name and value is not None:
-                slices[name] = _fingerprint_of_slice(name, value)
-        except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
-            call[name] = repr(error)
-    data, numbers = json.dumps(call).encode(), [*slices.values(), 0, 0][:2]
-    hashes = all_gather(torch.tensor([_hash(data), len(data), *numbers], device=device), group).T.tolist()
-    if len(set(hashes[0])) > 1:
-        texts = all_gather(torch.tensor([*data.ljust(max(hashes[1]))], dtype=torch.uint8, device=device), group)
-        calls = [json.loads(bytes(text)) for text in texts.tolist()]
-        other = next(rank for rank, given in enumerate(calls) if given != call)
-        pairs = {name: (call.get(name), calls[other].get(name)) for name in {**call, **calls[other]}}
-        differ = ", ".join([f"{name}={own} and {text}" for name, (own, text) in pairs.items() if own != text])
-        raise ValueError(
-            "the processes of the group were given different arguments or options: "
-            f"ranks {group.rank()} and {other} have {differ}"
-        )
-    for name, fingerprints in zip(slices, hashes[2:], strict=False):
-        if b"not its slice" not in data:  # otherwise each process raises an error that names its number of classes
-            refuse_equal_slices(fingerprints, name)
-
-
 def has_classes(name: str) -> bool:
     """Return True if the tensor of this name has an entry, a row or a column for each class of this process."""
     of_head = name.endswith(("_weight", "_bias", "logits")) and name != "token_weight"
@@ -119,60 +78,6 @@ def has_classes(name: str) -> bool:
 
 def has_hidden_states(name: str) -> bool:
     return name in ("input", "student", "teacher") or ("adapters[" in name and name.endswith("[0]"))
-
-
-def _text_of_classes(name: str, size: int, arguments: Mapping[str, Any], group: Any) -> str:
-    """Return a text of the number of classes of a tensor, which is equal for the slices of all processes."""
-    vocab_size = arguments["vocab_size"]
-    if vocab_size is None:  # All slices have one length. `merge_results` compares the lengths of logits.
-        return "its slice" if name == "logits" and arguments["weight"] is None else f"{size} of V"
-    start, stop = shard_bounds(vocab_size, group.size(), group.rank())
-    if name == "weight" and (size == vocab_size or size < vocab_size == 1):  # a slice of one class has all or none
-        return "all"
-    return f"{'' if size == stop - start else 'not '}its slice of {vocab_size}"
-
-
-def _describe(name: str, value: Any, arguments: Mapping[str, Any], group: Any) -> Iterator[tuple[str, str]]:
-    """Yield texts of an argument by name. They are equal in processes whose arguments fit together."""
-    if isinstance(value, (tuple, list)) and any(isinstance(each, (Tensor, tuple, list)) for each in value):
-        for k, each in enumerate(value):
-            yield from _describe(f"{name}[{k}]", each, arguments, group)
-    elif not isinstance(value, Tensor):  # 1 and 1.0 are equal. A text may have an address.
-        yield name, re.sub(r" at 0x\w+", "", repr(value)).removesuffix(".0")
-    else:
-        if name == "target" and value.is_floating_point():  # so that the error names the process that must change
-            raise TypeError(f"target must hold class indices, got {value.dtype}")
-        sizes, values, is_of_classes = [*map(str, value.shape)], "", has_classes(name) or name == "weight"
-        if is_of_classes:
-            dim = -1 if name == "logits" else 0
-            sizes[dim] = _text_of_classes(name, value.shape[dim], arguments, group)
-        if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            values = f" of {type(value).__name__}, {value.layout}"
-        elif value.dim() == 0:
-            values = f" of {value.item()}"
-        elif not value.is_floating_point():
-            factors = torch.randint(2**62, value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-            values = f" with the hash {int((value.cpu() * factors).sum())}"
-        elif not (is_of_classes or has_hidden_states(name)):  # The numbers may differ by rounding errors.
-            values = f" with {int((value > 0).sum())} numbers above 0"
-        words = "shapes of" if "[" in name else "classes of" if is_of_classes else "the shape of"
-        yield f"{words} {name}", f"({', '.join(sizes)}){values}"
-        yield f"dtypes of {name}", f"{value.dtype} on {value.device.type}"
-        yield f"required gradients of {name}", str(torch.is_grad_enabled() and value.requires_grad)
-
-
-def _fingerprint_of_slice(name: str, x: Tensor) -> int:
-    """Return a hash of some entries of the slice; 0, for no comparison, if its classes are equal or have a NaN."""
-    classes = x.detach().movedim(-1 if name == "logits" else 0, 0).unsqueeze(-1)
-    classes = classes[:: 1 + len(classes) // _SAMPLES].flatten(1)
-    classes = classes[:, :: 1 + classes.shape[1] // _SAMPLES]
-    is_constant = bool((classes == classes[:1]).all()) or bool(classes.isnan().any())
-    return 0 if is_constant else _hash(repr(classes.tolist()).encode())
-
-
-def _hash(data: bytes) -> int:
-    """Return a hash that is equal for equal data in all processes."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:7], "big")
 
 
 def shard_from_group(

@@ -255,21 +255,23 @@ def test_divergences() -> None:
 
 @in_processes(most_processes())
 def test_different_settings() -> None:
-    """Check that settings of DTensors are compared, too."""
-    p = problem((3, 4), 16, 41)
-    mesh, is_last = (
-        init_device_mesh(device().type, (dist.get_world_size(),)),
-        dist.get_rank() == dist.get_world_size() - 1,
-    )
-    weight, x = distribute_tensor(p.linear_weight, mesh, [Shard(0)]), distribute_tensor(p.input, mesh, [Replicate()])
+    """Check that all processes of a mesh compare the arguments of calls with DTensors, before they redistribute."""
+    p, is_last = problem((4, 8), 16, 41), dist.get_rank() == dist.get_world_size() - 1
+    for mesh, tokens, classes in _meshes():
+        x, weight = distribute_tensor(p.input, mesh, tokens), distribute_tensor(p.linear_weight, mesh, classes)
+        target = distribute_tensor(p.target, mesh, [type(t)(t.dim % 3) if hasattr(t, "dim") else t for t in tokens])
+        changes = [("z_loss", 0.1), ("reduction", "sum"), ("shift", 1), ("target", None)]
+        if all(t.is_replicate() for t in (*tokens, *classes)):
+            changes = []  # No process needs another.
+        for name, value in changes:
+            with pytest.raises(ValueError, match=f"given different arguments.*{name}"):
+                flce.fused_linear_cross_entropy(x, weight, **{"target": target, **({name: value} if is_last else {})})
+        flce.fused_linear_cross_entropy(x, weight, target)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     logits = distribute_tensor(p.input @ p.linear_weight.T, mesh, [Shard(2)])
-    for call in (
-        lambda **more: flce.fused_linear_cross_entropy(x, weight, p.target, **more),
-        lambda **more: flce.cross_entropy(logits, p.target, **more),
-    ):
-        with pytest.raises(ValueError, match=r"given different arguments.*z_loss"):
-            call(z_loss=0.1 * is_last)
-        call(z_loss=0.1)
+    with pytest.raises(ValueError, match=r"given different arguments.*z_loss=0 and 0.1"):
+        flce.cross_entropy(logits, p.target, z_loss=0.1 * is_last)
+    flce.cross_entropy(logits, p.target, z_loss=0.1)
 
 
 def _loss(p: Problem, mesh: Any, tokens: list[Any], classes: list[Any]) -> tuple[dict[str, Any], Any]:
