@@ -65,7 +65,7 @@ LOGITS += ["({0} / 2)", "({0} * -0.5)", "({0} / temperatures({0}))", "({0} / (2 
 LOGPROBS = ["{0}.log_softmax(-1)"] * 6 + ["{0}.log_softmax(-1).detach()"] * 2 + ["Categorical(None, {0}).logits"]
 PROBABILITIES = ["{0}.softmax(-1)"] * 4 + ["{0}.softmax(-1).detach()"] * 2
 PROBABILITIES += ["{0}.log_softmax(-1).exp()", "Categorical(None, {0}).probs"]
-SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2"]
+SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2", ":0"]
 FILLED = torch.tensor([float(n) for n in NUMBERS] + [-1e4, 3.0], dtype=torch.float64)
 # Results that depend on rounding if the numbers have low precision.
 DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|floor|long\(")
@@ -254,6 +254,15 @@ def total(x: Tensor) -> Tensor:
         return x.double()
     weights = _drawn(tuple(x.shape), 11, "float64").to(x.dtype)
     return (x.nan_to_num(0.0, 0.0, 0.0) * weights).sum().double()
+
+
+def write_parts(x: Tensor) -> Tensor:
+    """Write to many views in place, and return a sum of functions of them."""
+    parts = [x[..., i, :] for i in range(x.shape[-2])]
+    parts += [x[:1], x[..., 1:], x[..., 0], x.view(-1, x.shape[-1])[1:]]
+    for factor, part in enumerate(parts):
+        part.mul_(1 + factor / 10)
+    return torch.stack([Doubled.apply(part).sum() for part in parts]).sum() + x
 
 
 @functools.lru_cache(maxsize=4096)
@@ -510,6 +519,7 @@ TOOLS: dict[str, Any] = {
     "entropy": entropy,
     "Categorical": Categorical,
     "loss_of": loss_of,
+    "write_parts": write_parts,
     "tangent": tangent,
     "few": few,
     "close": close,
@@ -775,7 +785,12 @@ class Draw(dict[str, str]):
         return drawn
 
     def pick(self, suits: Callable[[Tensor], bool]) -> str:
-        names = [n for n, x in self.tensors.items() if x.is_floating_point() and x.ndim and x.numel() and suits(x)]
+        is_empty = self.rng.random() < 0.3  # whether it may be
+        names = [
+            name
+            for name, x in self.tensors.items()
+            if x.is_floating_point() and x.ndim and (x.numel() or is_empty) and suits(x)
+        ]
         if not names:
             raise Unsuitable
         # Errors need chains: most lines use the result of the previous line, or the model's logits.
@@ -800,6 +815,8 @@ class Draw(dict[str, str]):
         return self.rng.choice(templates).format(self.rng.choice(LOGITS).format(name))
 
     def below(self, size: int) -> str:
+        if not size:
+            raise Unsuitable
         return str(self.rng.randrange(size))
 
     def dimension(self) -> str:
@@ -848,7 +865,7 @@ def _draw_setup(rng: random.Random) -> Setup:
     return Setup(
         dtype=dtype,
         bias=bias,
-        shape=rng.choices([(2, 4), (8,), (3, 1), (1, 5), (2, 2, 2)], [70, 10, 5, 10, 5])[0],
+        shape=rng.choices([(2, 4), (8,), (3, 1), (1, 5), (2, 2, 2), (0, 4), (0,)], [66, 10, 5, 10, 5, 3, 1])[0],
         max_workspace_bytes=rng.choice([None, 3000]),
         head=(13, 5) if tied else rng.choices([(13, 5), (5, 5), (13, 1), (5, 1), (1, 5)], [80, 8, 5, 4, 3])[0],
         frozen=rng.choice(names) if not tied and rng.random() < 0.15 else "",

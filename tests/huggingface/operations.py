@@ -212,6 +212,8 @@ real  {y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} - {x}.logsumexp(-1, keepdim=True)
 real  {y} = (torch.tanh({l}) - noise((4, 1)).float())[:, 1:].reshape(-1, 13) * 3.0
 lazy  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).float().log_softmax(-1)
+lazy  {y} = {x}.detach() - {x}.logsumexp(-1, keepdim=True)
+lazy  {y} = {x} - {x}.detach().logsumexp(-1, keepdim=True)
 real  {y} = ({x}.log_softmax(-1) + row({x})).log_softmax(-1)
 real  {y} = ({x} - learned(row({x}))).log_softmax(-1)
 real  {y} = {x} * learned(scalar(1.3))
@@ -271,6 +273,9 @@ lazy  {y} = {x}.softmax(-1) * {x}
 lazy  {y} = {x}.log_softmax(-1) * {x}.softmax(-1)
 real  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
 real  {y} = {x}.softmax(-1) * {o}.log_softmax(-1)
+real  {y} = ({x}.softmax(-1) * {o}).sum(-1)
+real  {y} = {x}.detach().softmax(-1) * {x}
+lazy  {y} = {x}.detach().softmax(-1) * {x}.detach().log_softmax(-1)
 real  {y} = {x}.softmax(-1) * {x} * {x}
 real  {y} = {x}.softmax(-1) / {x}
 real  {y} = {x}.softmax(-1) / noise({x}.shape[:-1]).abs().unsqueeze(-1)
@@ -286,6 +291,8 @@ loss  {y} = (-({x} / 0.5).log_softmax(-1) * ({x} / 0.5).softmax(-1)).sum(dim=(-1
 loss  {y} = entropy({x})
 loss  {y} = entropy({x}.float() / noise({x}.shape[:-1]).abs().unsqueeze(-1))
 loss  {y} = {x}.logsumexp(-1) - torch.sum(F.softmax({x}, dim=-1) * {x}, dim=-1)
+loss  {y} = {x}.logsumexp(-1) + entropy({x}.detach())
+loss  {y} = {x}.detach().logsumexp(-1) + entropy({x})
 real  {y} = (({x}.float() / -0.7).softmax(-1) * {x} * 2.0).sum(-1, dtype=torch.float64)
 loss  {y} = Categorical(logits={x}, validate_args=True).entropy()
 loss  {y} = Categorical(logits={x} / 2.0, validate_args=False).log_prob(chosen({x}).squeeze(-1))
@@ -402,6 +409,7 @@ loss  {y} = {g}.log_softmax(-1)[:, -1, [0, -1]].mul_({n})
 loss  {y} = {l}.tanh()[[1], :, 5].mul_({n})
 loss  {y} = {l}.log_softmax(-1)[[1], :, 5].mul_({n})
 real  {x}.mul_(noise({x}.shape[-1:]))
+real  {y} = write_parts({g})
 lazy  {y} = {x}.div_({n})
 lazy  {x}.div_({n})
 real  {y} = {x}.add_({n})

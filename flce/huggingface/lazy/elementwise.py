@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce.huggingface.divided_head import HeadDivision
 from flce.huggingface.lazy import divergences
-from flce.huggingface.lazy.normal_form import IDENTITY, require_lazy
+from flce.huggingface.lazy.normal_form import IDENTITY, NoLazyFormError, require_lazy
 from flce.huggingface.lazy.state import LazyState, Term, is_class_dim
 from flce.huggingface.wrappers import resolve_stand_in
 from flce.ops.arguments import FLOATING, autocast_result_dtype
@@ -21,7 +21,8 @@ def divide(state: LazyState, other: Any, name: str = "div") -> Any:
     """Divide by a number, a 0-d tensor, or a temperature for each token. ``name``: "mul" multiplies."""
     if isinstance(other, Tensor):
         return _scale_by_tensor(state, name, other)
-    require_lazy(isinstance(other, (int, float)) and not isinstance(other, bool))
+    if not isinstance(other, (int, float)) or isinstance(other, bool):
+        raise NoLazyFormError
     return state.with_op(name, other)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.normal_form import require_lazy
+from flce.huggingface.lazy.normal_form import NoLazyFormError, require_lazy
 from flce.huggingface.lazy.state import LazyState, is_class_dim, normalized_dim
 from flce.huggingface.lazy.values import class_values
 
@@ -25,7 +25,8 @@ def reshaped(method: Callable[..., Tensor]) -> Callable[..., Any]:
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
         before = state.shape
         after = method(torch.empty(before, device="meta"), *args, **kwargs).shape  # raises PyTorch's errors
-        require_lazy(after[-1:] == before[-1:])
+        if after[-1:] != before[-1:]:
+            raise NoLazyFormError
         if method is Tensor.flatten and after == before:
             return state  # stock returns the tensor itself
         return state.with_hidden(lambda hidden: hidden.reshape(*after[:-1], hidden.shape[-1]))
@@ -93,7 +94,8 @@ def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens by indexing the hidden states, and classes by indexing the rows of the head."""
     items, classes = _expand_index(state, index)
     advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
-    require_lazy(not (advanced and isinstance(classes, Tensor)))  # PyTorch combines both indices
+    if advanced and isinstance(classes, Tensor):  # PyTorch combines both indices
+        raise NoLazyFormError
     tokens = state
     if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
         tokens = state.with_hidden(lambda hidden: hidden[tuple(items)])
@@ -159,5 +161,6 @@ def _expand_index(state: LazyState, index: Any) -> tuple[list[Any], Any]:
     position = len(items) if ellipsis_position is None else ellipsis_position
     items[position : position + 1] = [slice(None)] * (ndim - dim)
     last = items.pop() if dim <= ndim and items else None
-    require_lazy(last is not None and not (isinstance(last, Tensor) and last.dtype == torch.bool))
+    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool):
+        raise NoLazyFormError
     return items, last

@@ -179,10 +179,12 @@ class LazyState:
 
     @property
     def shape(self) -> torch.Size:
-        tokens = self.hidden.shape[:-1]
+        head: Any = self.terms[0]
+        tokens = head.hidden.shape[:-1]
+        vocab_size = head.weight.shape[0] if self.division is None else self.division.vocab_size
         if self.class_dim == -1:
-            return torch.Size((*tokens, self.vocab_size))
-        return tokens if self.class_dim is None else torch.Size((tokens[0], self.vocab_size, *tokens[1:]))
+            return torch.Size((*tokens, vocab_size))
+        return tokens if self.class_dim is None else torch.Size((tokens[0], vocab_size, *tokens[1:]))
 
     @property
     def ndim(self) -> int:
@@ -251,7 +253,8 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """Return the state after an operation on the token dimensions, which is applied to the hidden states."""
         terms = tuple([term.with_hidden(function) for term in self.terms])
-        return replace(self, terms=terms, token_vectors=self.map_token_vectors(function), cached_results={})
+        vectors = {name: function(vector) for name, vector in self.token_vectors.items()}
+        return replace(self, terms=terms, token_vectors=vectors, cached_results={})
 
     def with_terms(self, terms: Iterable[Term], **others: Any) -> LazyState:
         """Return the state with other terms."""
@@ -299,7 +302,9 @@ class LazyState:
         with self.gathered_weights(can_synchronize=True):
             merge = None if self.division is None else self.division.merge_classes
             logits = self._sum_of_products(F.linear, merge=merge).to(self.device)
-            return logits.squeeze(-1) if self.class_dim is None else logits.movedim(-1, self.class_dim)
+            if self.class_dim == -1:
+                return logits  # a hook on a view would run at other times
+            return logits.squeeze(-1) if self.class_dim is None else logits.transpose(1, 2)
 
     def of_classes(self, index: Tensor) -> Tensor:
         """Compute the logits ``(..., K)`` of classes. ``index``: ``(..., K)`` for each token, or ``(K,)`` for all."""

@@ -154,7 +154,7 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
     state.count_result(is_loss=False)
     with state.gathered_weights():
         terms = [term.map_tensors(mean, "weight", "bias") for term in state.resolved_terms]
-    return state.with_terms(terms).as_copy().logits().squeeze(-1)
+    return state.with_terms(terms).as_copy().logits().sum(-1)  # the sum over one class is no view
 
 
 def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
