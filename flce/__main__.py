@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from flce.core.project import COMMAND_LINE_PACKAGES
-
+COMMAND_LINE_PACKAGES = "matplotlib numpy rich typer"  # by their names on PyPI
 INTERRUPTED = 130  # the exit status that shells give to Ctrl-C
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from demo import Curve, compare_runs, examples, has_gpu, need_packages
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
 if TYPE_CHECKING:

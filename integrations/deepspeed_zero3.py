@@ -22,7 +22,7 @@ import typer
 
 import accelerate_fsdp2
 from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 from processes import average_over_processes, run_in_two_processes
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import flce
 from flce.core.sizes import MIB
-from flce.testing.models import VOCAB_SIZE, tiny_model
+from flce.testing import VOCAB_SIZE, tiny_model
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from unittest import mock
 import typer
 
 from demo import Curve, compare_runs, examples, has_gpu, need_packages
-from flce.testing.models import SIZES
+from flce.testing import SIZES
 from processes import average_over_processes, run_in_two_processes
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from demo import Curve, compare_runs, curve_trainer, examples, has_gpu, need_packages, record_curve, trainer_settings
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 
 def quantized_model(adapt_head: bool) -> Any:

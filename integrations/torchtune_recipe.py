@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from demo import Curve, compare_runs, examples, has_gpu, need_packages, save_model
-from flce.testing.models import SIZES
+from flce.testing import SIZES
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from demo import (
     trainer_settings,
     trl_installed,
 )
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
 
 from demo import tiny_tokenizer  # noqa: E402
-from flce.testing.models import tiny_model  # noqa: E402
+from flce.testing import tiny_model  # noqa: E402
 
 
 def commands() -> str:

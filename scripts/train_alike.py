@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR = 2.0

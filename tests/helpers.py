@@ -20,8 +20,7 @@ from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
 from flce.planning.search import make_plan
 from flce.testing.oracle import OracleResult
-from flce.testing.problem import ALL_GRADS, CallResult, Problem, run_fused, run_oracle
-from flce.testing.tolerances import TOLERANCE
+from flce.testing.problem import ALL_GRADS, TOLERANCE, CallResult, Problem, run_fused, run_oracle
 
 STATS = ("lse", "logprob", "entropy", "argmax", "correct")
 FLOAT_STATS = ("lse", "logprob", "entropy")

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from flce.core.device_profile import apply_profile
-from flce.core.device_record import CPU, UNKNOWN_DEVICE, DeviceRecord, record_from_properties
+from flce.core.device_record import CPU, UNKNOWN_DEVICE, DeviceRecord, apply_profile, record_from_properties
 
 
 def list_devices() -> list[torch.device]:

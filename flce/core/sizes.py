@@ -1,4 +1,4 @@
-"""Conversion between numbers of bytes, or shapes, and text."""
+"""Text of messages: numbers of bytes, shapes, and addresses of the documents."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 
 MIB, GIB = 1 << 20, 1 << 30
 UNITS = {"kb": 1000, "kib": 1 << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+# A wheel does not contain the documents. A release sets this address, here and in the files that describe the project
+# (.github/workflows/release.yml).
+REPOSITORY_URL = ""
 MAX_SIZE = 1 << 30  # of a dimension: the bytes of all tensors of a plan then fit into 64 bits
 
 
@@ -37,3 +40,10 @@ def size_text(size: float) -> str:
     if size >= GIB:
         return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
     return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.2f} MiB"
+
+
+def locate_page(page: str) -> str:
+    """Return the address of a page of the documents. ``page``: such as ``trainers.md``."""
+    if not REPOSITORY_URL:
+        return f"docs/{page} in flce's repository"
+    return f"{REPOSITORY_URL}/blob/main/docs/{page}"

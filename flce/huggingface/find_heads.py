@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.ops.arguments import is_quantised
-from flce.torch_ops.frames import skip_frame_and_callees
+from flce.torch_ops import skip_frame_and_callees
 
 
 def find_language_models(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:

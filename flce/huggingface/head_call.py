@@ -35,7 +35,7 @@ from flce.huggingface.wrappers import (
     unsharded,
 )
 from flce.ops.arguments import autocast_dtype
-from flce.torch_ops.frames import is_exported, is_in_forward_ad, is_transformed
+from flce.torch_ops import is_exported, is_in_forward_ad, is_transformed
 
 
 def reason_not_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -59,7 +59,7 @@ from flce.huggingface.usage import (
 from flce.huggingface.wrappers import current_checkpoint, is_partitioned, is_reentrant, reason_wrapper_not_lazy
 from flce.ops.arguments import names_replacements
 from flce.ops.vocabulary_parallel import is_dtensor
-from flce.torch_ops.frames import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
+from flce.torch_ops import can_break_graph, register_skipped_frames, skip_frame, skip_frame_and_callees
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -29,7 +29,7 @@ from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.huggingface.wrappers import is_partitioned
 from flce.ops.arguments import check_options
-from flce.torch_ops.frames import register_skipped_frames, skip_frame, skip_frame_and_callees
+from flce.torch_ops import register_skipped_frames, skip_frame, skip_frame_and_callees
 
 __all__ = ["install", "uninstall"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from flce.core.callers import WarningKey, find_caller
-from flce.core.project import locate_page
+from flce.core.sizes import locate_page
 
 EXPLICIT_MATERIALIZE = "materialize()"
 

@@ -22,7 +22,7 @@ from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, Los
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
 from flce.ops.vocabulary_parallel import NOT_SHARDED, ShardedHeadArguments, prepare_sharded_head
-from flce.torch_ops.frames import is_in_forward_ad, is_in_transform
+from flce.torch_ops import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,7 +26,7 @@ from flce.engine.case import Case
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError, make_plan, plan_for_case, plan_for_shard
-from flce.torch_ops.registration import from_json, to_json
+from flce.torch_ops import from_json, to_json
 
 ResultT = TypeVar("ResultT")
 

@@ -28,9 +28,13 @@ from flce.planning import new_shapes
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
-from flce.torch_ops import flops
-from flce.torch_ops.frames import register_skipped_frames, skip_frame_and_callees
-from flce.torch_ops.registration import register_operator
+from flce.torch_ops import (
+    register_formula,
+    register_operator,
+    register_skipped_frames,
+    skip_frame_and_callees,
+    update_active_counters,
+)
 
 # The fields of `RowOutputs`, (0,) if not requested; the gradients times a gradient scale, in the order of `Needs.flat`
 # (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
@@ -46,7 +50,7 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         tensors = call.tensors()
         if _can_bypass_dispatcher(tensors):
             return RowOutputs._make(flce_linear_cross_entropy.apply(call, *tensors))
-        flops.update_active_counters()
+        update_active_counters()
     *outputs, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.to_arguments())
     return RowOutputs.from_tensors(problem.spec, outputs)
 
@@ -128,7 +132,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     gradients: Sequence[Tensor] = ()
     can_bypass = _can_bypass_dispatcher((grad_loss, *saved))
     if not can_bypass:
-        flops.update_active_counters()
+        update_active_counters()
     if any(ctx.needs):  # in place only if no other backward reads the saved gradients again
         gradients = _compute_gradients(ctx, saved, grad_loss, can_bypass, in_place=not private.is_graph_retained())
     return OperatorArguments.place_gradients(
@@ -240,8 +244,8 @@ register_operator(
     lambda x, factor, dtype: get_backend(x.device).scale_cast(x, factor, dtype),
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
-flops.register_formula("linear_cross_entropy", _forward_flops)
-flops.register_formula(
+register_formula("linear_cross_entropy", _forward_flops)
+register_formula(
     "linear_cross_entropy_backward",
     lambda normalizer, upstream, *args, out_val: sum(OperatorArguments(*args).to_call().flops()),
 )

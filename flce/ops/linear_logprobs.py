@@ -24,8 +24,7 @@ from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for
 from flce.planning import new_shapes
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError
-from flce.torch_ops import flops
-from flce.torch_ops.registration import register_operator
+from flce.torch_ops import register_formula, register_operator, update_active_counters
 
 
 class LogprobResults(NamedTuple):
@@ -60,7 +59,7 @@ def linear_logprobs(
     """
     spec = per_token.logprob_spec(problem)
     if not torch.compiler.is_compiling():
-        flops.update_active_counters()
+        update_active_counters()
     call = LinearCall(problem, options, torch.compiler.is_compiling(), candidates if spec.candidates else None)
     results = LogprobResults._make(torch.ops.flce.linear_logprobs(*call.to_arguments()))._asdict()
     for name, requested in zip(LogprobResults._fields, _requested_results(spec), strict=True):
@@ -165,7 +164,7 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     given = upstream[:_NUM_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
         return OperatorArguments.place_gradients(ctx.needs, num_teacher_terms=ctx.num_teacher_terms)
-    flops.update_active_counters()
+    update_active_counters()
     tensors = ctx.saved_tensors  # read once, as checkpoints require
     saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
     arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
@@ -215,5 +214,5 @@ register_operator(
     _backward,
     lambda *args: _backward_arguments(*args)[0].fake_gradients(),
 )
-flops.register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
-flops.register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))
+register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
+register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))

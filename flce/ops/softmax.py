@@ -15,7 +15,7 @@ from flce.backends import get_backend
 from flce.core.numbers import check_dtype, check_int
 from flce.core.problem import accumulation_dtype
 from flce.ops.arguments import FLOATING, autocast_result_dtype, check_tensor, refuse_transforms
-from flce.torch_ops.registration import register_operator
+from flce.torch_ops import register_operator
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from flce.core.problem import LossSpec
 from flce.core.shard import Shard, all_gather, shard_bounds
 from flce.engine.shards import gather_shard_results, merge_shard_results, unpack_shard_results
 from flce.engine.vectors import can_read_values as can_read_values
-from flce.torch_ops.registration import register_operator
+from flce.torch_ops import register_operator
 
 
 class ShardedHeadArguments(NamedTuple):

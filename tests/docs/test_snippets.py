@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import flce
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 ROOT = Path(__file__).parents[2]
 # Other tests run the blocks of these pages, and compare with other libraries.

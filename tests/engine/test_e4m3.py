@@ -17,7 +17,7 @@ from flce.core.device_record import KNOWN_KINDS
 from flce.core.gemm import e4m3_scale, matmul
 from flce.engine.e4m3 import ChunkSizes
 from flce.planning import search
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests import interpreted_bfloat16, interpreted_e4m3
 from tests.helpers import parametrize_pairs, plan_for

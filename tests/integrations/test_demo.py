@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the model")
 import demo
 import flce
 from benchmarks.memory import MemoryProfile
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 from tests.processes import run_python
 
 ROOT = Path(flce.__file__).parents[1]

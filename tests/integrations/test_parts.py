@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import flce
 from demo import is_fused
 from flce.huggingface import FlceCallback
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 Part = Callable[..., Any]
 

@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 import demo
 import flce
 import processes
-from flce.testing.models import VOCAB_SIZE
+from flce.testing import VOCAB_SIZE
 from tests.processes import World, run_python
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"

@@ -22,7 +22,7 @@ from flce.huggingface import (  # noqa: E402
     MaterializedLogitsError,
     MaterializedLogitsWarning,
 )
-from flce.testing.models import tiny_model  # noqa: E402
+from flce.testing import tiny_model  # noqa: E402
 
 STEPS = 3
 

@@ -19,7 +19,7 @@ import transformers
 import demo
 import flce
 from flce.huggingface import callback
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
 BLOCKS = {

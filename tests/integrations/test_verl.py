@@ -211,7 +211,7 @@ def test_the_simulation_equals_verl(without_verl: None) -> None:
 def test_a_model_of_verl(without_verl: None) -> None:
     """Check a model's forward if the function was replaced after its import."""
     pytest.importorskip("transformers")
-    from flce.testing.models import VOCAB_SIZE, tiny_model
+    from flce.testing import VOCAB_SIZE, tiny_model
 
     import_verl(KERNEL)
     forward = import_verl("verl.models.transformers.dense_common").forward_with_triton_backend

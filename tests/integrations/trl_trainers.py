@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from demo import excerpts, tiny_tokenizer, trainer_settings, trl_installed
-from flce.testing.models import tiny_model
+from flce.testing import tiny_model
 from trl_train import preferences
 
 disable_progress_bars()

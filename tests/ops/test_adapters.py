@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 import flce
 from flce.core.gemm import matmul
-from flce.testing.problem import make_problem, run_fused
-from flce.testing.tolerances import TOLERANCE
+from flce.testing.problem import TOLERANCE, make_problem, run_fused
 from tests.helpers import assert_near
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])

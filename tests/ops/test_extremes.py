@@ -15,6 +15,7 @@ import flce
 from flce.engine.schedules.unnormalized import Unnormalized
 from flce.testing.problem import (
     IGNORED,
+    TOLERANCE,
     Problem,
     make_problem,
     relative_error,
@@ -22,7 +23,6 @@ from flce.testing.problem import (
     run_oracle,
     run_stock,
 )
-from flce.testing.tolerances import TOLERANCE
 from tests import forced, interpreted_bfloat16
 from tests.extremes import every_extreme, extremes, has_softmax, targets
 from tests.forced import blocks_of_16, force

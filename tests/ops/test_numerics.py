@@ -17,8 +17,18 @@ from flce.engine.borrowing import BlockLayout
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.statistics import Statistics
-from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
-from flce.testing.tolerances import EXACT_LOGITS, INTERPRETED, RESULTS, Tolerance
+from flce.testing.problem import (
+    EXACT_LOGITS,
+    INTERPRETED,
+    RESULTS,
+    Problem,
+    Tolerance,
+    make_problem,
+    relative_error,
+    run_fused,
+    run_oracle,
+    run_stock,
+)
 from tests.forced import blocks_of_16, force
 from tests.helpers import BACKENDS, REDUCTIONS, STRATEGIES, num_blocks, parametrize_pairs
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import flce
-from flce.core import project
+from flce import __main__ as command
+from flce.core import sizes
 from tests.processes import ROOT, run_python
 
 FOLDERS = ("flce", "tests", "benchmarks", "integrations", "scripts", "docs")  # folders of a checkout
@@ -158,9 +159,9 @@ def test_the_address(tmp_path: Path) -> None:
 
 
 def test_locate_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert project.locate_page("memory.md") == "docs/memory.md in flce's repository"
-    monkeypatch.setattr(project, "REPOSITORY_URL", "https://github.com/owner/flce")
-    assert project.locate_page("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
+    assert sizes.locate_page("memory.md") == "docs/memory.md in flce's repository"
+    monkeypatch.setattr(sizes, "REPOSITORY_URL", "https://github.com/owner/flce")
+    assert sizes.locate_page("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
 
 
 def test_messages_name_only_files_of_the_wheel() -> None:
@@ -175,7 +176,7 @@ def test_messages_name_only_files_of_the_wheel() -> None:
         wrong += [(file.name, text) for text in texts.values() if re.search(r"docs/\w|flce\[", str(text))]
     assert wrong == []
     (extra,) = re.findall(r"^cli = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert project.COMMAND_LINE_PACKAGES.split() == re.findall(r'"([\w-]+)', extra)
+    assert command.COMMAND_LINE_PACKAGES.split() == re.findall(r'"([\w-]+)', extra)
 
 
 def test_versions_agree() -> None:

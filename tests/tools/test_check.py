@@ -23,12 +23,22 @@ from typer.testing import CliRunner
 
 import flce
 from flce.backends.eager import TorchBackend
-from flce.testing.problem import relative_error
-from flce.testing.tolerances import RESULTS
-from flce.tools import check, machine, processes
-from flce.tools.check import CPU, Check, CheckResult, Figure, Results, compare_results, list_checks
+from flce.testing.problem import RESULTS, relative_error
+from flce.tools import check, machine
+from flce.tools.check import (
+    CPU,
+    Check,
+    CheckResult,
+    Figure,
+    Results,
+    SplitCheck,
+    choose_device,
+    compare_results,
+    list_checks,
+    run_split,
+    split_checks,
+)
 from flce.tools.cli.check import check as check_command
-from flce.tools.processes import SplitCheck, choose_device, run_split, split_checks
 
 
 @pytest.fixture(autouse=True)
@@ -303,12 +313,12 @@ def test_processes_with_and_without_faults(plain: SplitCheck) -> None:
 
 @distributed
 def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "COLLECTIVE_TIMEOUT", 2.0)
-    monkeypatch.setattr(processes, "TIMEOUT_AFTER_FIRST_EXIT", 0.5)
+    monkeypatch.setattr(check, "COLLECTIVE_TIMEOUT", 2.0)
+    monkeypatch.setattr(check, "TIMEOUT_AFTER_FIRST_EXIT", 0.5)
     (found,) = run_split([faulty("hangs", plain), plain], 2)
     assert found.status == "failed"
     assert "rank 1: ended or gave no result within 2 s." in found.wrong
-    monkeypatch.setattr(processes, "TOTAL_TIMEOUT", 0.1)
+    monkeypatch.setattr(check, "TOTAL_TIMEOUT", 0.1)
     (found,) = run_split([plain, plain], 2)  # the processes end before the first check
     assert (found.status, len(found.wrong)) == ("failed", 2)
 
@@ -335,7 +345,7 @@ def test_the_command_with_processes(status: Any, monkeypatch: pytest.MonkeyPatch
     """Check that a fault of one of several processes is in the report and sets the exit status."""
     result = CheckResult("2 processes", "torch", "default", "float32", status, wrong=("so it is",))
     monkeypatch.setattr(check, "list_checks", lambda *_: ([], {}))
-    monkeypatch.setattr(processes, "run_split", lambda checks, count: [result])
+    monkeypatch.setattr(check, "run_split", lambda checks, count: [result])
     output = invoke("--device", "cpu", "--processes", "2")
     assert output.exit_code == (status == "off"), output.output
     assert ("so it is" in output.output) == (status == "off")

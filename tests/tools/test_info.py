@@ -16,10 +16,8 @@ pytest.importorskip("rich", reason="the command line")
 from typer.testing import CliRunner
 
 import flce
-from flce.__main__ import main
-from flce.core.project import COMMAND_LINE_PACKAGES
-from flce.tools.cli import app
-from flce.tools.cli.info import known_problems
+from flce.__main__ import COMMAND_LINE_PACKAGES, main
+from flce.tools.cli import app, known_problems
 from tests.processes import run_python
 
 COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
@@ -49,13 +47,13 @@ finally:
         assert len(arguments) == 1 or f"flce {arguments[0]}" in done.stdout
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich", "flce.tools.cli.info"])
+@pytest.mark.parametrize("missing", ["typer", "rich", "flce.tools.cli.plan"])
 def test_without_a_module(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the error names the missing package to install. The error of another module is not hidden."""
     for name in [name for name in sys.modules if name.startswith((f"{missing}.", "flce.tools.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    if missing == "flce.tools.cli.info":
+    if missing == "flce.tools.cli.plan":
         with pytest.raises(ModuleNotFoundError, match=missing):
             main()
         return

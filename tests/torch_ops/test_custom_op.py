@@ -20,7 +20,7 @@ from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
-from flce.torch_ops.registration import from_json, to_json
+from flce.torch_ops import from_json, to_json
 from tests.helpers import (
     REDUCTIONS,
     STATS,

@@ -17,7 +17,7 @@ from flce.huggingface.lazy.base import CLASS_BY_COMPILING, Family, LazyBase, Vie
 from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.wrappers import hook_from_node
-from flce.torch_ops.frames import skip_frame_and_callees
+from flce.torch_ops import skip_frame_and_callees
 
 
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]

@@ -49,18 +49,17 @@ def check(
     import torch
 
     from flce.core.devices import find_device
-    from flce.tools import processes as split
-    from flce.tools.check import list_checks
+    from flce.tools.check import list_checks, run_split, split_checks
     from flce.tools.machine import environment
 
     only = None if device is None else parse_option("--device", find_device, device)
     given = {"--device": device, "--processes": processes}
     command = shlex.join(["flce", "check", *(f"{word}" for pair in given.items() if pair[1] for word in pair)])
-    divided = parse_option("--processes", split.split_checks, processes, only) if processes else []
+    divided = parse_option("--processes", split_checks, processes, only) if processes else []
     checks, missing = list_checks(only)
     torch.set_num_threads(1)  # the checks are so small that several threads would be slower
     shown = track(checks, f"{len(checks)} checks", console=stderr(), transient=True)
-    results = [each.run() for each in shown] + (split.run_split(divided, processes) if processes else [])
+    results = [each.run() for each in shown] + (run_split(divided, processes) if processes else [])
     wrong, number = [result for result in results if result.status != "right"], len(results)
     verdict = "Nothing was checked."
     if wrong:

@@ -15,8 +15,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from flce.core.project import locate_page
-from flce.core.sizes import parse_bytes, parse_sizes, size_text
+from flce.core.sizes import locate_page, parse_bytes, parse_sizes, size_text
 from flce.tools.cli.output import (
     Json,
     integer_option,

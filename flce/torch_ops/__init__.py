@@ -1,1 +1,0 @@
-"""Registration of custom operators with PyTorch: FLOP formulas, frames of `torch.compile`."""
