@@ -87,23 +87,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@parametrize_pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 37, 64], grads=["xw", "xwt", "x", "w"])
-def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, device: torch.device) -> None:
-    problem = problem_of(device, **EXTRAS[extras])
-    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
-    plan_of(problem, options, grads.removesuffix("t"))
-    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
-
-
-@pytest.mark.parametrize("valid", [0, 1, 31, 32, 33, 64, 75])
-def test_rows_that_are_not_ignored(valid: int, device: torch.device) -> None:
-    """These rows end in the middle of chunks and at their borders."""
-    problem = problem_of(device, leading=(75,), vocab=300, reduction="sum")
-    problem.target[torch.randperm(75)[valid:].to(device)] = -100
-    options = flce.ChunkOptions(skip_ignored=True, chunk_rows=32)
-    check(problem, options=options, grads="xw", stats=("lse", "logprob"), tolerance=3 * ULP)
-
-
 def test_few_targets_of_many_rows(device: torch.device) -> None:
     """Sum many rows for one target, in several steps of the kernel, and no rows for other targets."""
     problem = problem_of(device, leading=(300,), hidden=600)
@@ -111,14 +94,6 @@ def test_few_targets_of_many_rows(device: torch.device) -> None:
     problem.target[::3] = 511
     problem.target[250:260] = 0
     check(problem, grads="xw", tolerance=3 * ULP)
-
-
-@pytest.mark.parametrize("ignore_index, rows", [(5, None), (516, 64), (-1, 64)])
-def test_ignore_index_among_the_classes(ignore_index: int, rows: int | None, device: torch.device) -> None:
-    problem = problem_of(device).with_(ignore_index=ignore_index)
-    problem.target[1] = ignore_index
-    options = flce.ChunkOptions(skip_ignored=False, chunk_rows=rows)
-    check(problem, options=options, grads="xw", tolerance=3 * ULP)
 
 
 def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
@@ -230,10 +205,6 @@ def test_logits_are_not_rounded(device: torch.device) -> None:
     for name in ("input", "weight"):
         mine_error, stock_error = (gradient_error(name, problem, result, expected) for result in (mine, stock))
         assert mine_error < 0.7 * stock_error
-
-
-def test_no_tokens(device: torch.device) -> None:
-    check(problem_of(device, leading=(0,), reduction="sum"), grads="xw", tolerance=3 * ULP)
 
 
 @pytest.mark.parametrize(

@@ -285,16 +285,6 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
     assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[dtype]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_gradient_of_token_weights(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    problem = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
-    problem.kwargs["token_weight"] = torch.linspace(0.0, 2.0, 10).view(2, 5).requires_grad_()
-    forced(monkeypatch, Unnormalized if dtype == BF16 else NormalizedChunks)
-    found = errors(problem, "xwt", options=KEEP_IGNORED)
-    assert "dt" in found
-    assert {name: e for name, e in found.items() if not e <= (5e-6 if name in ("loss", "dt") else LIMIT[dtype])} == {}
-
-
 @pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
 def test_nan_of_an_ignored_token(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """Its column of the gradient of the weight is NaN with every schedule."""

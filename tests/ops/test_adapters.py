@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import flce
 from flce.core.gemm import matmul
@@ -15,7 +13,6 @@ from flce.testing.problem import TOLERANCE, make_problem, run_fused
 from tests.helpers import assert_near
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
 
 @STRATEGIES
@@ -38,27 +35,6 @@ def test_gradients_of_some_adapters(strategy: str, backend: str, device: torch.d
     assert_near(b2.grad, expected, TOLERANCE[torch.float64], "gradient")
 
 
-@REDUCTIONS
-def test_lora(reduction: str, backend: str, device: torch.device) -> None:
-    """``x W^T + scale * x A^T B^T`` equals the head ``W + scale * B A``; the gradients of A, B and x are equal, too."""
-    p = make_problem((3, 7), 16, 50, bias=True, ignored=0.2, device=device, reduction=reduction)
-    scale = 0.3
-    down = torch.randn(4, 16, dtype=torch.float64, device=device)
-    up = torch.randn(50, 4, dtype=torch.float64, device=device)
-    results = []
-    for merged in (True, False):
-        x, a, b = (t.clone().requires_grad_() for t in (p.input, down, up))
-        w, adapters = p.linear_weight, [(scale * F.linear(x, a), b)]
-        if merged:
-            w, adapters = w + scale * b @ a, []
-        loss: Any = flce.fused_linear_cross_entropy(
-            x, w, p.target, linear_bias=p.linear_bias, adapters=adapters, reduction=reduction
-        )
-        loss.sum().backward()
-        results.append([loss.detach(), x.grad, a.grad, b.grad])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
-
-
 def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None:
     """If a tensor is in several terms (an adapter twice, an input of head and adapter), gradients add up."""
     p = make_problem((9,), 8, 30, adapter_ranks=(8,), device=device)
@@ -72,38 +48,6 @@ def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None
             loss.backward()
             results.append([loss.detach(), x.grad, w.grad, o.grad])
         torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)
-@STRATEGIES
-def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
-    """Results equal the results of cast tensors; gradients have the dtypes of the leaves."""
-    p = make_problem((11,), 8, 30, adapter_ranks=(3, 8), dtype=torch.float32, device=device)
-    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
-    adapters = [
-        (a.to(adapter_dtype, copy=True).requires_grad_(), b.to(adapter_dtype, copy=True).requires_grad_())
-        for a, b in p.adapters
-    ]
-    x = p.input.clone().requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16):
-        loss: Any = flce.fused_linear_cross_entropy(x, p.linear_weight, p.target, adapters=adapters, options=options)
-    loss.backward()
-    half = replace(
-        p,
-        input=p.input.bfloat16(),
-        linear_weight=p.linear_weight.bfloat16(),
-        adapters=tuple((a.bfloat16(), b.bfloat16()) for a, b in p.adapters),
-    )
-    expected = run_fused(half, grads="xaB", options=options)
-    assert torch.equal(loss, expected.loss)
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
-    assert torch.equal(x.grad.bfloat16(), expected.grad_input)  # type: ignore[arg-type]
-    for pair, expected_pair in zip(adapters, expected.grad_adapters, strict=True):
-        for tensor, grad in zip(pair, expected_pair, strict=True):
-            assert tensor.grad is not None
-            assert tensor.grad.dtype == adapter_dtype
-            assert torch.equal(tensor.grad.bfloat16(), grad)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------

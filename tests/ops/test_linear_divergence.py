@@ -135,46 +135,21 @@ def check(call: SimpleNamespace, kind: str, outputs: tuple[str, ...] = OUTPUTS, 
     assert all(torch.equal(getattr(out, name).detach(), getattr(again, name)) for name in outputs)
 
 
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scales": {"temperature": 0.7, "student_logit_scale": 0.8, "teacher_logit_scale": -0.6},
-    "softcap": {"student_softcap": 5.0, "teacher_softcap": 3.0, "temperature": 1.3},
-    "one softcap": {"teacher_softcap": 3.0, "student_bias": True},
-    "biases": {"student_bias": True, "teacher_bias": True},
-    "adapters": {"student_ranks": (3, 2), "student_bias": True, "teacher_ranks": (2, 5)},
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_grid(kind: str, feature: str, backend: str, device: torch.device) -> None:
-    for dtype in (torch.float32, torch.float64):
-        check(call_of(dtype=dtype, device=device, **FEATURES[feature]), kind)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_half_precision(
     kind: str, dtype: torch.dtype, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a CPU, and with the dtypes of a GPU: float32 tiles of logits, half-precision tiles of gradients."""
+    """With the dtypes of a GPU: float32 tiles of logits, half-precision tiles of gradients."""
     if device.type == "cpu" and backend == "triton":
         pytest.importorskip("tests.interpreted_bfloat16").fix_interpreter(monkeypatch)
-    for gpu in (False, True):
-        if gpu:
-            monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-            monkeypatch.setattr("flce.backends.eager.REDUCTION_BYTES", 0)
-        options = flce.ChunkOptions(skip_ignored=gpu, max_workspace_bytes=40001 if gpu else None)
-        check(call_of(17, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    monkeypatch.setattr("flce.backends.eager.REDUCTION_BYTES", 0)
+    options = flce.ChunkOptions(skip_ignored=True, max_workspace_bytes=40001)
+    check(call_of(17, dtype=dtype, device=device, student_softcap=5.0), kind, options=options)
 
 
-@pytest.mark.parametrize("outputs", [("divergence",), ("entropy", "divergence"), ("logprob",)], ids=str)
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_outputs(kind: str, outputs: tuple[str, ...], backend: str, device: torch.device) -> None:
-    check(call_of(7, device=device), kind, outputs)
-
-
-@pytest.mark.parametrize("budget, strategy", [(26 << 10, "tokens"), (48 << 10, "vocab"), (1 << 20, "vocab")])
+@pytest.mark.parametrize("budget, strategy", [(26 << 10, "tokens"), (48 << 10, "vocab")])
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_budgets(
     kind: str, budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device

@@ -137,15 +137,6 @@ def test_few_ignored_rows_are_dropped(function: str, torch_backend: str) -> None
         assert torch.equal(got, want)
 
 
-def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
-    p = make_problem((13,), 8, 30, class_weight=True, label_smoothing=0.1, device=device)
-    p.kwargs["weight"][::2] = 0.0
-    check(p)
-    check(p.with_(reduction="none"))
-    p.kwargs["weight"].zero_()
-    assert run_fused(p, grads="").loss.isnan()  # 0 / 0, as in PyTorch
-
-
 def test_a_tensor_of_no_items(backend: str, device: torch.device) -> None:
     """The loss is a division by 0 on every device, because the value of a GPU's tensor is not read."""
     for ignored, expected in ((1.0, math.nan), (0.2, math.inf)):
@@ -344,36 +335,6 @@ def test_the_gradient_of_weights_takes_no_pass_over_logits(
 
 # ---------------------------------------------------------------------------------------------------------
 # Autocast, gradient modes, determinism
-
-
-@parametrize_pairs(dtype=[torch.bfloat16, torch.float16], weight_dtype=["same", "low"], backend=BACKENDS)
-def test_autocast(dtype: torch.dtype, weight_dtype: str, backend: str, device: torch.device) -> None:
-    """float32 tensors, one of them perhaps in low precision: as exact as the stock path under autocast."""
-    p = make_problem((48,), 32, 200, dtype=torch.float32, bias=True, device=device)
-    w = p.linear_weight.to(dtype) if weight_dtype == "low" else p.linear_weight
-    expected = run_oracle(type(p)(p.input, w, p.target, p.linear_bias))
-    low = run_oracle(type(p)(p.input.to(dtype), w.to(dtype), p.target, p.linear_bias))
-
-    def under(f: Any) -> list[Tensor]:
-        def inner(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            with torch.autocast(device.type, dtype=dtype):
-                loss = f(x, w, b)
-            assert isinstance(loss, Tensor)
-            return loss
-
-        return losses_and_grads(inner, p.input, w, p.linear_bias)
-
-    ours = under(lambda x, w, b: fused(x, w, p.target, linear_bias=b))
-    theirs = under(lambda x, w, b: F.cross_entropy(F.linear(x, w, b).float(), p.target))
-    assert ours[0].dtype == torch.float32
-    assert [t.dtype for t in ours[1:]] == [torch.float32, w.dtype, torch.float32]
-    for name, mine, other in zip(("loss", "grad_input", "grad_weight", "grad_bias"), ours, theirs, strict=True):
-        reference = getattr(expected, name)
-        a, b = relative_error(mine, reference), relative_error(other, reference)
-        assert a <= 1.05 * b + 3e-4, (name, a, b)
-    # The result was indeed computed in low precision.
-    assert relative_error(ours[0], low.loss) < 2e-3
-    assert relative_error(ours[1], expected.grad_input) > 3e-5
 
 
 @pytest.mark.parametrize("enabled", [True, False])
