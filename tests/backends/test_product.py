@@ -50,27 +50,6 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") ->
     return plan
 
 
-EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {"leading": (3, 50)},  # more than one block of rows
-    "ignored": {"ignored": 0.4},
-    "bias": {"bias": True, "z_loss": 0.01},
-    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
-    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True, "z_loss": 1.0},
-    "none": {"reduction": "none", "class_weight": True, "token_weight": True, "ignored": 0.2},
-    # 17 blocks of rows, in two groups of different sizes
-    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320, "leading": (2140,)},
-}
-
-
-@pytest.mark.parametrize("extras", EXTRAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_against_the_oracle(extras: str, dtype: torch.dtype, device: torch.device) -> None:
-    problem = problem_of(device, dtype, **EXTRAS[extras])
-    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
-    plan_of(problem, options)
-    check(problem, options=options, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * HALF_ULP[dtype])
-
-
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ GPU instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,8 @@ from torch._dynamo.backends.debugging import aot_eager
 import flce
 from flce.engine import borrowing, case, sums
 from flce.engine.borrowing import BlockLayout
-from flce.engine.case import Case
-from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.planning import search
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused
 from tests.forced import force
@@ -40,14 +36,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
-    search.plan_for_case.cache_clear()
-    yield
-    search.plan_for_case.cache_clear()
-
-
 def with_borrowed(plan: ChunkPlan) -> list[slice]:
     """Return the blocks whose tiles are borrowed."""
     layout = getattr(plan.schedule, "layout", None)
@@ -57,59 +45,6 @@ def with_borrowed(plan: ChunkPlan) -> list[slice]:
 def borrows(plan: ChunkPlan) -> bool:
     """Return True if tiles or sums are in borrowed memory of dW."""
     return bool(with_borrowed(plan)) or isinstance(plan.schedule, BlocksAroundSum)
-
-
-def blocks_of_128(c: Case) -> Schedule:
-    return Blocks.from_size(c, 128)
-
-
-def blocks_around_sum(c: Case) -> BlocksAroundSum:
-    assert 128 in BlocksAroundSum.sizes(c)
-    return BlocksAroundSum.from_size(c, 128)
-
-
-@pytest.mark.parametrize("extras", EXTRAS)
-def test_borrowed_tiles(extras: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem(**SHAPE, dtype=torch.float32, **EXTRAS[extras])
-    plans = force(monkeypatch, blocks_of_128)
-    check(problem, options=VOCAB, grad_output=1.7)
-    assert len(plans) == 2
-    first, *others = plans[-1].schedule.tile_sizes(plans[-1].case)[1]
-    assert first > 128
-    assert with_borrowed(plans[-1])[0] == slice(0, first)
-    assert len(with_borrowed(plans[-1])) <= len(others)  # the last tile is not borrowed
-
-
-@pytest.mark.parametrize(
-    "backend, extras, dtype",
-    [("torch", extras, dtype) for extras in ("plain", "bias", "none") for dtype in (torch.bfloat16, torch.float16)]
-    + [("triton", "plain", torch.float16), ("triton", "bias", torch.bfloat16), ("triton", "none", torch.float16)],
-    indirect=["backend"],
-    ids=str,
-)
-def test_the_sum_of_the_input_gradient_in_borrowed_memory(
-    extras: str, dtype: torch.dtype, backend: str, half_logits: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = make_problem(**SHAPE, dtype=dtype, **EXTRAS[extras])
-    upstream = 2.0**12 if dtype == torch.float16 else 1.7
-    plans = force(monkeypatch, blocks_around_sum)
-    check(problem, options=VOCAB, grad_output=upstream, tolerance=2e-2)
-    assert len(plans) == 2
-    # The sum needs no separate memory.
-    separate_plan = ChunkPlan(plans[-1].case, "vocab", blocks_of_128(plans[-1].case))
-    assert separate_plan.workspace_bytes - plans[-1].workspace_bytes >= 15 * 64 * 4
-
-
-def test_dropped_rows_with_borrowed_tiles(backend: str, half_logits: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem(**SHAPE, dtype=torch.bfloat16, ignored=0.5)
-    options = replace(VOCAB, skip_ignored=True)
-    plans = force(monkeypatch, blocks_of_128)
-    check(problem, options=options, tolerance=3e-2)
-    assert with_borrowed(plans[-1])
-    all_ignored = make_problem(**SHAPE, dtype=torch.bfloat16, ignored=1.0, reduction="sum")
-    outcome = run_fused(all_ignored, options=options)
-    assert outcome.grad_weight is not None
-    assert not outcome.grad_weight.any()
 
 
 def test_plans_that_borrow() -> None:

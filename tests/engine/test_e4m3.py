@@ -105,12 +105,6 @@ PAIRS: dict[str, Any] = {
 }
 
 
-@parametrize_pairs(**PAIRS)
-def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, emulated: None) -> None:
-    problem = problem_of(torch.device("cpu"), **EXTRAS[extras])
-    check(problem, options_of(skip_ignored=skip, chunk_rows=rows), grads)
-
-
 @pytest.mark.parametrize("extras, rows", [("plain", None), ("softcap", None), ("scale", 17), ("each token", 20)])
 def test_as_on_hopper(extras: str, rows: int | None, hopper: None, device: torch.device, monkeypatch: Any) -> None:
     """Exponentials in registers, and kernels."""

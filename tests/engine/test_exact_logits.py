@@ -144,9 +144,16 @@ def test_every_schedule_is_here(triton_backend: str) -> None:
     assert {kind for problem in problems for kind, _ in possible(problem)} == set(FROM_CASE)
 
 
-# float16 uses the same code, so half of the options are enough.
+# float16 uses the same code, so half of the options are enough; tests/search draws more calls with Triton's backend.
 @pytest.mark.parametrize(
-    "dtype, options", [(BF16, name) for name in OPTIONS] + [(F16, name) for name in list(OPTIONS)[::2]]
+    "backend, dtype, options",
+    [
+        *(("torch", BF16, name) for name in OPTIONS),
+        *(("torch", F16, name) for name in list(OPTIONS)[::2]),
+        *(("triton", BF16, name) for name in ("weights", "smoothing", "none")),
+        ("triton", F16, "softcap and smoothing"),
+    ],
+    indirect=["backend"],
 )
 def test_errors(
     dtype: torch.dtype, options: str, written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
@@ -190,7 +197,11 @@ def test_gradients_overwrite_the_logits_of_a_small_tile(
     assert set(borrowed) <= set(tiles)
 
 
-@pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])
+@pytest.mark.parametrize(
+    "backend, options",
+    [("torch", name) for name in ("weights", "softcap", "smoothing", "adapters", "none")] + [("triton", "weights")],
+    indirect=["backend"],
+)
 def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Gradients of logits underflow in float16, gradients of inputs and weights do not: the first two columns of inputs
     and weights are large and change no logit."""

@@ -136,17 +136,6 @@ def test_shapes() -> None:
     assert torch.equal(out.top_k_ids[:, :-1].sort(-1).values, torch.arange(30).expand(2, 4, 30))
 
 
-def test_one_token() -> None:
-    """For 1-d hidden states results are 0-d, except for the dimension of classes."""
-    x, w = torch.randn(8, requires_grad=True), torch.randn(30, 8)
-    out: Any = flce.linear_logprobs(x, w, torch.tensor(3), candidates=torch.tensor([3, 4]), top_k=2)
-    logprob = (x @ w.T).log_softmax(-1)
-    torch.testing.assert_close(out.logprob, logprob[3])
-    torch.testing.assert_close(out.candidate_logprob, logprob[3:5])
-    torch.testing.assert_close(out.top_k_logprob, logprob.topk(2).values)
-    out.logprob.backward()
-
-
 def test_no_target(backend: str) -> None:
     """No token is ignored, for any `ignore_index`."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
@@ -157,35 +146,6 @@ def test_no_target(backend: str) -> None:
     assert torch.equal(out.argmax, logprob.argmax(-1))
     got, want = (torch.autograd.grad(t.sum(), x)[0] for t in (out.entropy, expected))
     torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("n, k", [(0, 3), (4, 0), (0, 0)])
-def test_nothing(n: int, k: int, backend: str) -> None:
-    call = call_of(n, 8, 20, 0)
-    candidates = torch.zeros(n, k, dtype=torch.int64)
-    out = run(call, candidates=candidates, top_k=2)
-    assert out.candidate_logprob.shape == (n, k)
-    assert out.top_k_ids.shape == (n, 2)
-    (out.logprob.sum() + out.entropy.sum()).backward()
-    assert call.w.grad is not None
-    assert bool(call.w.grad.any()) == (n > 0)
-
-
-def test_all_ignored_and_one_class(backend: str) -> None:
-    call = call_of(5, 8, 20)
-    call.y.fill_(-100)
-    out = run(call, top_k=1)
-    assert not any(bool(getattr(out, name).any()) for name in ("candidate_logprob", *set(OUTPUTS) - {"argmax"}))
-    assert not out.correct.any()
-    assert bool((out.argmax == -1).all())
-    assert bool((out.top_k_ids == -1).all())
-    (out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()).backward()
-    assert not call.x.grad.any()
-    assert not call.w.grad.any()
-
-    one = run(call_of(5, 8, 1, 2))
-    assert not one.entropy.any()
-    assert not one.logprob.any()
 
 
 def test_logits_of_minus_infinity(backend: str) -> None:

@@ -29,7 +29,6 @@ from tests.helpers import (
     STATS,
     STRATEGIES,
     check,
-    parametrize_combinations,
     parametrize_pairs,
 )
 
@@ -82,7 +81,9 @@ def test_all_ignored_and_divided_by_their_number(
             assert torch.equal(grad, torch.zeros_like(grad))
 
 
-@parametrize_combinations(skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16])
+@parametrize_pairs(
+    skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16], backend=BACKENDS
+)
 def test_ignored_rows_that_hold_no_numbers(
     skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
