@@ -152,6 +152,7 @@ class Recomputed(Unnormalized):
     def forward(self, ctx: PassContext) -> None:
         first_recomputed = ctx.vocab_size - self.num_recomputed
         self._run_chunks(ctx, first_recomputed)
+        ctx.release_inputs()  # Gathered rows were scaled in their memory.
         compute_blocks(ctx, self.layout, first_recomputed, ctx.vocab_size, with_dx=False)
 
     def describe(self, c: Case) -> str:
