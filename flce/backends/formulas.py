@@ -147,10 +147,11 @@ def finish_row(
 
 
 def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
-    """Return the gradient in z of the targets. If a model is certain, p is nearly 1 and two factors are nearly equal:
-    ``SOFTMAX * p - TARGET`` is computed without cancellation."""
+    """Return the gradient in z of the targets. ``SOFTMAX * p - TARGET`` is computed without cancellation: both factors
+    may be nearly equal and p nearly 1, or TARGET and p may be small."""
     softmax_factor, target_factor, classes_factor = row_gradient[:LOSS_GRADIENT_SLOTS]
-    at_target = (softmax_factor - target_factor) + softmax_factor * torch.expm1(logprob)
+    near_one = (softmax_factor - target_factor) + softmax_factor * torch.expm1(logprob)
+    at_target = torch.where(logprob < -1.0, softmax_factor * logprob.exp() - target_factor, near_one)
     return at_target - (classes_factor if target_weight is None else classes_factor * target_weight)
 
 

@@ -90,6 +90,8 @@ def _limit_softly(default: ChunkPlan, memory: int) -> ChunkPlan:
     does not."""
     c, budget = default.case, int(memory * MAX_MEMORY_SHARE)
     plan = _default_or_fastest(c, default, int(memory * MEMORY_SHARE))
+    if plan is default and type(plan.schedule).multiplies_e4m3:  # requested, also if a small call takes longer
+        return plan
     fastest = _fastest(c, budget, math.inf if plan is None else plan.seconds / MAX_SLOWDOWN)
     if fastest is None and plan is not None:
         return plan

@@ -220,7 +220,10 @@ def finish_row(
         row_z_loss = z_loss * lse * lse
         more_softmax += z_loss_scale * 2.0 * z_loss * lse
     softmax_factor = target_factor + more_softmax
-    at_target = more_softmax - softmax_factor * one_minus_exp(nll) - classes_factor * target_weight
+    # SOFTMAX * p - TARGET. For p near 1 the factors cancel, for a small p and a small TARGET 1 - (1 - p) does.
+    small_p = softmax_factor * tl.exp2(-nll * LOG2_E) - target_factor
+    at_target = tl.where(nll > 1.0, small_p, more_softmax - softmax_factor * one_minus_exp(nll))
+    at_target -= classes_factor * target_weight
     return (
         tl.where(valid, loss * row_weight, 0.0),
         tl.where(valid, row_z_loss * row_weight, 0.0),
