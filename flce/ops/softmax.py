@@ -1,7 +1,7 @@
 """`flce.softmax` and `flce.log_softmax`: arguments, custom operators and derivatives. A backend runs the kernels.
 
-The operators are ``flce::softmax`` and ``flce::softmax_backward``. PyTorch's operators compute the derivative of
-``flce::softmax_backward`` for double backward, which need not be fast.
+The operators are ``flce::softmax`` and ``flce::softmax_backward``. For double backward, which need not be fast, PyTorch's
+operators compute the gradient.
 """
 
 from __future__ import annotations
@@ -108,31 +108,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (y,) = ctx.saved_tensors
+    if torch.is_grad_enabled():  # for a gradient of the gradient: autograd differentiates PyTorch's operators
+        accum = accumulation_dtype(torch.promote_types(y.dtype, ctx.dtype))
+        g, wide = grad.to(accum), y.to(accum)
+        if ctx.log:
+            dx = g - wide.exp() * g.sum(ctx.dim, keepdim=True)
+        else:
+            dx = wide * (g - (g * wide).sum(ctx.dim, keepdim=True))
+        return dx.to(ctx.dtype), None, None, None
     return torch.ops.flce.softmax_backward(grad, y, ctx.dim, ctx.dtype, ctx.log), None, None, None
-
-
-def _setup_second_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, y, ctx.dim, _, ctx.log = inputs
-    ctx.save_for_backward(grad, y)
-
-
-def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of sum_k v_k dx_k, with respect to the upstream gradient g and to y."""
-    saved = ctx.saved_tensors
-    accum = accumulation_dtype(saved[1].dtype if v.dtype != torch.float64 else v.dtype)
-    g, y, v = (t.to(accum) for t in (*saved, v))
-
-    def total(t: Tensor) -> Tensor:
-        return t.sum(ctx.dim, keepdim=True)
-
-    if ctx.log:
-        p = y.exp()
-        grad_g = v - total(v * p)
-        grad_y = -v * p * total(g)
-    else:
-        grad_g = y * (v - total(v * y))
-        grad_y = v * (g - total(g * y)) - g * total(v * y)
-    return grad_g.to(saved[0].dtype), grad_y.to(saved[1].dtype), None, None, None
 
 
 register_operator(
@@ -148,6 +132,4 @@ register_operator(
     "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
     _backward,
     lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
-    backward=_differentiate_twice,
-    setup_context=_setup_second_context,
 )
