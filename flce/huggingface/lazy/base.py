@@ -233,7 +233,7 @@ class LazyBase:
             views: Iterable[weakref.ref[Any]] = family.views
             if writers and root._node is not None and not any(lazy._is_full() for lazy in writers):
                 tokens = {token for lazy in writers for token in lazy._token_numbers()}
-                views = {ref for token in tokens for ref in family.views_of_token[token]}
+                views = {id(ref): ref for token in tokens for ref in family.views_of_token[token]}.values()
             for lazy in (root, *live_objects(views)):
                 lazy._take_over_node(is_written)
 
