@@ -68,7 +68,7 @@ PROBABILITIES += ["{0}.log_softmax(-1).exp()", "Categorical(None, {0}).probs"]
 SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2", ":0"]
 FILLED = torch.tensor([float(n) for n in NUMBERS] + [-1e4, 3.0], dtype=torch.float64)
 # Results that depend on rounding if the numbers have low precision.
-DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|floor|long\(")
+DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|floor|long\(|/ \{x")
 
 
 # ------------------------------------------------------------------------------------------------- the programs

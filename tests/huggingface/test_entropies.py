@@ -126,10 +126,26 @@ FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int]] = {
 }
 
 
-def check_formulas(formulas: list[Callable[[Any], Tensor]], build: Build, wrap: Callable[[Any], Any]) -> None:
+# Means, and selections of tokens and classes, with their number of calls in a graph.
+SELECTIONS: dict[str, tuple[Callable[[Any], Tensor], int]] = {
+    "mean": (lambda z: z[:, 2:].float().mean(-1) / 2, 0),
+    "mean of all logits": (lambda z: (z / TEMPERATURES.unsqueeze(-1)).mean(), 0),
+    "mean of log-probabilities": (lambda z: z.log_softmax(-1).mean(-1, keepdim=True), 1),
+    "smoothing by hand": (lambda z: z.logsumexp(-1) - 0.9 * z.gather(-1, IDS[..., None])[..., 0] - 0.1 * z.mean(-1), 1),
+    "take_along_dim": (lambda z: z.log_softmax(-1).take_along_dim(IDS[..., None], -1), 1),
+    "index_select": (lambda z: z.flatten(0, 1).index_select(0, IDS.flatten() % 18).logsumexp(-1), 1),
+    "shifted to the right": (lambda z: torch.cat([z[:, :1], z[:, :-1]], dim=1).logsumexp(-1), 1),
+    "rolled": (lambda z: torch.roll(z, 1, 1)[:, 1:].logsumexp(-1), 1),
+    "classes in dimension 1": (lambda z: F.cross_entropy(z.transpose(1, 2), IDS, reduction="none"), 0),
+}
+
+
+def check_formulas(
+    formulas: list[Callable[[Any], Tensor]], build: Build, wrap: Callable[[Any], Any], architecture: str = "Gemma2"
+) -> None:
     """Compare values and gradients with stock, in training and without gradients, with ``wrap(patched model)``."""
     for training in (True, False):
-        stock, model = (build("Gemma2", num_hidden_layers=1).train(training) for _ in range(2))
+        stock, model = (build(architecture, num_hidden_layers=1).train(training) for _ in range(2))
         flce.patch_model(model, on_materialize="raise")
 
         def run(model: Any) -> list[Tensor]:
@@ -154,8 +170,26 @@ def test_a_formula(name: str, build: Build, fused_calls: list[Any]) -> None:
     assert len(fused_calls) == 2
 
 
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection(name: str, build: Build) -> None:
+    check_formulas([SELECTIONS[name][0]], build, lambda run: run, "Llama")
+
+
+@pytest.mark.parametrize("architecture", ["Gemma2", "Llama"])
+def test_the_mean_of_metrics_has_no_gradient(architecture: str, build: Build) -> None:
+    model = flce.patch_model(build(architecture, num_hidden_layers=1), options=SINGLE_ROWS, on_materialize="raise")
+    logits = model(input_ids=IDS).logits
+    with Logits() as mode:
+        value = logits[:1].detach().mean()
+    assert not mode.found
+    torch.testing.assert_close(
+        value, build(architecture, num_hidden_layers=1)(input_ids=IDS).logits[:1].detach().mean()
+    )
+
+
+@pytest.mark.parametrize("architecture, formulas", [("Gemma2", FORMULAS), ("Llama", SELECTIONS)])
 @pytest.mark.usefixtures("fresh_compiler")
-def test_formulas_in_a_graph(build: Build) -> None:
+def test_formulas_in_a_graph(architecture: str, formulas: Any, build: Build) -> None:
     calls, logits = 0, []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -163,16 +197,18 @@ def test_formulas_in_a_graph(build: Build) -> None:
         for node in graph.graph.nodes:
             value = node.meta.get("example_value")
             calls += "linear_logprobs" in str(node.target)
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (V,):
+            is_float = isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta
+            if is_float and value.shape[-1:] == (V,):
                 logits.append(node)
         return graph.forward
 
     check_formulas(
-        [formula for formula, _ in FORMULAS.values()],
+        [formula for formula, _ in formulas.values()],
         build,
         lambda run: torch.compile(run, backend=backend, fullgraph=True),
+        architecture,
     )
-    assert calls == 2 * sum(number for _, number in FORMULAS.values())
+    assert calls == 2 * sum(number for _, number in formulas.values())
     assert not logits
 
 
