@@ -573,7 +573,8 @@ def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> 
 
 
 # Arguments of `ChunkOptions` and of other libraries: the argument that replaces each, and how to give it.
-_REPLACEMENTS = {name: ("options", f"options=flce.ChunkOptions({name}=...)") for name in ChunkOptions.__match_args__}
+_OPTIONS: tuple[str, ...] = ChunkOptions.__match_args__
+_REPLACEMENTS = {name: ("options", f"options=flce.ChunkOptions({name}=...)") for name in _OPTIONS}
 _REPLACEMENTS |= {"chunk_size": _REPLACEMENTS["chunk_rows"], "bias": ("linear_bias", "linear_bias=...")}
 
 

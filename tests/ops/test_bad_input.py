@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -313,10 +313,22 @@ def import_with(variable: str) -> None:
         log.configure_from_environment()
 
 
-linear, of_logits = flce.fused_linear_cross_entropy, flce.cross_entropy
+linear, of_logits, patch = (
+    cast(Any, f) for f in (flce.fused_linear_cross_entropy, flce.cross_entropy, flce.patch_model)
+)
 SEQUENCES, TOKENS, SIZES = (ones(2, 5, H), ones(V, H)), tuple(good().values()), (8, 8, 16, f32)
 NEXT = "to predict the next token, do not shift before the call; give shift=1"
-DICT, LABELS = {"options": {"chunk_rows": 4}}, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 77]])
+LABELS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 77]])
+# Functions with options, and the first arguments of each.
+WITH_OPTIONS: list[tuple[Any, tuple[Any, ...]]] = [
+    (linear, TOKENS),
+    (flce.linear_logprobs, TOKENS),
+    (flce.linear_divergence, SEQUENCES * 2),
+    (flce.plan, SIZES),
+    (flce.FusedLinearCrossEntropyLoss, ()),
+    (flce.LinearCrossEntropyLoss, (H, V)),
+    (patch, (LM(),)),
+]
 
 # What to do: the end of a message, and a call.
 HINTS: list[tuple[str, Callable[[], Any]]] = [
@@ -333,33 +345,23 @@ HINTS: list[tuple[str, Callable[[], Any]]] = [
         "give linear_weight.to(input.dtype), or call under torch.autocast",
         partial(linear, TOKENS[0].half(), *TOKENS[1:]),
     ),
-    ("the least is 714 bytes: give at least '0.01MiB'", partial(linear, *TOKENS, options=Options(None, 1))),
-    *(
-        (f"{call.__qualname__} has no argument 'bias': give linear_bias=...", partial(call, *TOKENS, bias=ones(V)))
-        for call in (linear, flce.linear_logprobs, flce.FusedLinearCrossEntropyLoss().forward)
+    (" bytes: give at least '0.01MiB'", partial(linear, *TOKENS, options=Options(None, 1))),
+    ("entropy has no argument 'bias': give linear_bias=...", partial(linear, *TOKENS, bias=ones(V))),
+    (
+        "forward has no argument 'bias': give linear_bias=...",
+        partial(flce.FusedLinearCrossEntropyLoss(), *TOKENS, bias=ones(V)),
     ),
     *(
-        (
-            f"has no argument {name!r}: give options=flce.ChunkOptions({option}=...)",
-            partial(call, *arguments, **{name: 4}),
-        )
+        (f"has no argument {name!r}: give options=flce.ChunkOptions({option}=...)", partial(call, *given, **{name: 4}))
         for name, option in (("chunk_size", "chunk_rows"), ("max_workspace_bytes", "max_workspace_bytes"))
-        for call, arguments in (
-            (linear, TOKENS),
-            (flce.linear_logprobs, TOKENS),
-            (flce.linear_divergence, SEQUENCES * 2),
-            (flce.plan, SIZES),
-            (flce.FusedLinearCrossEntropyLoss, ()),
-            (flce.LinearCrossEntropyLoss, (H, V)),
-            (flce.patch_model, (LM(),)),
-        )
+        for call, given in WITH_OPTIONS
     ),
     *(
-        ("got dict: give flce.ChunkOptions(**options)", partial(call, *arguments, **DICT))
-        for call, arguments in ((linear, TOKENS), (flce.plan, SIZES), (flce.patch_model, (LM(),)))
+        ("got dict: give flce.ChunkOptions(**options)", partial(call, *given, options={"chunk_rows": 4}))
+        for call, given in WITH_OPTIONS
     ),
-    ("got str: give transformers.AutoModelForCausalLM.from_pretrained(...)", partial(flce.patch_model, "gpt2")),
-    ("labels[1, 3]: target 77 at position 5 of", partial(flce.patch_model(LM()), indices(2, 4), LABELS)),
+    ("got str: give transformers.AutoModelForCausalLM.from_pretrained(...)", partial(patch, "gpt2")),
+    ("labels[1, 3]: target 77 at position 5 of", partial(patch(LM()), indices(2, 4), LABELS)),
     ("needs TRL, which is not installed: pip install 'trl>=1.16'", mock.patch.dict(sys.modules, trl=None)(trl.install)),
     ("FLCE_BACKENDS: it reads FLCE_BACKEND, FLCE_DEBUG, FLCE_LOG, FLCE_PROFILE", partial(import_with, "FLCE_BACKENDS")),
 ]
@@ -513,7 +515,7 @@ def test_the_replacement_that_an_error_names(kind: str) -> None:
     input, linear_weight, target = ones(N, H), torch.arange(H * V).view(V, H) / V, torch.eye(V)[:N]
     if kind == "more dimensions":
         linear_weight, target = torch.stack([linear_weight] * 3, 1), indices(N, 3)
-    logits = torch.tensordot(input, linear_weight, ([-1], [-1]))  # type: ignore[no-untyped-call]
+    logits = torch.tensordot(input, linear_weight, ([-1], [-1]))
     arguments = (logits,) if kind == "logits" else (input, linear_weight)
     function: Any = flce.cross_entropy if kind == "logits" else flce.fused_linear_cross_entropy
     with pytest.raises((TypeError, ValueError)) as caught:
