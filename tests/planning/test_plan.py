@@ -452,7 +452,7 @@ def draw_case(r: random.Random) -> Case:
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
         options=options,
         sharding=HeadSharding(4) if kind != "divergence" and r.random() < 0.1 else None,
-        teacher=(r.choice([1024, 4096]), dtype) if kind == "divergence" else None,
+        teacher=((r.choice([1024, 4096]),), dtype) if kind == "divergence" else None,
     )
 
 
