@@ -236,13 +236,17 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
         grad = _padded(cols, half)
         yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=full_tile))
         yield partial(backend.gradient, tile, grad, second._replace(tile=full_tile))
-        if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
-            factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
+        if (
+            half == torch.bfloat16
+            and inputs.bias is None
+            and not spec.label_smoothing
+            and EXPONENTIAL_STATS.issuperset(spec.stats)
+        ):
+            factors, exps = _new(2, ROWS), _padded(3 * cols, half)
             exps_state = _new(EXPONENTIAL_SLOTS, ROWS)
             for part in parts:
                 part_exps = exps[:, part.start : part.start + cols]
                 yield partial(backend.exponentials, tile, part_exps, first._replace(tile=part), exps_state, factors)
-            yield partial(backend.gradient_of_exponentials, exps, factors, first)
 
 
 def softmax_calls(dtype: torch.dtype, cols: int) -> Calls:

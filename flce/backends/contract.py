@@ -27,13 +27,12 @@ MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, S
 # `Backend.exponentials` has two more slots: a reference, to which exponentials are relative, and dz/da of the target.
 EXPONENTIAL_SLOTS = STATE_SLOTS + 2
 EXP_REFERENCE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
-# Kernels store exp(z - EXP_REFERENCE) * EXPONENTIAL_SCALE. EXP_REFERENCE is raised before a stored number exceeds
-# exp(EXPONENTIAL_HEADROOM) * EXPONENTIAL_SCALE. The range of float16 is 2^-24 to 2^16.
-EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
-# With softcap kernels store exp(z - EXP_REFERENCE) * EXPONENTIAL_SCALE * dz/da / (scale * cap), or without the division
-# if abs(scale * cap) is at most this.
+# Kernels store exp(z - EXP_REFERENCE) in bfloat16. EXP_REFERENCE is raised before a stored number exceeds
+# exp(EXPONENTIAL_HEADROOM).
+EXPONENTIAL_HEADROOM = 44.0
+# With softcap kernels store exp(z - EXP_REFERENCE) * dz/da / (scale * cap), or without the division if abs(scale * cap)
+# is at most this.
 LEAST_JACOBIAN_FACTOR = 1e-30
-EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
 # Slots of the normalizer, which is stored for each row from forward to backward: a logit m, usually the largest,
 # log(sum(exp(z - m))), and the target's log-probability. Every kernel that ends rows writes all of them.
@@ -402,21 +401,17 @@ class Backend(Protocol):
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.
 
-        The factors are the row gradient of exponentials, with the slots SOFTMAX, TARGET and CLASSES. The gradient is
+        The factors are the row gradient of exponentials, with the slots SOFTMAX and TARGET. The gradient is
         ``factors[SOFTMAX][:, None] * exps``, except in the target's column: there `exps` is 0, and the gradient is
-        ``factors[TARGET]``. With label smoothing ``factors[CLASSES][:, None] * class_weight`` is subtracted.
+        ``factors[TARGET]``. Label smoothing is not supported here.
 
         Args:
             logits: float32.
-            exps: half precision, the tile's part of contiguous columns of all classes. Columns of earlier tiles may be
+            exps: bfloat16, the tile's part of contiguous columns of all classes. Columns of earlier tiles may be
                 written, too.
             state: (EXPONENTIAL_SLOTS, rows).
-            factors: (3, rows) float32, or (2, rows) without label smoothing; written at the last tile, not in a shard.
-                Softcap and label smoothing together are not supported here.
+            factors: (2, rows) float32; written at the last tile, not in a shard.
         """
-
-    def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
-        """Overwrite the exponentials of all classes with the gradient of the logits."""
 
     def fused_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory.

@@ -163,8 +163,7 @@ class TorchBackend:
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
-    exponentials = gradient_of_exponentials = _unavailable
-    fused_statistics = fused_gradient = fused_exponentials = _unavailable
+    exponentials = fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
     add_target_terms = normalize_quantized = _unavailable
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from flce.backends.contract import (
-    EXPONENTIAL_SCALE,
     FUSED_PRODUCT_BLOCK,
     num_partial_statistics,
     unsupported_by_fused_products,
@@ -250,18 +249,13 @@ class Case:
         return ", ".join(unsupported_by_fused_products(self.spec)) or None
 
     @functools.cached_property
-    def can_compute_exponentials_in_blocks(self) -> bool:
-        """True if exponentials can be computed from logits that are in memory one block at a time."""
-        has_softcap_and_smoothing = self.spec.softcap is not None and self.spec.label_smoothing
-        has_kernel = self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE and not has_softcap_and_smoothing
-        return has_kernel and self.dtypes(False).has_wider_logits
-
-    @functools.cached_property
     def can_multiply_exponentials(self) -> bool:
-        """True if matrix products can read exponentials, and their results can be normalized."""
+        """True if matrix products can read exponentials, and their results can be normalized. Products write the
+        exponentials, or a kernel computes them from logits that are in memory one block at a time."""
+        dtypes = self.dtypes(False)
         return (
-            (self.supports_fused_products or self.can_compute_exponentials_in_blocks)
-            and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # The range of float16 is too small.
+            (self.supports_fused_products or (self.backend == "triton" and dtypes.has_wider_logits))
+            and self.dtype == torch.bfloat16 == dtypes.logits_grad  # The range of float16 is too small.
             and not self.spec.label_smoothing
         )
 

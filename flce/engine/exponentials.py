@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flce.backends.contract import (
     EXP_REFERENCE,
-    EXPONENTIAL_SCALE,
     EXPONENTIAL_SLOTS,
     LEAST_JACOBIAN_FACTOR,
     MAX,
@@ -30,14 +29,11 @@ NO_IGNORE_INDEX = -(2**31)
 
 class Exponentials:
     """Exponentials of the logits of a pass, and their factors. The gradient of the logits is ``factors[0] *
-    exponentials`` (0 in the target's column), and ``factors[1]`` in the target's column. With label smoothing
-    ``factors[2] * class_weight`` is subtracted."""
+    exponentials`` (0 in the target's column), and ``factors[1]`` in the target's column."""
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
-        slots = 3 if context.problem.spec.label_smoothing else 2
-        self.factors = context.new(slots, context.selection.max_num_rows, dtype=torch.float32)
-        """(2, rows), or (3, rows) with label smoothing."""
+        self.factors = context.new(2, context.selection.max_num_rows, dtype=torch.float32)
 
     def compute(
         self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None
@@ -69,10 +65,10 @@ class Exponentials:
             ctx.backend.exponentials(logits, exps, call, state, block_factors)
             if ctx.rows.is_sharded and classes.stop == ctx.vocab_size:
                 ctx.rows.keep_state(block_tokens, state)
-                block_factors[SOFTMAX] = self._shard_factor(state, exps.dtype)
+                block_factors[SOFTMAX] = self._shard_factor(state)
                 block_factors[TARGET] = state[TARGET_JACOBIAN]
 
-    def _shard_factor(self, state: Tensor, dtype: torch.dtype) -> Tensor:
+    def _shard_factor(self, state: Tensor) -> Tensor:
         """Return the factors of the exponentials of a shard, (rows,). Factor * exponential is the derivative of the
         shard's log-sum-exp with respect to a logit, before scale and softcap."""
         spec, reference = self._context.problem.spec, state[EXP_REFERENCE]
@@ -81,12 +77,7 @@ class Exponentials:
         if spec.softcap is not None and abs(jacobian_factor) <= LEAST_JACOBIAN_FACTOR:
             jacobian_factor = 1.0
         reference_minus_largest = reference.where(reference != -torch.inf, 0.0) - state[MAX]
-        return reference_minus_largest.exp() / state[SUM] * (jacobian_factor / EXPONENTIAL_SCALE[dtype])
-
-    def convert_to_gradient(self, exps: Tensor, tokens: slice) -> None:
-        """Overwrite exponentials of some rows and all classes with the gradient of the logits."""
-        ctx = self._context
-        ctx.backend.gradient_of_exponentials(exps, slice_columns(self.factors, tokens), ctx.statistics_call(tokens))
+        return reference_minus_largest.exp() / state[SUM] * jacobian_factor
 
     def scale_rows(self, x: Tensor, tokens: slice, out: Tensor) -> Tensor:
         """Write ``factors[0] * x`` to `out`, which may be `x`. Return `out`."""

@@ -15,7 +15,7 @@ from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
@@ -84,9 +84,9 @@ def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     if c.multiplies_e4m3:
         return plan_for_size(c, E4M3Exponentials if E4M3Exponentials.sizes(c) else E4M3DeferredChunks, rows)
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
-    kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
+    kinds = (Chunks,) if few else (Unnormalized, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
-    if few or type(plan.schedule) is not Chunks or not dtypes.has_wider_logits or c.options.chunk_rows is not None:
+    if few or c.backend == "triton" or not dtypes.has_wider_logits or c.options.chunk_rows is not None:
         return plan
     # Float32 logits of a full chunk need twice the memory of their gradient. Chunks of fewer rows, with sums of dW, may
     # need less.
@@ -116,7 +116,7 @@ def _entry_bytes(c: Case) -> int:
     if c.multiplies_e4m3:
         return 1
     dtypes = c.dtypes(False)
-    gradient = c.spec.reduction == "none" or c.can_multiply_exponentials or c.can_compute_exponentials_in_blocks
+    gradient = c.spec.reduction == "none" or c.backend == "triton"
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 

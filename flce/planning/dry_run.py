@@ -218,9 +218,6 @@ class CountingBackend:
     def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
         self._pass(logits, exps)
 
-    def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
-        self._pass(exps, exps)
-
     def fused_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])
         self.add_pass(launches=1)

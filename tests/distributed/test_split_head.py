@@ -193,7 +193,7 @@ def test_schedules_of_a_gpu() -> None:
                         loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **options)
                         assert loss.isnan().all()
             names.update(type(plan.schedule).__name__ for plan in plans)
-    assert {"NormalizedChunks", "Unnormalized"} <= names
+    assert {"Chunks", "Unnormalized"} <= names
 
 
 @no_gpu

@@ -16,7 +16,7 @@ from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import search
@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KEEP_IGNORED = flce.ChunkOptions(skip_ignored=False)
 FROM_CASE: dict[type[Schedule], Any] = {
     kind: lambda c, kind=kind: kind.from_size(c, 6)
-    for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, SeparatePasses)
+    for kind in (Chunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, SeparatePasses)
 } | {kind: lambda c, kind=kind: kind.from_size(c, 128) for kind in (Blocks, BlocksAroundSum)}
 
 
@@ -236,30 +236,23 @@ def test_logits_are_rounded_if_computed_once(
     assert set(written) == {BF16 if kind is Chunks else F32}
 
 
-@pytest.mark.parametrize("kind, dtype", [(Unnormalized, BF16), (NormalizedChunks, BF16), (NormalizedChunks, F16)])
-def test_rows_whose_largest_logits_come_late(
-    kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
-) -> None:
+def test_rows_whose_largest_logits_come_late(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """Exponentials of the first classes are scaled down, more than once, when later blocks have larger logits."""
-    # In bfloat16 `NormalizedChunks` is for label smoothing.
-    problem = make_problem(**SHAPE, dtype=dtype, label_smoothing=0.2 if kind is NormalizedChunks else 0.0)
+    problem = make_problem(**SHAPE, dtype=BF16)
     rising = torch.arange(333)[:, None].div(70, rounding_mode="floor").mul(30.0)
     x = problem.input.clone()
     x[..., 0] = torch.tensor([0.0, 0.3, 1.0, 3.0, -3.0])
-    weight = torch.cat((rising.to(dtype), problem.linear_weight[:, 1:]), dim=1)
+    weight = torch.cat((rising.to(BF16), problem.linear_weight[:, 1:]), dim=1)
     problem = replace(problem, input=x, linear_weight=weight)
-    forced(monkeypatch, kind)
+    forced(monkeypatch, Unnormalized)
     found = errors(problem, "xw")
-    assert {name: error for name, error in found.items() if not error <= LIMIT[dtype]} == {}
+    assert {name: error for name, error in found.items() if not error <= LIMIT[BF16]} == {}
 
 
-@pytest.mark.parametrize("kind, dtype", [(Unnormalized, BF16), (NormalizedChunks, F16)])
-def test_softcap_of_nothing(
-    kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
-) -> None:
+def test_softcap_of_nothing(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """With a scale of 0 all logits and gradients are 0: gradients are not divided by the scale."""
-    problem = make_problem(**SHAPE, dtype=dtype, softcap=5.0, logit_scale=0.0)
-    forced(monkeypatch, kind)
+    problem = make_problem(**SHAPE, dtype=BF16, softcap=5.0, logit_scale=0.0)
+    forced(monkeypatch, Unnormalized)
     mine = run_fused(problem, grads="xw")
     for grad in (mine.grad_input, mine.grad_weight):
         assert grad is not None
@@ -277,11 +270,10 @@ def test_few_classes_in_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch, trit
         assert {name: error for name, error in found.items() if error > LIMIT[BF16]} == {}
 
 
-@pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Unnormalized, Chunks], ids=lambda kind: kind.__name__)
 def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """All logits of the first block and of the last block are -inf."""
-    dtype = F16 if kind is NormalizedChunks else BF16
-    problem = make_problem(**SHAPE, dtype=dtype)
+    problem = make_problem(**SHAPE, dtype=BF16)
     weight, x = problem.linear_weight.clone(), problem.input.clone()
     x[..., 0] = 1.0
     weight[:, 0] = 0.0
@@ -293,13 +285,13 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
     assert mine.grad_weight is not None
     assert exact.grad_weight is not None
     assert relative_error(mine.loss, exact.loss) < 5e-6
-    assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[dtype]
+    assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[BF16]
 
 
-@pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Unnormalized, Chunks], ids=lambda kind: kind.__name__)
 def test_nan_of_an_ignored_token(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """Its column of the gradient of the weight is NaN with every schedule."""
-    p = make_problem(**SHAPE, dtype=F16 if kind is NormalizedChunks else BF16, adapter_ranks=(3,))
+    p = make_problem(**SHAPE, dtype=BF16, adapter_ranks=(3,))
     p.target[0, 2], p.input[0, 2, 7] = -100, torch.nan
     forced(monkeypatch, kind)
     grad = run_fused(p, options=KEEP_IGNORED).grad_weight

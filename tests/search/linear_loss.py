@@ -216,7 +216,7 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
     is_e4m3 = plan is not None and plan.schedule.multiplies_e4m3
     has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed)))
     how = arguments.arithmetic(call, rounded, **parts)
-    how = replace(how, headroom=EXPONENTIAL_HEADROOM[torch.bfloat16] if has_reference else 0.0)
+    how = replace(how, headroom=EXPONENTIAL_HEADROOM if has_reference else 0.0)
     if is_e4m3:  # Its tiles are emulated in bfloat16.
         how = replace(how, gradients=torch.bfloat16)
     expected = Expected(rounded, upstream, how, of_e4m3 if is_e4m3 else Gradients)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
+from flce.backends.contract import TileCall
 from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.triton import (
     divergence,
@@ -27,7 +27,7 @@ from flce.backends.triton import (
     scale,
     softmax,
 )
-from flce.backends.triton.cross_entropy import cross_entropy_kernel, gradient_of_exponentials_kernel
+from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
     LINE_BYTES,
     LOGIT_OPTIONS,
@@ -163,22 +163,6 @@ def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
     yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS, row_gradient=out)
 
 
-def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
-    options = {"BLOCK": 4096, **thread_options(exps.device, 8), **overlap_options(exps.device)}
-    yield build_launch(
-        gradient_of_exponentials_kernel,
-        (len(exps),),
-        None,
-        {**options, "HAS_LABEL_SMOOTHING": call.spec.label_smoothing != 0.0},
-        exps=exps,
-        factors=factors,
-        target=call.inputs.target,
-        class_weight=call.inputs.class_weight,
-        cols=call.tile.cols,
-        ignore_index=call.spec.ignore_index,
-    )
-
-
 class TritonBackend:
     name = "triton"
 
@@ -196,7 +180,6 @@ class TritonBackend:
 
     divergence = staticmethod(_replayed(divergence.divergence))
     row_gradient = staticmethod(_replayed(_row_gradient))
-    gradient_of_exponentials = staticmethod(_replayed(_gradient_of_exponentials))
     fused_statistics = staticmethod(product.fused_statistics)
     fused_gradient = staticmethod(product.fused_gradient)
     fused_exponentials = staticmethod(exponentials_launch.fused_exponentials)
@@ -268,8 +251,6 @@ def _cross_entropy(
         "GRADIENT": grad is not None,
         "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
         "EXPONENTIALS": factors is not None,
-        "EXPONENTIAL_SCALE": EXPONENTIAL_SCALE.get(grad_dtype or logits.dtype, 1.0),
-        "EXPONENTIAL_HEADROOM": EXPONENTIAL_HEADROOM.get(grad_dtype or logits.dtype, 0.0),
         "TWO_LEVEL": logits.dim() == 3,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,

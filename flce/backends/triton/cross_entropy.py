@@ -1,5 +1,4 @@
-"""The cross-entropy kernel: one program for each row of a tile of logits. `TritonBackend` launches it, and the kernel
-that turns its exponentials into the gradient of the logits.
+"""The cross-entropy kernel: one program for each row of a tile of logits. `TritonBackend` launches it.
 
 The cross-entropy kernel has two passes over the row, each behind a compile-time flag:
 
@@ -77,11 +76,11 @@ _ARGMAX = tl.constexpr(contract.ARGMAX)
 _LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
 _SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _EXP_REFERENCE = tl.constexpr(contract.EXP_REFERENCE)
+_EXPONENTIAL_HEADROOM = tl.constexpr(contract.EXPONENTIAL_HEADROOM)
 _LEAST_JACOBIAN_FACTOR = tl.constexpr(contract.LEAST_JACOBIAN_FACTOR)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
-_CLASSES = tl.constexpr(contract.CLASSES)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
@@ -219,8 +218,6 @@ def cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     NARROWING: tl.constexpr,
     EXPONENTIALS: tl.constexpr,
-    EXPONENTIAL_SCALE: tl.constexpr,
-    EXPONENTIAL_HEADROOM: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -245,8 +242,7 @@ def cross_entropy_kernel(
     VECTOR: tl.constexpr,
 ):
     EDGES: tl.constexpr = HEAD_BYTES > 0
-    # These flags describe the values that are written, gradients or exponentials.
-    SMOOTHED: tl.constexpr = HAS_LABEL_SMOOTHING and not EXPONENTIALS
+    # This flag describes the values that are written, gradients or exponentials.
     HAS_JACOBIAN: tl.constexpr = HAS_SOFTCAP or (HAS_SCALE and not EXPONENTIALS)
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
@@ -508,7 +504,7 @@ def cross_entropy_kernel(
                 tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0))
 
     if EXPONENTIALS:
-        tl.static_assert(not (HAS_SOFTCAP and HAS_LABEL_SMOOTHING))
+        tl.static_assert(not HAS_LABEL_SMOOTHING)
         if LOAD_STATE:
             exp_reference = tl.load(state_ptr + _EXP_REFERENCE * state_stride)
             target_jacobian = tl.where(
@@ -516,7 +512,7 @@ def cross_entropy_kernel(
             )
         else:
             exp_reference = row_max
-        if valid & (row_max - exp_reference > EXPONENTIAL_HEADROOM):
+        if valid & (row_max - exp_reference > _EXPONENTIAL_HEADROOM):
             lowered = tl.exp2((exp_reference - row_max) * LOG2_E)
             for start in range(0, column_start, LANES):  # few at a time: this is rare and should not need registers
                 columns = start + tl.arange(0, LANES)
@@ -542,15 +538,12 @@ def cross_entropy_kernel(
                 jacobian_factor = tl.where(tl.abs(jacobian_factor) > _LEAST_JACOBIAN_FACTOR, jacobian_factor, 1.0)
             if FINISH:
                 factor = softmax_term(exp_reference, row_max, log_sum, softmax_factor, entropy_factor, False)
-                factor *= jacobian_factor / EXPONENTIAL_SCALE
                 factors_ptr += row
-                tl.store(factors_ptr + _SOFTMAX * factors_stride, tl.where(valid, factor, 0.0))
+                tl.store(factors_ptr + _SOFTMAX * factors_stride, tl.where(valid, factor * jacobian_factor, 0.0))
                 tl.store(factors_ptr + _TARGET * factors_stride, at_target * target_jacobian)
-                if HAS_LABEL_SMOOTHING:
-                    tl.store(factors_ptr + _CLASSES * factors_stride, classes_factor * jacobian_factor)
             row_max = exp_reference
             log_sum = tl.full((), 0.0, ACCUM)
-            softmax_factor = tl.full((), EXPONENTIAL_SCALE, ACCUM)
+            softmax_factor = tl.full((), 1.0, ACCUM)
             if HAS_SOFTCAP:
                 softmax_factor /= jacobian_factor
             classes_factor = tl.full((), 0.0, ACCUM)
@@ -561,7 +554,7 @@ def cross_entropy_kernel(
                 softmax_term(edge_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
                 tl.where(edge_present, edge_jacobian, 0.0),
                 edge_columns, edge_present, tile_weight_ptr, classes_factor, 0.0,
-                SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
@@ -575,7 +568,7 @@ def cross_entropy_kernel(
                 grad = _gradient(
                     softmax_term(z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT), jacobian,
                     columns, None, tile_weight_ptr, classes_factor, 0.0,
-                    SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                    HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
                 )  # fmt: skip
                 if NARROWING:
                     tl.debug_barrier()
@@ -605,7 +598,7 @@ def cross_entropy_kernel(
             )
         grad = _gradient(
             term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, classes_factor, 0.0,
-            SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
         )  # fmt: skip
         if NARROWING:
             tl.debug_barrier()
@@ -622,47 +615,8 @@ def cross_entropy_kernel(
                 softmax_term(target_z, row_max, log_sum, softmax_factor, entropy_factor, HAS_ENTROPY_GRADIENT),
                 target_jacobian,
                 target_column, target_in_tile, tile_weight_ptr, classes_factor, target_factor,
-                SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
         # All threads have written the row, with the target's column, which is overwritten now.
         tl.debug_barrier()
         tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_in_tile)
-
-
-@triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
-def gradient_of_exponentials_kernel(
-    exps_ptr,  # (rows, cols), row stride exps_stride; overwritten
-    factors_ptr,  # the row gradient of exponentials, row stride factors_stride, see `Backend.exponentials`
-    target_ptr,  # (rows,) int64
-    class_weight_ptr,  # (V,)
-    exps_stride,
-    factors_stride,
-    cols,
-    ignore_index,
-    HAS_LABEL_SMOOTHING: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
-    BLOCK: tl.constexpr,
-):
-    """Overwrite the exponentials of `cross_entropy_kernel` with the gradient of the logits."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    factor, target_factor, classes_factor, _entropy_factor = load_row_gradient(
-        factors_ptr, factors_stride, row, None, False, HAS_LABEL_SMOOTHING
-    )
-    exps_ptr += row * exps_stride
-    # An ignored row contains only zeros.
-    for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = columns < cols
-        grad = factor * tl.load(exps_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        if HAS_LABEL_SMOOTHING:
-            if HAS_CLASS_WEIGHT:
-                grad -= classes_factor * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            else:
-                grad -= classes_factor
-        grad = tl.where(columns == target, target_factor, grad)
-        tl.store(exps_ptr + columns, grad.to(exps_ptr.dtype.element_ty), mask=mask)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.statistics import Statistics
@@ -14,7 +14,6 @@ SCHEDULES: tuple[type[Schedule], ...] = (
     E4M3Exponentials,
     E4M3DeferredChunks,
     Chunks,
-    NormalizedChunks,
     Unnormalized,
     Borrowed,
     Recomputed,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from flce.core.slices import slice_rows
 from flce.engine.case import Case
-from flce.engine.exponentials import Exponentials
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
@@ -43,28 +42,6 @@ class Chunks(Schedule):
 
     def for_shard(self, c: Case) -> Chunks:
         return self
-
-
-@dataclass(frozen=True)
-class NormalizedChunks(Chunks):
-    """Loop over chunks, with one block of logits in memory at a time. Three products. The exponentials of each block
-    are stored. They are converted to the gradient when the row is complete."""
-
-    @classmethod
-    def sizes(cls, c: Case) -> range:
-        return (
-            super().sizes(c) if c.can_compute_exponentials_in_blocks and not c.can_multiply_exponentials else NO_SIZES
-        )
-
-    def forward(self, ctx: PassContext) -> None:
-        tile, exponentials = ctx.start_exponentials_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
-        dw_sums = build_dw_sums(ctx, self.rows)
-        for chunk in ctx.chunks(self.rows):
-            dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
-            exponentials.compute(ctx.term_inputs(chunk), [dlogits], chunk)
-            exponentials.convert_to_gradient(dlogits, chunk)
-            add_tile(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
-        finish_sums(dw_sums)
 
 
 @dataclass(frozen=True)
