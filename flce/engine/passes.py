@@ -99,11 +99,12 @@ def forward(
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
     outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
-    rows = build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
-    context = build_context(plan, runtime, rows)
+    context = build_context(
+        plan, runtime, build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
+    )
     schedule.forward(context)
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
-        rows.merge_results(slice(0, selection.num_rows))
+        context.rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
     outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
     results, _, token_weight_gradient = vectors.reduce(
