@@ -1,7 +1,7 @@
 """`flce.softmax` and `flce.log_softmax`: arguments, custom operators and derivatives. A backend runs the kernels.
 
-The operators are ``flce::softmax`` and ``flce::softmax_backward``. For double backward, which need not be fast, PyTorch's
-operators compute the gradient.
+The operators are ``flce::softmax`` and ``flce::softmax_backward``. For double backward, which need not be fast,
+PyTorch's operators compute the gradient.
 """
 
 from __future__ import annotations
