@@ -14,7 +14,8 @@ from flce.core.device_record import KNOWN_KINDS, DeviceRecord
 from flce.core.gemm import ALIGNMENT
 from flce.core.sizes import GIB, MIB
 from flce.planning import cost_model
-from flce.planning.search import MEMORY_SHARE, make_plan
+from flce.planning.plan import MEMORY_SHARE
+from flce.planning.search import make_plan
 from flce.tools.machine import use_backend
 
 TOKENS = 8192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_small_run(kind, tmp_path, monkeypatch):
             assert result.status == ("ok" if result.samples_ms else "unavailable"), result.reason
             assert len(result.samples_ms) == 2 or result.family not in ("ours", "repeat", "stock")
             assert result.samples_ms or (result.family == "peer" and result.reason)
-        ours, stock = entry.by_name("ours"), entry.by_name("stock")
+        ours, stock = (cast("Any", entry.by_name(name)) for name in ("ours", "stock"))
         if kind == "operator" and ours.errors and stock.errors:
             assert all(error <= 1.05 * stock.errors[name] + 1e-6 for name, error in ours.errors.items())
         elif kind == "model":

@@ -144,12 +144,18 @@ def test_own_products_can_be_off(own, monkeypatch):
 def test_the_plan_is_recorded():
     """The plan has the budget, the mode and the options of the measured call. No plan is no failure."""
     case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head", budget_mib=2)
-    budgets = [{}, {"max_workspace_bytes": MIB}, {"max_workspace_bytes": 2 * MIB, "strategy": "vocab"}]
-    sizes, more = (2000, 32, 500, torch.float32), {"device": "cpu", "weight_grad": False}
-    expected = [flce.plan(*sizes, **more, options=flce.ChunkOptions(**each)).workspace_bytes for each in budgets]
+    budgets: list[dict[str, Any]] = [
+        {},
+        {"max_workspace_bytes": MIB},
+        {"max_workspace_bytes": 2 * MIB, "strategy": "vocab"},
+    ]
+    sizes = 2000, 32, 500, torch.float32
+    plans = [flce.plan(*sizes, device="cpu", weight_grad=False, options=flce.ChunkOptions(**each)) for each in budgets]
+    expected = [plan.workspace_bytes for plan in plans]
     entry = OPERATOR.measure(case, CPU, Effort(1, 1.0), select(["ours", budget_name(1), "ours-vocab", "stock"]))
     assert [result.planned_bytes for result in entry.results] == [*expected, None, expected[0]]
     assert len(set(expected)) > 2
+    result: Any
     (result, _) = OPERATOR.measure(replace(case, tokens=400_000), CPU, Effort(1, 0.0), select([budget_name(1)])).results
     assert result.status == "unplanned"
     assert "max_workspace_bytes=1048576 is too small" in result.reason
@@ -209,6 +215,8 @@ def test_rows(task, name):
 def test_a_step_of_a_model(optimizer, copies, rank):
     """All contenders find the same weights, also after steps of an optimizer, whose states count as held bytes."""
     case = ModelCase("tiny-llama", 1, 16, "float32", optimizer, (), ("ours", "stock"), not rank, lora_rank=rank)
+    ours: Any
+    stock: Any
     ours, stock, _ = MODEL.measure(case, CPU, Effort(2, 1.0)).results
     assert ours.status == stock.status == "ok", (ours.reason, stock.reason)
     assert ours.loss == pytest.approx(stock.loss, abs=1e-5)
@@ -235,7 +243,7 @@ def test_grpo_steps_are_exact(name, part, monkeypatch):
     if name == "ours":
         monkeypatch.setattr(utils._ChunkedLogProbFunction, "forward", lambda *call: pytest.fail("TRL's kernel"))
     (contender,) = select_contenders(grpo.CONTENDERS, [name])
-    step = grpo.GrpoStep(model, batch, part, contender)
+    step: Any = grpo.GrpoStep(model, batch, part, contender)
     with contender.applied(model):
         step()
     assert vars(model) == before

@@ -260,12 +260,13 @@ def test_different_settings() -> None:
     for mesh, tokens, classes in _meshes():
         x, weight = distribute_tensor(p.input, mesh, tokens), distribute_tensor(p.linear_weight, mesh, classes)
         target = distribute_tensor(p.target, mesh, [type(t)(t.dim % 3) if hasattr(t, "dim") else t for t in tokens])
-        changes = [("z_loss", 0.1), ("reduction", "sum"), ("shift", 1), ("target", None)]
+        changes: list[tuple[str, Any]] = [("z_loss", 0.1), ("reduction", "sum"), ("shift", 1), ("target", None)]
         if all(t.is_replicate() for t in (*tokens, *classes)):
             changes = []  # No process needs another.
         for name, value in changes:
+            arguments: dict[str, Any] = {"target": target, **({name: value} if is_last else {})}
             with pytest.raises(ValueError, match=f"given different arguments.*{name}"):
-                flce.fused_linear_cross_entropy(x, weight, **{"target": target, **({name: value} if is_last else {})})
+                flce.fused_linear_cross_entropy(x, weight, **arguments)
         flce.fused_linear_cross_entropy(x, weight, target)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     logits = distribute_tensor(p.input @ p.linear_weight.T, mesh, [Shard(2)])

@@ -117,7 +117,11 @@ def test_results_of_tokens() -> None:
         numbers["candidates"] = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
 
         def run(share: LocalShare, numbers: Any = numbers, **group_arguments: Any) -> flce.LinearLogprobsOutput:
-            arguments = {"linear_bias": share.bias, "adapters": share.adapters, "top_k": min(5, share.vocab_size)}
+            arguments: dict[str, Any] = {
+                "linear_bias": share.bias,
+                "adapters": share.adapters,
+                "top_k": min(5, share.vocab_size),
+            }
             arguments |= {"outputs": OUTPUTS, **numbers, **group_arguments}
             return flce.linear_logprobs(share.input, share.weight, share.p.target, **arguments)
 

@@ -167,7 +167,7 @@ def fused_sequences(x, w, y, b, **arguments):
 
 
 Z_LOSS = {"lse_square_scale": 0.1}, {"z_loss": 0.1}
-FLOAT32_SUMS = {"accum_dtype": torch.float32}
+FLOAT32_SUMS: dict[str, Any] = {"accum_dtype": torch.float32}
 OF_CCE = [{}, {"ignore_index": 7}, {"softcap": 2.0}]
 OF_LIGER = [{}, {"ignore_index": 7}, {"label_smoothing": 0.2}]
 CASES = [

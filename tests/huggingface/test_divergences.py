@@ -55,7 +55,7 @@ FORMULAS: dict[str, Callable[[Any, Any], Tensor]] = {
     "a bias of the teacher": lambda s, t: F.kl_div(s.log_softmax(-1), (t + BIAS).softmax(-1), reduction="sum"),
     "an adapter of the teacher": lambda s, t: F.kl_div(s.log_softmax(-1), (t + t / 2).softmax(-1)),
 }
-BIAS = torch.linspace(-1.0, 2.0, V)
+BIAS: Tensor = torch.linspace(-1.0, 2.0, V)
 
 
 def run(formula: Callable[[Any, Any], Tensor], student: Any, teacher: Any) -> tuple[Tensor, list[Tensor], list[str]]:

@@ -92,8 +92,10 @@ def oracle(call: SimpleNamespace, kind: str, beta: float = 0.5) -> tuple[dict[st
     adapters = [(others[2 * k], others[2 * k + 1]) for k in range(pairs)]
     z = dense_logits(x, w, others[-1] if "student_bias" in given else None, adapters=adapters, **options("student"))
     bias = given.get("teacher_bias")
-    terms = [[t.detach().double() for t in pair] for pair in (call.teacher, *given["teacher_adapters"])]
-    t = dense_logits(*terms[0], None if bias is None else bias.double(), adapters=terms[1:], **options("teacher"))
+    (a, b), *others_of_teacher = [
+        (x.detach().double(), w.detach().double()) for x, w in (call.teacher, *given["teacher_adapters"])
+    ]
+    t = dense_logits(a, b, None if bias is None else bias.double(), adapters=others_of_teacher, **options("teacher"))
     logprob, target = z.log_softmax(-1), given["target"]
     counts = torch.ones_like(z[:, 0], dtype=torch.bool) if target is None else target != -100
     results = {

@@ -39,6 +39,7 @@ from flce.engine.schedules.chunks import Chunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
 from flce.planning.dry_run import count_costs
+from flce.planning.plan import plan_for_size
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_budget_unless_accepted, parametrize_pairs, plan_for
 from tests.hopper import case_on_hopper
@@ -461,7 +462,7 @@ def plans_on_a_grid(c: Case, share: float) -> list[flce.ChunkPlan]:
     plans = []
     for kind, sizes in search._allowed_schedules(c):
         grid = {sizes[0], sizes[-1], *(sizes[-1] // parts for parts in (2, 3, 4)), *(int(2.2**k) for k in range(40))}
-        plans += [search.plan_for_size(c, kind, size) for size in grid if size in sizes]
+        plans += [plan_for_size(c, kind, size) for size in grid if size in sizes]
     return [plan for plan in plans if plan.workspace_bytes <= share * (c.device.memory or 0)]
 
 

@@ -81,9 +81,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
         return (torch.randn(size, generator=g, dtype=torch.float64) * std).to(device, dtype)
 
     hidden = call["teacher_hidden"]
-    sizes = [hidden, call["teacher_rank"]] if call["teacher_rank"] else [hidden]
+    widths = [hidden, call["teacher_rank"]] if call["teacher_rank"] else [hidden]
     std = min(call["std"], 4.0)
-    teacher, *adapters = [(normal(*shape, size), normal(vocab, size, std=std / size**0.5)) for size in sizes]
+    teacher, *adapters = [(normal(*shape, size), normal(vocab, size, std=std / size**0.5)) for size in widths]
     their_pairs = [(arguments.spoil(call, x, p.target), w) for x, w in (teacher, *adapters)]
     teacher_bias = normal(vocab) if call["teacher_bias"] else None
     leaves = arguments.leaves_of_call(call, p)
@@ -129,9 +129,9 @@ def check(call: Call, device: str, errors: Errors) -> None:
     how = arguments.arithmetic({**call, "upstream": 1.0}, p)
     rows = Rows(p, how, call["ignore_index"], call["shift"], **transform)
     student, y = rows.logits, rows.target
-    terms = [(rows.of(x.double(), 1), w.double()) for x, w in (teacher, *adapters)]
+    teacher_terms = [(rows.of(x.double(), 1), w.double()) for x, w in (teacher, *adapters)]
     bias = None if teacher_bias is None else teacher_bias.double()
-    other = Logits(terms, bias, how, **theirs)
+    other = Logits(teacher_terms, bias, how, **theirs)
     (x, w), *pairs = [(x.clone().requires_grad_(), w.clone().requires_grad_()) for x, w in rows.terms]
     own_bias = None if rows.bias is None else rows.bias.clone().requires_grad_()
     z = dense_logits(x, w, own_bias, adapters=pairs, **transform)
