@@ -202,7 +202,7 @@ def __getattr__(name: str) -> Any:
         return entry.fallback
     absent = missing_paths(entry)
     if absent:
-        from flce.core.callers import find_caller
+        from flce.core.log import find_caller
 
         find_caller().warn(describe_missing(entry, absent), RuntimeWarning)
         value = entry.fallback

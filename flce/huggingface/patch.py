@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.core import private
-from flce.core.callers import find_caller
+from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
 from flce.huggingface.class_swap import MethodFactory, replace_class, restore_class
 from flce.huggingface.divided_head import HeadProductMode, divide_head, is_divided

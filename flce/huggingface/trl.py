@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flce.core.callers import find_caller
+from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
 from flce.distillation import linear_divergence
 from flce.huggingface.lazy import register_results, state_of

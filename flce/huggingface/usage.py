@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.core.callers import WarningKey, find_caller
+from flce.core.log import WarningKey, find_caller
 from flce.core.sizes import locate_page
 
 EXPLICIT_MATERIALIZE = "materialize()"

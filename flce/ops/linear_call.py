@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flce.backends import choose_backend, has_fused_products
-from flce.core.callers import find_caller
 from flce.core.devices import device_record
+from flce.core.log import find_caller
 from flce.core.numbers import specialize
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.core import callers, log
+from flce.core import log
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
@@ -201,7 +201,7 @@ def test_filters_have_the_last_word() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter(action)
             for _ in range(3):
-                callers.find_caller().warn("of this test alone", UserWarning, logged)
+                log.find_caller().warn("of this test alone", UserWarning, logged)
                 with warnings.catch_warnings():
                     pass
         return len(caught)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from flce.core.callers import find_caller
+from flce.core.log import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of

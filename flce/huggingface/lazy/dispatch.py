@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
-from flce.core.callers import find_caller
+from flce.core.log import find_caller
 from flce.huggingface.head_call import add_wrapper_hook
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import (
