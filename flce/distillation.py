@@ -18,13 +18,12 @@ from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
 from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LinearTerm, LogprobSpec
 from flce.functional import DEFAULT_OPTIONS, make_linear_problem
-from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors, names_replacements
+from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 
 
-@names_replacements
 @supports_divided_heads
 def linear_divergence(
     student: Tensor, student_weight: Tensor, teacher: Tensor | None = None, teacher_weight: Tensor | None = None, *,

@@ -66,7 +66,6 @@ def fused_linear_cross_entropy(
 def fused_linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: tuple[str, ...], **rest: Unpack[LinearLossArguments]
 ) -> Tensor | LinearCrossEntropyOutput: ...
-@names_replacements
 @supports_divided_heads
 def fused_linear_cross_entropy(
     input: Tensor,
@@ -264,7 +263,6 @@ def make_linear_problem(
     )
 
 
-@names_replacements
 @supports_divided_heads
 def linear_logprobs(
     input: Tensor,

@@ -212,7 +212,7 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     given = {name: _new(size, dtype=accum) if fields.pop(name, False) else None for name, size in sizes.items()}
     spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
     inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
-    out = RowOutputs.allocate(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+    out = RowOutputs.allocate(spec, accum, (ROWS,), lambda shape, dtype: _new(*shape, dtype=dtype))
     first = TileCall(inputs, spec, TileClasses(0, cols, cols, cols), out)
     normalizer = _new(NORMALIZER_SLOTS, ROWS, dtype=accum)
     row_gradient = _new(ROW_GRADIENT_SLOTS if "entropy" in spec.stats else LOSS_GRADIENT_SLOTS, ROWS, dtype=accum)
@@ -289,7 +289,7 @@ def slice_calls() -> Calls:
     """Yield fused products of a process of a divided head."""
     backend, (x, weight, exps) = kernels.TritonBackend(), (_new(*s, dtype=torch.bfloat16) for s in _SLICE_SHAPES)
     spec, inputs = LossSpec(), RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, None)
-    out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+    out = RowOutputs.allocate(spec, torch.float32, (ROWS,), lambda shape, dtype: _new(*shape, dtype=dtype))
     call = TileCall(inputs, spec, TileClasses(0, 8000, 8000, 8000, is_shard=True), out)
     yield partial(backend.fused_exponentials, x, weight, [exps], call, _new(2, ROWS), None, lambda: None)
     yield partial(backend.fused_statistics, x, weight, call)

@@ -59,10 +59,10 @@ class Rows:
         return self.upstream.new_full((STATE_SLOTS, len(self.logits)), -55.0)
 
     def outputs(self) -> RowOutputs:
-        def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
+        def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, -77, dtype=dtype, device=self.logits.device)
 
-        return RowOutputs.allocate(self.spec, self.accum, new)
+        return RowOutputs.allocate(self.spec, self.accum, (len(self.logits),), new)
 
     def call(self, tile: TileClasses, out: RowOutputs) -> TileCall:
         return TileCall(self.inputs, self.spec, tile, out)

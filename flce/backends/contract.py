@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, LossSpec
-from flce.core.slices import is_full_slice, slice_columns
+from flce.core.slices import slice_columns
 
 # Slots (numbers of a row) of the running state, which statistics update tile by tile.
 STATE_SLOTS = 9
@@ -165,10 +165,6 @@ class RowInputs(NamedTuple):
         """Return the class weight of each target, (rows,)."""
         return None if self.class_weight is None else self.class_weight[self.target.clamp(0, vocab_size - 1)]
 
-    def weight_sum(self, vocab_size: int) -> Tensor | float:
-        """Return the sum of the weights of all classes."""
-        return float(vocab_size) if self.scales is None else self.scales[2]
-
     def select_rows(self, part: slice) -> RowInputs:
         weight = None if self.token_weight is None else self.token_weight[part]
         factor = None if self.inverse_temperature is None else self.inverse_temperature[part]
@@ -179,7 +175,10 @@ class RowInputs(NamedTuple):
 
 
 class RowOutputs(NamedTuple):
-    """Memory for the results of each row; None for results that the call does not request."""
+    """Memory for the results of each row; None for results that the call does not request.
+
+    `vectors.reduce` replaces `loss` by the total loss, and `z_loss` by its sum.
+    """
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced; not written by calls of a shard
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
@@ -200,12 +199,15 @@ class RowOutputs(NamedTuple):
 
     @staticmethod
     def allocate(
-        spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]
+        spec: LossSpec,
+        accum: torch.dtype,
+        shape: tuple[int, ...],
+        new: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> RowOutputs:
-        """Allocate the requested results: ``new((n,), dtype)`` allocates n values for each row, ``new((), dtype)``
-        one."""
+        """Allocate the requested results of rows of this shape with ``new(shape, dtype)``."""
+        slots = NORMALIZER_SLOTS, *shape
         tensors = [
-            new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
+            new(slots if name == "normalizer" else shape, torch.int64 if name == "argmax" else accum)
             if requested
             else None
             for name, requested in zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True)
@@ -219,21 +221,12 @@ class RowOutputs(NamedTuple):
         pairs = zip(tensors, RowOutputs.requested_fields(spec), strict=True)
         return RowOutputs(*(tensor if requested else None for tensor, requested in pairs))  # type: ignore[arg-type]
 
-    @property
-    def losses(self) -> tuple[Tensor, Tensor | None]:
-        """The two terms of the loss: cross entropy and z-loss. The first and the second of `Backend.loss_scales` are
-        their scales."""
-        return self.loss, self.z_loss
-
-    def replace_losses(self, loss: Tensor, z_loss: Tensor | None) -> RowOutputs:
-        """Return the outputs with the total loss instead of the cross entropy, and with this z-loss."""
-        return self._replace(loss=loss, z_loss=z_loss)
-
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
     def select_rows(self, part: slice) -> RowOutputs:
-        return self if is_full_slice(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
+        is_full = part.start == 0 and part.stop >= self.loss.shape[-1]
+        return self if is_full else self.map(lambda t: t[..., part])
 
 
 class TileClasses(NamedTuple):
@@ -293,7 +286,7 @@ class TileCall(NamedTuple):
         return self.row_gradient is not None and len(self.row_gradient) > ENTROPY
 
     def select_rows(self, part: slice) -> TileCall:
-        if is_full_slice(part, len(self.inputs.target)):
+        if part.start == 0 and part.stop >= len(self.inputs.target):
             return self
         return self._replace(
             inputs=self.inputs.select_rows(part),

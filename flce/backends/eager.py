@@ -37,9 +37,8 @@ from flce.backends.contract import (
     Teacher,
     TileCall,
 )
-from flce.backends.formulas import Targets, is_class, where, write_state_results
+from flce.backends.formulas import Targets, is_class, write_state_results
 from flce.core.problem import LossSpec, accumulation_dtype
-from flce.core.slices import slice_rows
 
 # Bytes of a slab. Small compared to a chunk of logits. Large enough that the synchronization of threads after every
 # operator (on a CPU) and the launches (on an accelerator) take little time.
@@ -84,9 +83,9 @@ class TorchBackend:
     name = "torch"
 
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
-        for piece, part in _slabs(logits):
+        for part, slab_logits in _slabs(logits):
             slab = call.select_rows(part)
-            z = _transform(_select_piece(logits, piece), slab, want_jacobian=False)[0]
+            z = _transform(slab_logits, slab, want_jacobian=False)[0]
             targets = Targets.from_call(slab)
             merged = _merge(z, slab, targets, None if state is None else state[:, part])[0]
             if call.tile.is_last:
@@ -100,14 +99,14 @@ class TorchBackend:
         out.copy_(formulas.row_gradient(call))
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        for piece, part in _slabs(logits):
+        for part, slab_logits, out in _slabs(logits, grad):
             slab = call.select_rows(part)
             assert slab.normalizer is not None
             assert slab.row_gradient is not None
-            z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
+            z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
-            targets, factors, out = Targets.from_call(slab), slab.row_gradient, _select_piece(grad, piece)
+            targets, factors = Targets.from_call(slab), slab.row_gradient
             if slab.has_entropy_gradient:
                 term = _softmax_term_with_entropy(z.sub_(log_sum[:, None]), factors)
             else:
@@ -116,29 +115,29 @@ class TorchBackend:
             del z, term, jacobian  # before the next slab is allocated
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        for piece, part in _slabs(logits):
+        for part, slab_logits, out in _slabs(logits, grad):
             slab = call.select_rows(part)
-            z, jacobian = _transform(_select_piece(logits, piece), slab, want_jacobian=True)
+            z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
             targets = Targets.from_call(slab)
             merged, exps = _merge(z, slab, targets, None)
             results, factors = write_state_results(merged, slab, targets)
             assert factors is not None
             term = _softmax_term(exps, results.log_sum, factors)
-            _gradient(term, jacobian, slab, factors, targets, _select_piece(grad, piece))
+            _gradient(term, jacobian, slab, factors, targets, out)
             del z, exps, term, jacobian  # before the next slab is allocated
 
     def divergence(
         self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
     ) -> None:
-        for piece, part in _slabs(logits):
+        for part, student_slab, teacher_slab, *out in _slabs(logits, teacher_logits, *([] if grad is None else [grad])):
             slab, model = call.select_rows(part), teacher.select_rows(part)
             merging = grad is None and teacher.kind != "jsd"
-            s, jacobian = _transform(logits[piece], slab, grad is not None)
-            t = _transform(teacher_logits[piece], model.tile_call(slab), False)[0]
+            s, jacobian = _transform(student_slab, slab, grad is not None)
+            t = _transform(teacher_slab, model.tile_call(slab), False)[0]
             rows = torch.zeros_like(model.rows) if merging else model.rows
             for x, slot in ((s, STUDENT), (t, TEACHER)):
                 offset = x.amax(1) if merging else rows[slot + OFFSET]
-                x.sub_(where(offset > -torch.inf, offset, 0.0)[:, None])
+                x.sub_(torch.where(offset > -torch.inf, offset, 0.0)[:, None])
                 if merging:
                     rows[slot + OFFSET], rows[slot + LOG_SUM] = offset, x.exp().sum(1)
                 else:
@@ -158,7 +157,7 @@ class TorchBackend:
                 p, ratio = s.exp(), formulas.log_ratios(s, t, teacher.kind, teacher.beta)[0]
                 added = ratio.mul_(p).mul_(factor * (1.0 - teacher.beta)).masked_fill_(p == 0.0, 0.0)
             term = _softmax_term_with_entropy(s, factors).add_(added)
-            _gradient(term, jacobian, slab, factors, Targets.from_call(slab), grad[piece])
+            _gradient(term, jacobian, slab, factors, Targets.from_call(slab), *out)
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
@@ -201,8 +200,7 @@ class TorchBackend:
         if x.device.type == "cpu" and bool((factor == 1.0).all()):
             return
         per_row = torch.where(target == ignore_index, 1.0, factor)
-        for piece, part in _slabs(x):
-            rows = x[piece]
+        for part, rows in _slabs(x):
             column = per_row[part].reshape(*rows.shape[:-1], 1)
             if x.dtype == factor.dtype:
                 rows.mul_(column)
@@ -251,21 +249,24 @@ def _row_slabs(ids: Tensor, row_bytes: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
-    """Yield the slabs of a tile, (rows, cols) or (outer, inner, cols): an index into it and a slice of all its rows."""
+def _slabs(*tiles: Tensor) -> list[tuple[Any, ...]]:
+    """Return the slabs of tiles of one shape, (rows, cols) or (outer, inner, cols): a slice of all rows, and the slab
+    of each tile."""
+    tile = tiles[0]
     *outer, rows, cols = tile.shape
     step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, accumulation_dtype(tile.dtype).itemsize)
+    if not outer and 0 < rows <= step:
+        return [(slice(0, rows), *tiles)]
+    slabs = []
     groups = max(1, step // max(1, rows))  # more than one only if each is complete
     for begin in range(0, outer[0] if outer else 1, groups):
         end = min(begin + groups, outer[0]) if outer else 1
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             places = slice(begin * rows + part.start, (end - 1) * rows + part.stop)
-            yield (slice(begin, end), part) if outer else part, places
-
-
-def _select_piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
-    return slice_rows(x, piece) if isinstance(piece, slice) else x[piece]
+            index = (slice(begin, end), part) if outer else part
+            slabs.append((places, *[x[index] for x in tiles]))
+    return slabs
 
 
 def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:
@@ -275,9 +276,9 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep_logits)
     if z.dim() > 2:
         z = z.reshape(-1, z.shape[-1])
-    bias = call.inputs.tile_bias(call.tile)
+    bias = call.inputs.bias
     if bias is not None:
-        z = z.add_(bias)
+        z = z.add_(bias[call.tile.columns])
     factor = None if call.inputs.inverse_temperature is None else call.inputs.inverse_temperature[:, None]
     scale = spec.scale
     jacobian: Tensor | float = scale
@@ -312,7 +313,10 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     merged[MAX] = row_max
 
     target_logit = z.gather(1, targets.column)[:, 0]
-    merged[TARGET_LOGIT] = where(targets.in_tile, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+    if targets.in_tile is not None:
+        outside = 0.0 if before is None else before[TARGET_LOGIT]
+        target_logit = torch.where(targets.in_tile, target_logit, outside)
+    merged[TARGET_LOGIT] = target_logit
 
     if spec.label_smoothing:
         # Relative to a logit of the same row, so that a large common offset cancels no digits.
@@ -380,7 +384,10 @@ def _gradient(
     g: Tensor, jacobian: Tensor | float, call: TileCall, factors: Tensor, targets: Targets, grad: Tensor
 ) -> None:
     """Write the gradient from its softmax term, which is overwritten, and the row gradient `factors`."""
-    g.scatter_add_(1, targets.column, where(targets.in_tile, -factors[TARGET], 0.0)[:, None])
+    at_target = -factors[TARGET]
+    if targets.in_tile is not None:
+        at_target = torch.where(targets.in_tile, at_target, 0.0)
+    g.scatter_add_(1, targets.column, at_target[:, None])
     if call.spec.label_smoothing:
         weight, classes_factor = call.inputs.class_weight, factors[CLASSES][:, None]
         if weight is None:

@@ -76,11 +76,6 @@ def is_class(ids: Tensor, vocab_size: int) -> Tensor:
     return (ids >= 0) & (ids < vocab_size)
 
 
-def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
-    """Return `torch.where`, with None for a mask that is True everywhere."""
-    return x if mask is None else torch.where(mask, x, other)
-
-
 # ------------------------------------------------------------------------------------------------- the loss
 
 # Fields of a LossSpec that change logits, and fields that `finish_row` and the statistics compute.
@@ -110,7 +105,9 @@ def finish_row(
         state: statistics of all classes. Backward has only the normalizer: then the losses have no meaning.
     """
     refuse_unknown_fields(spec)
-    nll = where(targets.in_range, -state.logprob, torch.nan)
+    nll = -state.logprob
+    if targets.in_range is not None:
+        nll = torch.where(targets.in_range, nll, torch.nan)
     normalizer = torch.stack((state.offset, state.log_sum, -nll))
     lse, target_weight = log_sum_exp(normalizer), inputs.target_weight(vocab_size)
     smoothing = spec.label_smoothing / vocab_size
@@ -120,17 +117,18 @@ def finish_row(
     z_loss = spec.z_loss * lse.square()
     if inputs.token_weight is not None:
         loss, z_loss = loss * inputs.token_weight, z_loss * inputs.token_weight
-    results = {
-        name: where(targets.valid, value, -1 if name == "argmax" else 0.0)
-        for name, value in {**state._asdict(), "loss": loss, "z_loss": z_loss, "logprob": -nll}.items()
-        if value is not None
-    }
-    results["normalizer"] = where(targets.valid, normalizer, 0.0)
+    values = {**state._asdict(), "loss": loss, "z_loss": z_loss, "logprob": -nll, "normalizer": normalizer}
+    results = {name: value for name, value in values.items() if value is not None}
+    if targets.valid is not None:
+        for name, value in results.items():
+            results[name] = torch.where(targets.valid, value, -1 if name == "argmax" else 0.0)
     if inputs.scales is None:
         return results, None
 
     ce_scale, z_loss_scale, weight_sum = inputs.scales.unbind()
-    row = where(targets.in_range, torch.ones_like(lse), torch.nan)
+    row = torch.ones_like(lse)
+    if targets.in_range is not None:
+        row = torch.where(targets.in_range, row, torch.nan)
     for factor in (inputs.token_weight, inputs.upstream):
         row = row if factor is None else row * factor
     row_gradient = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
@@ -143,7 +141,7 @@ def finish_row(
         row_gradient[SOFTMAX] += row_gradient[CLASSES] * weight_sum
     if spec.z_loss:
         row_gradient[SOFTMAX] += row * z_loss_scale * (2.0 * spec.z_loss) * lse
-    return results, where(targets.valid, row_gradient, 0.0)
+    return results, row_gradient if targets.valid is None else torch.where(targets.valid, row_gradient, 0.0)
 
 
 def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
@@ -195,11 +193,10 @@ def scale_losses(losses: Tensor, factor: Tensor, spec: LossSpec) -> Tensor:
 def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the result of `Backend.reduce`."""
     scales = loss_scales(p) if scales is None else scales
-    cross_entropy, z_loss = out.losses
-    loss = scale_losses(cross_entropy.sum(), scales[0], p.spec)
-    if z_loss is None:
+    loss = scale_losses(out.loss.sum(), scales[0], p.spec)
+    if out.z_loss is None:
         return loss, None, scales
-    total_z_loss = scale_losses(z_loss.sum(), scales[1], p.spec)
+    total_z_loss = scale_losses(out.z_loss.sum(), scales[1], p.spec)
     return loss + total_z_loss, total_z_loss, scales
 
 
@@ -368,6 +365,7 @@ def write_state_results(
     state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets
 ) -> tuple[RowStatistics, Tensor | None]:
     """Run `write_results` from the state of all classes. Return the statistics and the row gradient."""
-    vocab_size = call.tile.vocab_size
-    results = results_from_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
+    vocab_size, scales = call.tile.vocab_size, call.inputs.scales
+    weight_sum = float(vocab_size) if scales is None else scales[2]
+    results = results_from_state(state, call.spec, vocab_size, weight_sum)
     return results, write_results(results, call, targets)

@@ -171,7 +171,7 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
     a = a.to(out.dtype)
     k, n = b.shape
     if k * n * out.dtype.itemsize <= MIN_CAST_BYTES:
-        _vendor_matmul(a, b.to(out.dtype), out, accumulate)
+        torch.addmm(out, a, b.to(out.dtype), beta=int(accumulate), out=out)
         return
     most = _cast_bytes(len(a), k, n)
     if n > k:  # pieces of columns: each computes some columns of the result

@@ -5,11 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def is_full_slice(part: slice, size: int) -> bool:
-    """Return True if `part`, which has a start and a stop, selects all of a dimension of this size."""
-    return part.start == 0 and part.stop >= size
-
-
 def slice_rows(x: Tensor, part: slice) -> Tensor:
     """Return ``x[part]``."""
     return x if part.start == 0 and part.stop >= x.shape[0] else x[part]

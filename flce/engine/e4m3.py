@@ -55,12 +55,12 @@ class _Gradients:
     def __init__(self, ctx: PassContext, sizes: ChunkSizes, dw_sum: DwSum | None) -> None:
         self._context, self._dw_sum, self._is_single, rows = ctx, dw_sum, ctx.is_single_chunk(sizes.rows), sizes.rows
         self._weight: Tensor | None = None
-        self._weight_scales = ctx.new(ctx.terms[0].weight.shape[1], dtype=torch.float32)
-        self._group = ctx.new(sizes.group_rows, padded_cols(ctx.vocab_size), dtype=E4M3)
-        self._transposed = None if dw_sum is None else ctx.new(ctx.vocab_size, padded_cols(rows), dtype=E4M3)
-        self._classes = ctx.new(rows, ENTRY_SLOTS, dtype=torch.int32)
-        self._values = ctx.new(rows, ENTRY_SLOTS, dtype=torch.float32)
-        self._row_scales = ctx.new(rows, dtype=torch.float32)
+        self._weight_scales = ctx.new((ctx.terms[0].weight.shape[1],), torch.float32)
+        self._group = ctx.new((sizes.group_rows, padded_cols(ctx.vocab_size)), E4M3)
+        self._transposed = None if dw_sum is None else ctx.new((ctx.vocab_size, padded_cols(rows)), E4M3)
+        self._classes = ctx.new((rows, ENTRY_SLOTS), torch.int32)
+        self._values = ctx.new((rows, ENTRY_SLOTS), torch.float32)
+        self._row_scales = ctx.new((rows,), torch.float32)
 
     def tile(self, chunk: slice, group: slice, tokens: slice) -> QuantizedTile:
         """Return the memory of a tile."""
@@ -82,7 +82,7 @@ class _Gradients:
         ctx, part = self._context, offset_slice(tokens, -chunk.start)
         quantized = slice_rows(self._group, slice(0, part.stop - part.start))
         slice_columns(quantized, slice(ctx.vocab_size, quantized.shape[1])).view(torch.uint8).zero_()
-        product = ctx.new(len(quantized), len(self._weight_scales), dtype=torch.float32)
+        product = ctx.new((len(quantized), len(self._weight_scales)), torch.float32)
         ctx.matmul(quantized, self._quantized_weight().t(), out=product)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
@@ -98,7 +98,7 @@ class _Gradients:
             ctx, weight = self._context, self._context.terms[0].weight
             shape = weight.shape[1], padded_cols(len(weight))
             can_borrow = self._dw_sum is not None and self._is_single and shape[1] <= 2 * len(weight)
-            self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(*shape, dtype=E4M3)
+            self._weight = borrow_as(ctx.dw_memory(), shape, E4M3) if can_borrow else ctx.new(shape, E4M3)
             ctx.backend.quantize_transposed(weight, None, None, self._weight, self._weight_scales)
         return self._weight
 
@@ -110,17 +110,17 @@ class _Gradients:
         hidden, inner, num_entries = x.shape[1], padded_cols(part.stop), part.stop * ENTRY_SLOTS
         index = None if ctx.selection.index is None else ctx.selection.index[chunk]
         x = slice_rows(x, chunk) if index is None else x
-        scaled, scales = ctx.new(hidden, inner, dtype=E4M3), ctx.new(hidden, dtype=torch.float32)
+        scaled, scales = ctx.new((hidden, inner), E4M3), ctx.new((hidden,), torch.float32)
         ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
         scales.mul_(1.0 / e4m3_scale(inner))
-        bounds = ctx.new(ctx.vocab_size + 1, dtype=torch.int32)
-        numbers, values = (ctx.new(num_entries, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        bounds = ctx.new((ctx.vocab_size + 1,), torch.int32)
+        numbers, values = (ctx.new((num_entries,), dtype) for dtype in (torch.int64, torch.float32))
         ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
         # The group is not needed anymore. One chunk has its products in the memory of dW.
         first_class, memory = 0, self._group
         if memory.numel() < BLOCK_BYTES and not self._is_single:
-            memory = ctx.new(min(BLOCK_BYTES, 2 * hidden * ctx.vocab_size), dtype=torch.uint8)
+            memory = ctx.new((min(BLOCK_BYTES, 2 * hidden * ctx.vocab_size),), torch.uint8)
         for total in sums:
             memory = total if self._is_single else memory
             for block in ctx.split_range(slice(0, len(total)), memory.nbytes // (2 * hidden)):

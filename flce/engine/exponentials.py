@@ -33,7 +33,7 @@ class Exponentials:
 
     def __init__(self, context: PassContext) -> None:
         self._context = context
-        self.factors = context.new(2, context.selection.max_num_rows, dtype=torch.float32)
+        self.factors = context.new((2, context.selection.max_num_rows), torch.float32)
 
     def compute(
         self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None
@@ -60,7 +60,7 @@ class Exponentials:
             block_factors = slice_columns(self.factors, block_tokens)
             if block_tokens != previous_tokens:
                 previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens)
-                state = ctx.new(EXPONENTIAL_SLOTS, len(logits), dtype=ctx.normalizer.dtype)
+                state = ctx.new((EXPONENTIAL_SLOTS, len(logits)), ctx.normalizer.dtype)
             call = call._replace(tile=ctx.tile_classes(classes))
             ctx.backend.exponentials(logits, exps, call, state, block_factors)
             if ctx.rows.is_sharded and classes.stop == ctx.vocab_size:
@@ -115,7 +115,7 @@ class Exponentials:
         ctx = self._context
         grad = ctx.dw_memory(term)
         if ctx.in_registers:
-            residual = ctx.new(*scaled.shape, dtype=grad.dtype) if residual is None else residual
+            residual = ctx.new(scaled.shape, grad.dtype) if residual is None else residual
             ctx.backend.weight_gradient(grad, tiles, scaled, residual, self._target_terms(term))
             return
         ctx.matmul(tiles[0].t(), scaled, out=grad)
@@ -132,7 +132,7 @@ class Exponentials:
         # The factor is the sum of two half-precision numbers, which is precise enough.
         rounded_factor = factor.to(exps.dtype)
         two_factors = torch.stack((rounded_factor, (factor - rounded_factor).to(exps.dtype)))
-        sums = ctx.new(2, exps.shape[1], dtype=torch.float32)
+        sums = ctx.new((2, exps.shape[1]), torch.float32)
         ctx.matmul(two_factors, exps, out=sums)
         ctx.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
 

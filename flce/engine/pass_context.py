@@ -67,6 +67,7 @@ class PassContext:
     has_mixture: bool = False
 
     def __post_init__(self) -> None:
+        self.new = self.arena.new
         self.problem: LinearCrossEntropyProblem = self.rows.problem
         self.selection: Selection = self.rows.selection
         """The selected tokens."""
@@ -125,14 +126,11 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------------ memory
 
-    def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return self.arena.new(shape, dtype)
-
     def unscale_and_round_to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a sum of gradients in `dtype`, divided by the gradient scale; `x` itself if it has this dtype."""
         if x.dtype == dtype:
             return x
-        out = self.new(*x.shape, dtype=dtype)
+        out = self.new(x.shape, dtype)
         self.unscale_and_round(x, out)
         return out
 
@@ -173,12 +171,12 @@ class PassContext:
 
     def new_tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """Allocate (rows, cols) with an aligned row stride: other strides make products several times slower."""
-        return slice_columns(self.new(rows, padded_cols(cols), dtype=dtype), slice(0, cols))
+        return slice_columns(self.new((rows, padded_cols(cols)), dtype), slice(0, cols))
 
     def new_overlapping_tiles(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Allocate one memory for a tile of logits and the tile of their gradient. Rows of both begin at the same
         addresses, also if gradients have fewer bytes."""
-        logits = self.new(rows, padded_cols(cols), dtype=self.dtypes.logits)
+        logits = self.new((rows, padded_cols(cols)), self.dtypes.logits)
         return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
     def start_gradient_tile(self, rows: int, cols: int) -> Tensor:
@@ -205,7 +203,7 @@ class PassContext:
             self._gathered = None
             xs = [slice_rows(x, tokens) for x in self._inputs]
             if self.selection.index is not None:
-                xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
+                xs = [self.new(x.shape, x.dtype) for x in xs]
                 for x, out in zip(self._inputs, xs, strict=True):
                     self.take_rows(x, out, tokens)
             self._gathered = tokens, xs
@@ -221,7 +219,7 @@ class PassContext:
         if term not in self._dx:
             # Dropped rows must be zero: no tile writes them.
             zero = self.selection.index is not None or self.selection.num_rows == 0
-            self._dx[term] = self.arena.new(self.terms[term].input.shape, self.dtypes.grads, zero)
+            self._dx[term] = self.new(self.terms[term].input.shape, self.dtypes.grads, zero)
         return self._dx[term]
 
     def start_dx_sums(self) -> None:
@@ -231,7 +229,7 @@ class PassContext:
         self.dx_has_selected_rows = True
         for k in self.dx_terms:
             shape = self.selection.num_rows, self.terms[k].input.shape[1]
-            self._dx[k] = self.arena.new(shape, self.dtypes.sums, zero=shape[0] == 0)
+            self._dx[k] = self.new(shape, self.dtypes.sums, zero=shape[0] == 0)
 
     def finish_dx_sums(self) -> None:
         """Round the sums of `start_dx_sums`. If rows are gathered, copy them to dX of all rows."""
@@ -239,7 +237,7 @@ class PassContext:
             self._dx[k] = self.unscale_and_round_to(self._dx[k], self.problem.dtype)
             if self.selection.index is not None:
                 selected, shape = self._dx[k], self.terms[k].input.shape
-                self._dx[k] = self.arena.new(shape, selected.dtype, zero=True)
+                self._dx[k] = self.new(shape, selected.dtype, zero=True)
                 self.scatter_rows(selected, self._dx[k], slice(0, len(selected)))
 
     def set_dx_memory(self, term: int, memory: Tensor) -> None:
@@ -249,13 +247,13 @@ class PassContext:
         """Return the memory of dW of a term, (V, H). It is allocated at first use."""
         if term not in self._dw:
             zero = self.selection.num_rows == 0
-            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.grads, zero)
+            self._dw[term] = self.new(self.terms[term].weight.shape, self.dtypes.grads, zero)
         return self._dw[term]
 
     def db_memory(self) -> Tensor:
         """Return the memory of the gradient of the bias, (V,)."""
         if self._db is None:
-            self._db = self.arena.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
+            self._db = self.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
         return self._db
 
     def finish_gradients(self) -> list[Tensor]:
@@ -288,7 +286,7 @@ class PassContext:
             self.write_logits(xs, classes, logits)
             yield tokens, classes, logits, tile
             return
-        memory = self.new(self._logits_per_block, dtype=self.dtypes.logits)
+        memory = self.new((self._logits_per_block,), self.dtypes.logits)
         # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes, and
         # blocks of a narrow tile more rows.
         max_rows, rows_of_tile = self._logits_per_block // COLUMN_MULTIPLE, self._logits_per_block // tile.stride(0)
@@ -317,7 +315,7 @@ class PassContext:
         if not self.rows.is_sharded:
             self.backend.loss_and_gradient(logits, dlogits, call)
             return
-        state = self.new(STATE_SLOTS, len(logits), dtype=self.normalizer.dtype)
+        state = self.new((STATE_SLOTS, len(logits)), self.normalizer.dtype)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep_logits=True)), state)
         self.rows.keep_state(tokens, state)
         self.rows.merge_results(tokens)
@@ -334,7 +332,7 @@ class PassContext:
         rows = tokens.stop - tokens.start
         needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
         if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_sharded):
-            state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
+            state = self.new((STATE_SLOTS, rows), self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)

@@ -89,7 +89,7 @@ def forward(
     problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
 ) -> ForwardResult:
     """Compute losses and, if `gradients`, the gradients of inputs and weights, even if the schedule defers them."""
-    problem = gather_class_weights(problem)
+    problem = problem if problem.shard is None else gather_class_weights(problem, problem.shard)
     none_ignored = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
     with_gradients = gradients and not schedule.deferred
@@ -98,7 +98,8 @@ def forward(
     skip_ignored = not none_ignored and plan.case.skip_ignored
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
-    outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
+    accum, num_rows = accumulation_dtype(problem.dtype), selection.max_num_rows
+    outputs = RowOutputs.allocate(problem.spec, accum, (num_rows,), runtime.arena.new)
     context = build_context(
         plan, runtime, build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     )
@@ -129,7 +130,7 @@ def backward(
         normalizer: (slots, N), from `forward`.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    problem = gather_class_weights(problem)
+    problem = problem if problem.shard is None else gather_class_weights(problem, problem.shard)
     runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.unscales_sums

@@ -92,7 +92,7 @@ def forward(
     problem = replace(problem, inverse_temperature=vectors.check_inverse_temperature(problem.inverse_temperature))
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, not none_ignored and plan.case.skip_ignored, False)
-    outputs = vectors.allocate_outputs(problem, selection.max_num_rows, runtime.arena)
+    outputs = RowOutputs.allocate(spec, accum, (selection.max_num_rows,), runtime.arena.new)
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     pass_rows = build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)

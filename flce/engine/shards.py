@@ -301,11 +301,11 @@ def build_rows(problem: LinearCrossEntropyProblem, *rest: Any) -> Rows:
     return (Rows if problem.shard is None else ShardRows)(problem, *rest)
 
 
-def gather_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
+def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCrossEntropyProblem:
     """Return the problem with the weights of all classes. If it has only the weights of this shard, they are gathered
     with one collective."""
-    weight, shard = p.class_weight, p.shard
-    if shard is None or weight is None or shard.process_group.size() == 1:
+    weight = p.class_weight
+    if weight is None or shard.process_group.size() == 1:
         return p
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:

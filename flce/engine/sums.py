@@ -50,7 +50,7 @@ def _add_to_dx_of_term(ctx: PassContext, term: int, dlogits: Tensor, tokens: sli
     if ctx.dx_has_selected_rows and not ctx.has_to_unscale(grad):
         ctx.matmul(dlogits, weight, out=slice_rows(grad, tokens), accumulate=classes.start > 0)
         return
-    product = ctx.new(len(dlogits), grad.shape[1], dtype=ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)
+    product = ctx.new((len(dlogits), grad.shape[1]), ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)
     ctx.matmul(dlogits, weight, out=product)
     _store_dx(ctx, product, grad, tokens, add=classes.start > 0)
 
@@ -79,7 +79,7 @@ class DxSum:
             _add_to_dx_of_term(ctx, self._term, dlogits, tokens, classes)
             return
         if self._sum is None:
-            self._sum = ctx.new(self._max_rows, weight.shape[1], dtype=ctx.dtypes.sums)
+            self._sum = ctx.new((self._max_rows, weight.shape[1]), ctx.dtypes.sums)
         total = self._sum[: len(dlogits)]
         ctx.matmul(dlogits, slice_rows(weight, classes), out=total, accumulate=classes.start > 0)
         if classes.stop == ctx.vocab_size:
@@ -166,7 +166,7 @@ class UnscaledSum(DwSum):
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         wanted_bytes = max(num_tokens * cols * size // 2, 4 * cols * hidden // MAX_SUB_BLOCKS)
         sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, wanted_bytes))
-        return ctx.new(max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden, dtype=ctx.dtypes.sums)
+        return ctx.new((max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden), ctx.dtypes.sums)
 
 
 class SumInTwoParts(DwSum):
@@ -193,7 +193,7 @@ class SumInTwoParts(DwSum):
         grad, half = self._context.dw_memory(self._term), self._half
         hidden = grad.shape[1]
         if self._second_half is None:
-            self._second_half = self._context.new(self._stop - half, hidden, dtype=torch.float32)
+            self._second_half = self._context.new((self._stop - half, hidden), torch.float32)
         first_half = borrow_as(grad, (half, hidden), torch.float32)
         return [first_half, self._second_half] if len(self._second_half) else [first_half]
 
@@ -244,9 +244,7 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
             return UnscaledSum(ctx, k, block, None)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]
-            memory[k] = (
-                UnscaledSum.allocate(ctx, k, cols) if is_single else ctx.new(cols, hidden, dtype=ctx.dtypes.sums)
-            )
+            memory[k] = UnscaledSum.allocate(ctx, k, cols) if is_single else ctx.new((cols, hidden), ctx.dtypes.sums)
         return (UnscaledSum if is_single else BlockSum)(ctx, k, block, memory[k])
 
     return lambda block: {k: build(k, block) for k in ctx.dw_terms}

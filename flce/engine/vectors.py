@@ -13,20 +13,10 @@ from torch import Tensor
 from flce.backends.contract import Backend, RowOutputs, RowProblem
 from flce.backends.formulas import scale_losses
 from flce.core.problem import LossSpec, accumulation_dtype
-from flce.engine.arena import Arena
 
 # The largest entry that the gradient of float16 logits should have. The range of float16 is 6e-8 to 65504. The headroom
 # of 2^6 is for factors that `LossSpec.typical_gradient` does not include.
 FLOAT16_GRAD_PEAK = 2.0**10
-
-
-def allocate_outputs(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
-    """Allocate memory for the results of `num_rows` rows."""
-
-    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return arena.new((*slots, num_rows), dtype)
-
-    return RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
 
 
 def pack_outputs(outputs: RowOutputs) -> tuple[Tensor, ...]:
@@ -37,15 +27,14 @@ def pack_outputs(outputs: RowOutputs) -> tuple[Tensor, ...]:
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     """Return tensors with the shapes and dtypes of `pack_outputs` after the reduction, on the device of `like`."""
-    row_shape = tuple(p.target.shape)
 
-    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return like.new_empty((*slots, *row_shape), dtype=dtype)
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return like.new_empty(shape, dtype=dtype)
 
-    outputs = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), new)
+    outputs = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), tuple(p.target.shape), new)
     if p.spec.reduction != "none":
-        loss, z_loss = outputs.losses
-        outputs = outputs.replace_losses(loss.new_empty(()), None if z_loss is None else z_loss.new_empty(()))
+        loss, z_loss = outputs.loss.new_empty(()), outputs.z_loss
+        outputs = outputs._replace(loss=loss, z_loss=None if z_loss is None else z_loss.new_empty(()))
     return pack_outputs(outputs)
 
 
@@ -149,21 +138,19 @@ def reduce(
         grad = _token_weight_gradient(p.spec, out, scales, ignored)
         # Losses of ignored rows are 0. They must stay 0 for weights of inf or NaN.
         weight = weight.masked_fill(ignored, 0.0)
-        for losses in out.losses:
+        for losses in (out.loss, out.z_loss):
             if losses is not None:
                 losses.mul_(weight)
     if p.spec.reduction == "none":
-        cross_entropy, z_loss = out.losses
-        results = out.replace_losses(cross_entropy if z_loss is None else cross_entropy + z_loss, z_loss)
+        loss, z_loss = out.loss if out.z_loss is None else out.loss + out.z_loss, out.z_loss
     else:
         loss, z_loss, scales = backend.reduce(p, out, scales)
-        results = out.replace_losses(loss, z_loss)
-    return results, scales, grad
+    return out._replace(loss=loss, z_loss=z_loss), scales, grad
 
 
 def _token_weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ignored: Tensor) -> Tensor:
     """Compute the gradient of the token weights, see `reduce`, in new memory."""
-    cross_entropy, z_loss = out.losses
+    cross_entropy, z_loss = out.loss, out.z_loss
     if spec.reduction == "none":
         return cross_entropy.clone() if z_loss is None else cross_entropy + z_loss
     assert scales is not None

@@ -580,20 +580,25 @@ _REPLACEMENTS |= {"chunk_size": _REPLACEMENTS["chunk_rows"], "bias": ("linear_bi
 
 def names_replacements(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with an error that names the argument that replaces an unknown argument."""
-    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            for name in kwargs.keys() - parameters.keys():
-                argument, text = _REPLACEMENTS.get(name, ("", ""))
-                if argument in parameters:
-                    raise TypeError(f"{function.__qualname__} has no argument {name!r}: give {text}") from None
+            refuse_replaced_arguments(function, kwargs)
             raise
 
     return wrapper
+
+
+def refuse_replaced_arguments(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise TypeError if the function has no argument of one of these names, and another argument that replaces it."""
+    parameters = inspect.signature(function).parameters
+    for name in names:
+        argument, text = _REPLACEMENTS.get(name, ("", ""))
+        if name not in parameters and argument in parameters:
+            raise TypeError(f"{function.__qualname__} has no argument {name!r}: give {text}") from None
 
 
 def dispatches_torch_function(function: Callable[P, R]) -> Callable[P, R]:

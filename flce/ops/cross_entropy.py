@@ -112,7 +112,7 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
     logits, order = as_rows(p.logits)
-    out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
+    out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
     inputs = _row_inputs(p, order, scales, not p.token_weight_grad)
     _compute_statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep_logits=True), out))
     return _reduce_outputs(p, backend, order, out, scales)
@@ -128,7 +128,7 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     inputs = _row_inputs(p, order, scales.for_gradient())
     if p.token_weight_grad:  # It is computed from unweighted losses.
         inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
-    out = vectors.allocate_outputs(p, p.target.numel(), Arena(p.device))
+    out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
     if not p.shard:
         vectors.check_targets(p)
         backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))

@@ -23,7 +23,14 @@ from torch import Tensor
 from flce.core.problem import accumulation_dtype
 from flce.core.shard import all_gather, shard_bounds
 from flce.ops import vocabulary_parallel
-from flce.ops.arguments import PLAIN_TENSORS, autocast_dtype, check_shift, check_tensor, shift_target
+from flce.ops.arguments import (
+    PLAIN_TENSORS,
+    autocast_dtype,
+    check_shift,
+    check_tensor,
+    refuse_replaced_arguments,
+    shift_target,
+)
 from flce.ops.vocabulary_parallel import check_group, has_classes, has_hidden_states, is_dtensor, local_logits
 
 P = ParamSpec("P")
@@ -36,8 +43,8 @@ _TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature", "teache
 
 
 def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the public function with support for DTensors of a head, and with a comparison of its calls in all
-    processes of a divided head. Both get all arguments of the signature."""
+    """Return the public function with support for DTensors of a head, with a comparison of its calls in all processes
+    of a divided head, and with the errors of `names_replacements`."""
     parameters = inspect.signature(function).parameters
     first, second, *_ = names = tuple(parameters)
     defaults = {name: None if p.default is p.empty else p.default for name, p in parameters.items()}
@@ -46,14 +53,18 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         arguments: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         x, group = arguments[first], kwargs.get("process_group")
-        is_placed = is_dtensor(x)
+        is_placed = type(x) not in PLAIN_TENSORS and is_dtensor(x)
         if is_placed and has_classes(second) and is_dtensor(arguments[second]):
             return run_on_local_tensors(wrapper, (first, second), arguments)
         if is_placed and first == "logits" and not torch.compiler.is_compiling():
             arguments["logits"], group, arguments["vocab_size"] = local_logits(x)
         if group is not None:
             _compare_calls(function, arguments, [group])
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            refuse_replaced_arguments(function, kwargs)
+            raise
 
     return wrapper
 

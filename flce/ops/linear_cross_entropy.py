@@ -209,7 +209,8 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     @staticmethod
     @skip_frame_and_callees
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        return (None, *OperatorArguments(*_differentiate(ctx, grad_loss)).tensors())
+        inputs, weights, *others, _ = _differentiate(ctx, grad_loss)
+        return (None, *inputs, *weights, *others)
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:

@@ -135,15 +135,19 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _parse_call(*args).problem
     spec, like, accum = per_token.logprob_spec(p), p.terms[0].input, accumulation_dtype(p.dtype)
 
-    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return like.new_empty((*slots, p.num_tokens), dtype=dtype)
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return like.new_empty(shape, dtype=dtype)
 
     def entries(size: int, dtype: torch.dtype) -> Tensor | None:
-        return like.new_empty((p.num_tokens, size), dtype=dtype) if size else None
+        return new((p.num_tokens, size), dtype) if size else None
 
-    outputs = RowOutputs.allocate(spec, accum, new)
+    outputs = RowOutputs.allocate(spec, accum, (p.num_tokens,), new)
     top = entries(spec.top_k, accum), entries(spec.top_k, torch.int64)
-    teacher = (None, None) if spec.divergence is None else (new((), accum), new((DIVERGENCE_SLOTS,), accum))
+    teacher = (
+        (None, None)
+        if spec.divergence is None
+        else (new((p.num_tokens,), accum), new((DIVERGENCE_SLOTS, p.num_tokens), accum))
+    )
     return _results(p, per_token.TokenResults(outputs, entries(spec.candidates, accum), *top, *teacher))
 
 

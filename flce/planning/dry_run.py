@@ -17,7 +17,7 @@ from flce.backends import contract, e4m3, eager
 from flce.backends.contract import RowOutputs, TileCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
-from flce.engine import per_token, vectors
+from flce.engine import per_token
 from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
@@ -88,7 +88,7 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
     selection = AllRows(problem, index, arena=arena, live_vectors=[])
     if index is not None:
-        selection.live_vectors.extend((selection.target, vectors.allocate_outputs(problem, n, arena)))
+        selection.live_vectors.extend((selection.target, RowOutputs.allocate(c.spec, accum, (n,), arena.new)))
     runtime = runtime._replace(select=lambda *_: selection)
     if isinstance(c.spec, LogprobSpec):
         return _dry_run_token_passes(problem, plan, runtime, c.spec.candidates)
@@ -196,7 +196,7 @@ class CountingBackend:
         """Return None. The three numbers are not counted."""
 
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
-        return (*rows.losses, None)
+        return rows.loss, rows.z_loss, None
 
     def row_gradient(self, call: TileCall, out: Tensor) -> None:
         self.add_pass(out)

@@ -120,7 +120,7 @@ def test_launches_refuse_what_a_kernel_would_ignore(
     names = [name for name in cross_entropy_kernel.arg_names if name not in (*removed, "softcap", "HAS_SOFTCAP")]
     kernel = type("Kernel", (), {"arg_names": names, "__name__": "kernel"})()
     spec = LossSpec(z_loss=0.1, logit_scale=2.0, temperature=3.0, reduction="sum", stats=("entropy",))
-    out = RowOutputs.allocate(spec, torch.float32, lambda shape, dtype: torch.empty(*shape, 4, dtype=dtype))
+    out = RowOutputs.allocate(spec, torch.float32, (4,), lambda shape, dtype: torch.empty(shape, dtype=dtype))
     call = TileCall(RowInputs(torch.zeros(4, dtype=torch.int64), None, None, None, None), spec, TILE, out)
     expected: Any = nullcontext() if error is None else pytest.raises((TypeError, NotImplementedError), match=error)
     with expected:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flce
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TileCall, TileClasses
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
@@ -28,7 +28,6 @@ from flce.backends.formulas import (
 )
 from flce.core.problem import OUTPUTS, CrossEntropyProblem, LogprobSpec
 from flce.core.shard import shard_bounds
-from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
@@ -65,7 +64,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     z, weight = p.input, p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
     inputs = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).loss_scales(problem))
-    whole, merged = (vectors.allocate_outputs(problem, rows, Arena(device)) for _ in range(2))
+    whole, merged = (RowOutputs.allocate(spec, z.dtype, (rows,), Arena(device).new) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(
         z, TileCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None

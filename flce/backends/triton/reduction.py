@@ -31,7 +31,7 @@ def reduction_kernel(
     target_ptr,  # (rows,) int64
     num_items_ptr,  # ()
     loss_ptr,  # (rows,)
-    z_loss_ptr,  # (rows,) the second of `contract.RowOutputs.losses`
+    z_loss_ptr,  # (rows,) `contract.RowOutputs.z_loss`
     scales_ptr,  # (3,) see `contract.Backend.loss_scales`; output with COMPUTE_SCALES, otherwise input
     loss_sum_ptr,  # ()
     z_loss_sum_ptr,  # ()
@@ -118,7 +118,7 @@ def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tenso
         return formulas.reduce(p, out, scales)
     used_scales = out.loss.new_empty(3) if scales is None else scales
     loss = out.loss.new_empty(())
-    z_loss = None if out.losses[1] is None else out.loss.new_empty(())
+    z_loss = None if out.z_loss is None else out.loss.new_empty(())
     # If scales are None, the kernels that computed the losses waited for all kernels before the call, or let no kernel
     # start early. With zero rows no such kernel ran. A contiguous copy of the targets would be written by this call.
     settled = scales is None and out.loss.numel() > 0 and p.target.is_contiguous()
@@ -139,7 +139,7 @@ def _launch(
     settled: bool,
 ) -> Iterator[Launch]:
     target = target.reshape(-1).contiguous()  # a view of one dimension may have gaps
-    losses = (None, None) if out is None else out.losses
+    losses = (None, None) if out is None else (out.loss, out.z_loss)
     options = {
         "ACCUM": tl.float64 if scales.dtype == torch.float64 else tl.float32,
         "COMPUTE_SCALES": compute_scales,

@@ -107,7 +107,7 @@ class Unnormalized(Schedule):
         weight = ctx.terms[term].weight
         step = len(exps) if ctx.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
         for tokens in ctx.split_range(chunk, step):
-            product = ctx.new(tokens.stop - tokens.start, weight.shape[1], dtype=torch.float32)
+            product = ctx.new((tokens.stop - tokens.start, weight.shape[1]), torch.float32)
             ctx.matmul(exps[offset_slice(tokens, -chunk.start)], weight, out=product)
             exponentials.finish_input_gradient(term, product, tokens)
             del product
@@ -116,7 +116,7 @@ class Unnormalized(Schedule):
         """Return memory for scaled rows of x: x itself if it is gathered; else the memory of dX, or new memory."""
         if ctx.selection.index is not None:
             return x
-        return slice_rows(ctx.dx_memory(term), chunk) if term in ctx.dx_terms else ctx.new(*x.shape, dtype=x.dtype)
+        return slice_rows(ctx.dx_memory(term), chunk) if term in ctx.dx_terms else ctx.new(x.shape, x.dtype)
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ class Borrowed(Schedule):
         exponentials.compute([x], tiles, chunk)
         scaled = residual = None
         if ctx.problem.needs.inputs[0]:
-            product = ctx.new(rows, x.shape[1], dtype=torch.float32)
+            product = ctx.new((rows, x.shape[1]), torch.float32)
             for tile, place in zip(tiles, self.tiles, strict=True):
                 ctx.matmul(tile, weight[place.classes], out=product, accumulate=place.start > 0)
             exponentials.finish_input_gradient(0, product, chunk)
             # dX is written: the memory of the float32 product now holds two half-precision tensors.
             scaled, residual = product.view(x.dtype).view(2, *x.shape)
-        scaled = exponentials.scale_rows(x, chunk, ctx.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        scaled = exponentials.scale_rows(x, chunk, ctx.new(x.shape, x.dtype) if scaled is None else scaled)
         exponentials.compute_weight_gradient(0, tiles, scaled, residual)
 
     def for_shard(self, c: Case) -> Schedule:

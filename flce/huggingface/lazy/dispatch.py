@@ -257,19 +257,18 @@ def _states_or_real(value: Any) -> Any:
 
 # Types of arguments that cannot contain lazy logits.
 _PLAIN_TYPES = (str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
+_FLAT_TYPES = {bool, Tensor, torch.nn.Parameter, *_PLAIN_TYPES}
 
 
 def _map_lazy_logits(value: Any, replacement: Callable[[Any], Any]) -> Any:
     """Replace the lazy logits in nested arguments."""
     if isinstance(value, LazyBase):
         return replacement(value)
-    if isinstance(value, (Tensor, *_PLAIN_TYPES)):  # before Mapping, whose instance check is Python code and slow
-        return value
     if isinstance(value, (tuple, list)):
-        items = [_map_lazy_logits(item, replacement) for item in value]
+        items = [x if type(x) in _FLAT_TYPES else _map_lazy_logits(x, replacement) for x in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        return {key: _map_lazy_logits(item, replacement) for key, item in value.items()}
+        return {key: x if type(x) in _FLAT_TYPES else _map_lazy_logits(x, replacement) for key, x in value.items()}
     return value
 
 

@@ -188,7 +188,7 @@ class LazyState:
 
     @property
     def ndim(self) -> int:
-        return self.hidden.dim() - (self.class_dim is None)
+        return self.terms[0].hidden.dim() - (self.class_dim is None)  # type: ignore[union-attr]
 
     @property
     def vocab_size(self) -> int:
@@ -202,7 +202,7 @@ class LazyState:
     @property
     def product_device(self) -> torch.device:
         """The device of the products."""
-        return self.hidden.device
+        return self.terms[0].hidden.device  # type: ignore[union-attr]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
