@@ -117,6 +117,7 @@ def forward(
             context.rows.sum_over_processes(rows[contract.DIVERGENCE :])
         if not context.problem.spec.stats:
             outputs.normalizer[: contract.LOGPROB] = rows[contract.STUDENT : contract.DIVERGENCE]
+            outputs.normalizer[contract.LOGPROB] = 0.0  # not computed, and an output of the operator
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
         divergence = teacher_rows[contract.DIVERGENCE].clone()
     if candidates is not None:
