@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flce
+from flce.ops.dtensors import supports_divided_heads
 from flce.testing.problem import Problem, run_oracle
 from tests.distributed.split_head import CASES, LocalShare, device, problem, upstream_gradient
 from tests.helpers import STATS
@@ -273,6 +274,27 @@ def test_different_settings() -> None:
     with pytest.raises(ValueError, match=r"given different arguments.*z_loss=0 and 0.1"):
         flce.cross_entropy(logits, p.target, z_loss=0.1 * is_last)
     flce.cross_entropy(logits, p.target, z_loss=0.1)
+
+
+@in_processes(most_processes())
+def test_a_new_argument() -> None:
+    """An argument that is added to a public function reaches the local call, and is compared."""
+    got = []
+
+    @supports_divided_heads
+    def function(
+        input: Tensor, linear_weight: Tensor, *, gamma: float = 0.0, vocab_size: Any = None, **rest: Any
+    ) -> Any:
+        got.append((type(input), tuple(linear_weight.shape[1:]), gamma))
+        return flce.LinearLogprobsOutput()
+
+    p, is_last = problem((3, 4), 16, 41), dist.get_rank() == dist.get_world_size() - 1
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    x, weight = distribute_tensor(p.input, mesh, [Replicate()]), distribute_tensor(p.linear_weight, mesh, [Shard(0)])
+    function(x, weight, gamma=0.5)
+    assert got == [(Tensor, (16,), 0.5)]
+    with pytest.raises(ValueError, match=r"given different arguments.*gamma=0.5 and 2"):
+        function(x, weight, gamma=2.0 if is_last else 0.5)
 
 
 def _loss(p: Problem, mesh: Any, tokens: list[Any], classes: list[Any]) -> tuple[dict[str, Any], Any]:
