@@ -403,6 +403,24 @@ def test_no_tokens_with_a_bias() -> None:
     assert fuzz.compare(program, fuzz.Comparison(limits=False)) is None
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        "loss1 = (lg + t1).logsumexp(-1)",
+        "loss1 = lg.softmax(-1) * t1",
+        "loss1 = torch.cat([lg, t1])",
+        "loss1 = t1.log_softmax(1).gather(1, ids[:, None])",
+        "loss1 = t1[:, 1:].transpose(1, 2)",
+        "note(t1.mul_(2.0) is t1); loss1 = lg * 1.0",
+        "t1[:, 3] = 1.0; loss1 = loss_of(lg)",
+        "loss1 = Doubled.apply(t1).square()",
+    ],
+)
+def test_transposed_logits_of_as_many_tokens_as_classes(step: str) -> None:
+    program = fuzz.Program(fuzz.Setup(shape=(2, 13)), ("t1 = lg.transpose(1, 2)", step), ("loss1",), False)
+    assert fuzz.compare(program, fuzz.Comparison(limits=False)) is None
+
+
 def test_writes_to_many_views_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write changes the nodes of its own view and of the logits, not the nodes of views of other tokens."""
     nodes: list[LazyLogits] = []
