@@ -195,22 +195,6 @@ def num_blocks(plan: flce.ChunkPlan) -> int:
     return len(plan.schedule.tile_sizes(plan.case)[1])
 
 
-def least_budget_for(
-    problem: Problem, strategy: str, grads: str = ALL_GRADS, stats: Sequence[str] = (), **options: Any
-) -> int:
-    """Return the least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
-
-    def attempt(budget: int) -> None:
-        chunking = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget, **options)  # type: ignore[arg-type]
-        plan_for(problem, chunking, grads, stats)
-
-    try:
-        attempt(1)
-    except ValueError as error:
-        return least_budget(str(error), attempt)
-    raise AssertionError("a budget of one byte was accepted")
-
-
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
     """Return a small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)
@@ -245,14 +229,6 @@ def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
     The factor `backend` parametrizes the fixture `backend`.
     """
     return _parametrize(list(factors), [tuple(row.values()) for row in allpairs(factors)])
-
-
-def parametrize_combinations(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Return a mark with every combination for PyTorch's backend, and with the rows of `parametrize_pairs` for Triton,
-    whose interpreter is slow."""
-    rows = [("torch", *levels) for levels in itertools.product(*factors.values())]
-    rows += [("triton", *row.values()) for row in allpairs(factors)]
-    return _parametrize(["backend", *factors], rows)
 
 
 def _parametrize(names: list[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:

@@ -1,6 +1,6 @@
 """A table of operations on logits, one in each line, with the kind of result on lazy logits.
 
-test_operations.py runs each line alone. The fuzzer (fuzz.py) draws the lines of its programs from the table.
+test_operations.py runs each line alone. tests/search/lazy.py draws the lines of its programs from the table.
 
 The first word of a line is the kind of its result for a model's logits of 2 x 4 tokens and 13 classes:
 
@@ -9,7 +9,7 @@ The first word of a line is the kind of its result for a model's logits of 2 x 4
 * ``value``: another tensor that is computed without logits in memory
 * ``real``: the line computes all logits
 
-The fuzzer draws a value for each placeholder in braces. `FILLINGS` has the values for lines that run alone:
+The search draws a value for each placeholder in braces. `FILLINGS` has the values for lines that run alone:
 
 * ``x``: a tensor of floating-point numbers, of one dimension at least
 * ``g``: the same with two dimensions at least, of which the last has two entries or more

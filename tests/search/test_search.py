@@ -15,8 +15,8 @@ from tests.search.driver import Errors, Search, parse
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 KEPT = driver.regressions()
-# Random calls of `make test`. tests/huggingface/test_fuzz.py runs the programs of the kind `lazy`.
-COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60, "divergence": 30, "fp8": 20}
+# Random calls of `make test`.
+COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60, "divergence": 60, "fp8": 20}
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,29 @@ def test_regressions(where: str, line: str, device: torch.device) -> None:
     assert failure is None, failure
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_random_calls(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def regressions_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(driver, "REGRESSIONS", tmp_path / "regressions.txt")
-    (tmp_path / "regressions.txt").touch()
+    driver.REGRESSIONS.touch()
+    return driver.REGRESSIONS
+
+
+def check_random(name: str, device: torch.device, seed: int, count: int) -> None:
     search = Search(kinds.load(name), device.type)
-    search.run(seed=0, count=COUNTS[name])
+    search.run(seed, count=count)
     assert not search.failures, search.failures
-    assert search.calls > 0.9 * COUNTS[name]
+    assert search.calls > 0.9 * count
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_random_calls(name: str, device: torch.device, regressions_file: Path) -> None:
+    check_random(name, device, 0, COUNTS[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors of these programs are in CPU memory")
+@pytest.mark.parametrize("seed", range(10))
+def test_random_programs(seed: int, device: torch.device, regressions_file: Path) -> None:
+    check_random("lazy", device, seed, 100)
 
 
 # A planted error of one result: in half a unit in the last place of bfloat16, or in 30 of float32.
@@ -59,15 +74,13 @@ WRONG = {"bfloat16 gradient w": 2.0**-7, "float32 gradient x": 1e-5, "float32 ls
 
 @pytest.mark.parametrize("what", WRONG)
 def test_finds_what_is_wrong(
-    what: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    what: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, regressions_file: Path, capsys: Any
 ) -> None:
     """A wrong result is found, shrunk to few arguments, printed and kept; the line fails again."""
     if device.type == "cuda":
         pytest.skip("the calls are of a CPU, with interpreted kernels")
     from tests.search import linear_loss
 
-    monkeypatch.setattr(driver, "REGRESSIONS", tmp_path / "regressions.txt")
-    (tmp_path / "regressions.txt").touch()
     run, (dtype, *_, name) = linear_loss.run, what.split()
 
     def run_wrongly(step: linear_loss.Step, mode: str) -> linear_loss.Results:
@@ -89,7 +102,7 @@ def test_finds_what_is_wrong(
         assert seed < 40, "it was not found"
     (line, *_) = search.failures
     assert len(parse(line)[1]) <= 6, line
-    assert (tmp_path / "regressions.txt").read_text().splitlines()[1] == f"cpu {line}"
+    assert regressions_file.read_text().splitlines()[1] == f"cpu {line}"
     printed = capsys.readouterr().out
     assert f"operator {what}" in printed
     assert line in printed

@@ -1,27 +1,23 @@
-"""Random programs on lazy logits, from fixed seeds. ``make fuzz`` runs more of them."""
+"""The search's kind `lazy`: it finds errors, and draws all lines. test_search.py runs programs of fixed seeds."""
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
 
-from tests.huggingface import fuzz
+from tests.huggingface.fuzz import Run
 from tests.huggingface.operations import OPERATIONS
 from tests.search import lazy
-from tests.search.driver import Errors
+from tests.search.driver import Call, Errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CHUNK, CHUNKS = 100, 20
 
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_programs_do_on_lazy_logits_what_they_do_on_real_ones(chunk: int) -> None:
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        call = lazy.call_of(fuzz.draw(seed))
-        failure = lazy.KIND.run(call, "cpu", Errors())
-        assert failure is None, f"seed {seed}: {failure}\n{lazy.KIND.line(call)}"
+def draw(seed: int) -> Call:
+    rng = random.Random(seed)
+    return lazy.KIND.draw(rng, rng, "cpu")
 
 
 # Replacements of one line in the patched model's run, with the kind of difference that each must cause.
@@ -40,15 +36,15 @@ def test_finds_what_is_wrong(name: str) -> None:
     """The search finds a wrong operation of the patched model, and shrinks the program to a few lines."""
     right, wrong, kind = WRONG[name]
 
-    class Other(fuzz.Run):
+    class Other(Run):
         def step(self, code: str) -> None:
             super().step(code.replace(right, wrong) if self.patched else code)
 
     for seed in range(2000):
-        program = fuzz.draw(seed)
-        if not any(right in step for step in program.steps) or fuzz.compare(program) is not None:
+        call = draw(seed)
+        if not any(right in step for step in call["steps"]) or lazy.KIND.run(call, "cpu", Errors()) is not None:
             continue
-        changed, call = lazy.kind(Other), lazy.call_of(program)
+        changed = lazy.kind(Other)
         failure = changed.run(call, "cpu", Errors())
         if failure is not None and failure.what == kind:
             call, failure = changed.shrink(call, failure, "cpu")
@@ -59,16 +55,16 @@ def test_finds_what_is_wrong(name: str) -> None:
 
 
 def test_programs_are_the_same_in_every_run() -> None:
-    assert [fuzz.draw(seed) for seed in range(20)] == [fuzz.draw(seed) for seed in range(20)]
+    assert [draw(seed) for seed in range(20)] == [draw(seed) for seed in range(20)]
 
 
 def test_all_groups_are_drawn() -> None:
     """All groups and all placeholders are drawn. test_operations.py runs each line."""
-    steps = {re.sub(r"^with .*?: ", "", step) for seed in range(300) for step in fuzz.draw(seed).steps}
+    steps = {re.sub(r"^with .*?: ", "", step) for seed in range(300) for step in draw(seed)["steps"]}
     drawn = [
         each
         for each in OPERATIONS
         if any(map(re.compile(re.sub(r"\\\{\w+\\\}", r"[^=]+?", re.escape(each.code))).fullmatch, steps))
     ]
-    assert {each.group for each in drawn} == fuzz.WEIGHTS.keys()
-    assert {name for each in drawn for name in re.findall(r"{(\w+)}", each.code)} == fuzz.DRAW_BY_KEY.keys()
+    assert {each.group for each in drawn} == lazy.WEIGHTS.keys()
+    assert {name for each in drawn for name in re.findall(r"{(\w+)}", each.code)} == lazy.DRAW_BY_KEY.keys()
