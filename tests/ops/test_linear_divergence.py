@@ -159,7 +159,12 @@ def test_budgets(
     """Tiles of some tokens and some classes, whose statistics are merged."""
     for name, number in {"CPU_SLAB_BYTES": 1024, "ACCELERATOR_SLAB_BYTES": 1024, "REDUCTION_BYTES": 0}.items():
         monkeypatch.setattr(f"flce.backends.eager.{name}", number)
-    more: dict[str, Any] = {"temperature": 0.7, "student_logit_scale": 0.8, "teacher_logit_scale": -0.6, "teacher_softcap": 3.0}
+    more: dict[str, Any] = {
+        "temperature": 0.7,
+        "student_logit_scale": 0.8,
+        "teacher_logit_scale": -0.6,
+        "teacher_softcap": 3.0,
+    }
     more |= {"student_ranks": (2,), "teacher_ranks": (3,)}
     call = call_of(33, 8, 12, 203, student_bias=True, teacher_bias=True, device=device, **more)
     options = flce.ChunkOptions(max_workspace_bytes=budget, strategy=strategy)  # type: ignore[arg-type]
