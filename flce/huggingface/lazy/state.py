@@ -220,7 +220,7 @@ class LazyState:
 
     @property
     def differentiated_terms(self) -> tuple[bool, ...]:
-        """Whether a gradient is required, for each tensor of the terms. Detached states have the same cache."""
+        """True for each tensor of the terms that requires a gradient. Detached states have the same cache."""
         return tuple([tensor.requires_grad for term in self.terms for tensor in term.tensors])
 
     @property
