@@ -34,7 +34,7 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         (("plan", "--shape", "8192,4096"), "expected N,H,V as 3 positive numbers"),
         ((*LARGE, "--gpu-memory", "80"), "expected a size such as 80GiB, 80GB or 256MiB, got '80'"),
         ((*LARGE, "--budget", ""), "expected a size such as"),
-        ((*LARGE, "--budget", "1MiB"), "'--budget': is too small for this loss: give at least 1.26MiB"),
+        ((*LARGE, "--budget", "1MiB"), "'--budget': is too small for this loss: give at least 1.29MiB"),
         ((*LARGE, "--shards", "1000000"), "'--shards': expected at most 128,256, the classes of the head, got"),
         ((*MODEL, ".", "--lora-targets", "all-linear"), "'--lora-targets': needs --lora: give a rank"),
         ((*MODEL, ".", "--load-in-4bit"), "'--load-in-4bit': needs --lora: give a rank"),
