@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import flce
 from benchmarks.memory import profile_memory
+from flce.huggingface.estimate.adapters import Lora, add_adapters
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import LIBRARY_BYTES, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
@@ -32,14 +33,17 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the memory of a CPU")
+@pytest.mark.parametrize("lora", [None, Lora(8, "all-linear")], ids=["", "adapters"])
 @in_processes(2)
-def test_a_step_in_two_processes() -> None:
+def test_a_step_in_two_processes(lora: Lora | None) -> None:
     """Compare with the smallest of three peaks: gloo holds buffers until it has sent them."""
     config: Any = LlamaConfig(**SIZES)
-    training_setup = Training(1, torch.float32, optimizer="none", sharding=Sharding("fsdp", 2))
+    training_setup = Training(1, torch.float32, optimizer="none", sharding=Sharding("fsdp", 2), lora=lora)
     steps = TrainingMemory(config, training_setup, resolve_device(torch.device("cuda"), "H100", None))
     planned = steps.step(64, Variant(patched=True, checkpointing=True))
     model = AutoModelForCausalLM.from_config(config).train()
+    if lora is not None:
+        add_adapters(model, lora)
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     wrapped = fsdp2(flce.patch_model(model))
     ids = torch.randint(3, 100, (1, 64))

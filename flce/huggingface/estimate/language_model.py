@@ -6,7 +6,6 @@ The class of the model is the class that a user would train, including an encode
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from flce.core.shard import shard_bounds
 
 # Transformers' tables of classes with a language-model head, each with the class that creates the table's models. If a
 # config does not name its class, the first table with the config is used. Older versions lack some of the tables.
@@ -89,22 +86,6 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
             if getattr(model.config, name, None) is None:
                 setattr(model.config, name, 0)
     return model
-
-
-def shard_config(config: Any, shards: int) -> Any:
-    """Return a config whose embedding and head have the ceil(V / shards) classes of the process with most classes."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config(decoder=True)
-    if not isinstance(getattr(text, "vocab_size", None), int):
-        raise ValueError(f"the config of a {config.model_type} has no vocab_size that could be divided")
-    classes = shard_bounds(text.vocab_size, shards, 0)[1]
-    for part in (config, text):
-        for name, value in list(vars(part).items()):
-            if name == "vocab_size":
-                setattr(part, name, classes)
-            elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= classes:
-                setattr(part, name, 0)  # an embedding raises an error if its padding token is not below its size
-    return config
 
 
 def max_positions(config: Any) -> int | None:

@@ -71,7 +71,7 @@ class Shards:
         self._sharded_bytes = sum(p.nbytes for p in divided)
         units = _units_of_zero3(model, divided) if self._zero3 else _units_of_fsdp(model)
         self._prefetched = PREFETCH_BUCKET_SIZE * max((p.itemsize for p in divided), default=0) if self._zero3 else 0
-        self._gathered_bytes = self._bucket_bytes = 0
+        self._gathered_bytes = self._bucket_bytes = self._buffer_bytes = 0
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         share, size = sharding.share, max((p.itemsize for p in self._trained), default=0)
         meter.add_bytes(share(self._sharded_bytes) - self._sharded_bytes, WEIGHTS)
@@ -126,8 +126,10 @@ class Shards:
         return self._state(parameter.detach().float()) + 4 * parameter.numel()
 
     def _register_hooks(self, unit: _Unit) -> Iterator[RemovableHandle]:
-        def before(*_: Any) -> None:
+        def before(module: nn.Module, args: Any) -> None:
             self._set_gathered(unit, True)
+            if not unit.trained and args and torch.is_tensor(args[0]) and args[0].requires_grad:
+                args[0].register_hook(on_backward_end)  # no gradient of a weight ends the backward of the unit
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if unit.stays_gathered or unit.is_in_backward:
@@ -138,9 +140,13 @@ class Shards:
                 first.register_hook(on_backward_begin)
 
         def on_backward_begin(grad: Tensor) -> None:
-            unit.is_in_backward = unit.missing_gradients > 0
+            unit.is_in_backward = unit.missing_gradients > 0 or not unit.trained
             if unit.is_in_backward:
                 self._set_gathered(unit, True)
+
+        def on_backward_end(grad: Tensor) -> None:
+            unit.is_in_backward = False
+            self._set_gathered(unit, unit.stays_gathered)
 
         yield unit.module.register_forward_pre_hook(before)
         yield unit.module.register_forward_hook(after)
@@ -153,6 +159,9 @@ class Shards:
         size = unit.size if self._zero3 or unit.stays_gathered else 2 * unit.size
         self._gathered_bytes += size if gathered else -size
         self._meter.add_bytes(self._bytes_of_gathered - before, UNSHARDED)
+        if gathered and not self._zero3:  # It frees the buffer of a gather, whose contents it copies, after the next.
+            self._meter.add_temporary_bytes(self._buffer_bytes, UNSHARDED)
+            self._buffer_bytes = unit.size if unit.stays_gathered else 0
 
     @property
     def _bytes_of_gathered(self) -> int:

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.adapters import Lora, add_adapters, quantize_linear_layers
-from flce.huggingface.estimate.language_model import (
-    StepInputs,
-    format_in_one_line,
-    max_positions,
-    shard_config,
-)
-from flce.huggingface.estimate.parallelism import Parallelism
+from flce.huggingface.estimate.language_model import StepInputs, format_in_one_line, make_model, max_positions
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -93,13 +87,10 @@ class Training:
     accumulation: bool = False
     """True if gradients of earlier steps exist when a step begins."""
     options: ChunkOptions | None = None
-    shards: int = 1
-    """The number of processes over which the embedding and the head are divided by classes."""
     sharding: Sharding | None = None
     lora: Lora | None = None
     load_in_4bit: bool = False
     """True if the frozen linear layers except the head are stored in 4 bits. Needs `lora`."""
-    parallel: Parallelism = field(default_factory=Parallelism)
 
 
 @dataclass(frozen=True)
@@ -154,8 +145,7 @@ class TrainingMemory:
     def __init__(self, config: Any, training: Training, device: DescribedDevice) -> None:
         self.training, self.device, self.config = training, device, config
         with _without_warnings():
-            process_config = shard_config(config, training.shards) if training.shards > 1 else config
-            self.model: Any = training.parallel.make_model(process_config, training.dtype)
+            self.model: Any = make_model(config, training.dtype)
             self.num_parameters = sum(p.numel() for p in self.model.parameters())
             """Without adapters."""
             if training.load_in_4bit:
@@ -183,11 +173,11 @@ class TrainingMemory:
         """Sentences about missing features of the model, and about additional and omitted inputs of a step."""
         kind = type(self.model).__name__
         missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
-        return [*self.inputs.remarks, *missing_features, *self.training.parallel.remarks]
+        return [*self.inputs.remarks, *missing_features]
 
     @property
     def head_shape(self) -> tuple[int, int]:
-        """V (of this process) and H of the output embedding, or of the config if the model has no output embedding."""
+        """V and H of the output embedding, or of the config if the model has no output embedding."""
         head: Any = self._head()
         if head is None:
             text = self.config.get_text_config(decoder=True)
@@ -200,7 +190,7 @@ class TrainingMemory:
         if key not in self._step_cache:
             try:
                 with _without_warnings(), self._apply_variant(variant):
-                    self._step_cache[key] = self._rehearse(self.training.parallel.local_length(length))
+                    self._step_cache[key] = self._rehearse(length)
             except BudgetError:
                 raise
             except Exception as error:  # the model's code may raise any exception
@@ -254,12 +244,8 @@ class TrainingMemory:
             # Autograd runs backward without function modes, so the recomputation enters a separate one.
             arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._checkpoint_contexts}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-        gathered = (
-            contextlib.nullcontext() if variant.patched else self.training.parallel.gathered_logits(model, self.config)
-        )
         try:
-            with gathered:
-                yield
+            yield
         finally:
             if variant.checkpointing:
                 model.gradient_checkpointing_disable()

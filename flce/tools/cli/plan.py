@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
     from flce.planning.device_kinds import DescribedDevice
-    from flce.planning.plan import ChunkPlan
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
 _KEYS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "sgd-momentum", "none")
@@ -52,7 +51,6 @@ NOTE = (
 # Options of a training step. The plan of a loss alone does not have them.
 STEP_OPTIONS = (
     *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
-    *("tp", "cp", "pp"),
     *("lora", "lora_targets", "load_in_4bit"),
 )
 # Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
@@ -100,12 +98,8 @@ def plan(
     gpus: Annotated[int | None, integer_option(2, help="Number of GPUs. Memory is printed for one GPU.")] = None,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
     shards: Annotated[
-        int | None,
-        integer_option(1, help="Number of processes that divide the classes of the head and of the embedding."),
+        int | None, integer_option(1, help="Number of processes that divide the classes of the head, with --shape.")
     ] = None,
-    tp: Annotated[int, integer_option(1, help="Number of GPUs that divide each layer (tensor parallelism).")] = 1,
-    cp: Annotated[int, integer_option(1, help="Number of GPUs that divide each sequence (context parallelism).")] = 1,
-    pp: Annotated[int, integer_option(1, help="Number of pipeline stages. Memory is printed for the last one.")] = 1,
     lora: Annotated[
         int | None, integer_option(1, metavar="RANK", help="Train only LoRA adapters of this rank, by PEFT.")
     ] = None,
@@ -127,7 +121,6 @@ def plan(
 
     import flce
     from flce.huggingface.estimate.adapters import Lora
-    from flce.huggingface.estimate.parallelism import Parallelism
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import kind_text, resolve_device
@@ -141,17 +134,11 @@ def plan(
                 raise usage_error(f"--{name.replace('_', '-')}", "needs --model: --shape plans the loss alone")
     if (sharding is None) != (gpus is None):
         raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
-    if sharding is not None and shards is not None:
-        raise typer.BadParameter("give either --sharding or --shards: flce plan does not support both at once")
-    if tp > 1 and (sharding is not None or shards is not None):
-        raise typer.BadParameter("give --tp without --sharding and --shards: flce plan does not support both at once")
+    if shards is not None and shape is None:
+        raise usage_error("--shards", "needs --shape: it plans the loss of a divided head")
     if lora is None and (lora_targets is not None or load_in_4bit):
         option = "--load-in-4bit" if load_in_4bit else "--lora-targets"
         raise usage_error(option, "needs --lora: give a rank, such as 16")
-    if lora is not None and (sharding is not None or shards is not None or max(tp, cp, pp) > 1):
-        raise usage_error(
-            "--lora", "plans a step on one GPU: leave out --gpus, --sharding, --shards, --tp, --cp and --pp"
-        )
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -163,20 +150,19 @@ def plan(
         raise usage_error("--gpu-memory", f"is needed: flce has no memory size for a {device_kind}")
     budget_bytes = parse_option("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=budget_bytes) if budget_bytes is not None else None
-    divided_head = tp if tp > 1 else shards
-    settings: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": divided_head}
-    plan_loss = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **settings)
+    plan_loss = functools.partial(
+        _plan_loss, dtype=products or weights, device_kind=device_kind, device_memory=memory, options=options
+    )
     result: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
         sizes = parse_option("--shape", parse_sizes, shape)
-        result["loss"] = _plan_loss(sizes, products or weights, plan_loss, not frozen_head, shards)
+        result["loss"] = plan_loss(sizes, weight_grad=not frozen_head, shards=shards)
     else:
         assert model is not None
-        step_settings = optimizer.value, frozen_head, accumulation, options, shards or 1
+        step_settings = optimizer.value, frozen_head, accumulation, options
         divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
         adapters = None if lora is None else Lora(lora, lora_targets)
-        parallel = Parallelism(tp, cp, pp)
-        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit, parallel)
+        training = Training(batch_size, weights, products, *step_settings, divided, adapters, load_in_4bit)
         result |= _plan_steps(model, seq_len, training, gpu, memory, plan_loss, checkpointing)
     if json:
         print_json(result)
@@ -189,16 +175,10 @@ def plan(
 # ------------------------------------------------------------------------------------------------------- the plan
 
 
-def _plan_loss(
-    sizes: tuple[int, ...],
-    dtype: torch.dtype,
-    plan_loss: Callable[..., ChunkPlan],
-    weight_grad: bool,
-    shards: int | None,
-    gathers_logits: bool = False,
-) -> dict[str, Any]:
-    """Return the plan of the loss alone. If the head is divided: of the process with the most classes.
-    ``gathers_logits``: True if stock then has the logits of all classes."""
+def _plan_loss(sizes: tuple[int, ...], shards: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """Return the plan of the loss alone. If the head is divided: of the process with the most classes. `arguments`: of
+    `flce.plan`."""
+    import flce
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
     from flce.planning.search import BudgetError
 
@@ -206,17 +186,16 @@ def _plan_loss(
     if shards is not None and shards > vocab:
         raise usage_error("--shards", f"expected at most {vocab:,}, the classes of the head, got {shards:,}")
     try:
-        planned = plan_loss(tokens, hidden, vocab, dtype)
+        planned = flce.plan(*sizes, shards=shards, **arguments)
     except BudgetError as error:
         raise usage_error("--budget", f"is too small for this loss: give at least {error.least_text}") from None
+    local_vocab, dtype, (weight_grad,) = planned.case.vocab_size, planned.case.dtype, planned.case.needs.weights
     return {
         "tokens": tokens,
         "hidden_size": hidden,
         "vocab_size": vocab,
         "shards": shards,
-        "stock_bytes": stock_loss_bytes(
-            tokens, hidden, vocab if gathers_logits else planned.case.vocab_size, dtype, weight_grad
-        ),
+        "stock_bytes": stock_loss_bytes(tokens, hidden, local_vocab, dtype, weight_grad),
         "flce_bytes": planned.workspace_bytes,
         "collectives": [asdict(each) for each in planned.collectives],
         "plan": str(planned),
@@ -229,7 +208,7 @@ def _plan_steps(
     training: Training,
     device: DescribedDevice,
     memory: int,
-    plan_loss: Callable[..., ChunkPlan],
+    plan_loss: Callable[..., dict[str, Any]],
     checkpointing: bool | None,
 ) -> dict[str, Any]:
     """Return the memory of a step of the model in each variant, and the longest sequences."""
@@ -256,15 +235,8 @@ def _plan_steps(
         num_tokens = seq_len * training.batch_size
         raise usage_error("--seq-len", f"expected at most {MAX_TOKENS:,} tokens in a step, got {num_tokens:,}")
     vocab, hidden = measured.head_shape
-    parallel = training.parallel
-    shards = max(training.shards, parallel.tensor)
-    if shards > 1:
-        vocab = measured.config.get_text_config(decoder=True).vocab_size
-    sizes = training.batch_size * parallel.local_length(seq_len), hidden, vocab
     weight_grad = not training.frozen_head and training.lora is None
-    plan_loss = functools.partial(plan_loss, weight_grad=weight_grad)
-    settings = weight_grad, shards if shards > 1 else None, parallel.tensor > 1
-    loss = _plan_loss(sizes, training.autocast or training.dtype, plan_loss, *settings)
+    loss = plan_loss((training.batch_size * seq_len, hidden, vocab), weight_grad=weight_grad)
     steps = []
     columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=stderr(), transient=True) as bar:
@@ -304,7 +276,6 @@ def _plan_steps(
             "load_in_4bit": training.load_in_4bit,
             "sharding": None if training.sharding is None else training.sharding.kind,
             "gpus": 1 if training.sharding is None else training.sharding.gpus,
-            "parallel": asdict(parallel),
         },
         "loss": loss,
         "steps": steps,
@@ -368,13 +339,9 @@ def _print_plan(result: dict[str, Any]) -> None:
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
     if training["sharding"]:
         batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
-    sizes = [f"{size} GPUs of {name} parallelism" for name, size in training["parallel"].items() if size > 1]
-    if sizes:
-        batch += f", divided over {', '.join(sizes)}: the memory of a GPU of the last stage"
     model = result["model"]
     console.print(
-        f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, "
-        f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: the memory of one process'}",
+        f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, {training['optimizer']}, {batch}",
         soft_wrap=True,
     )
     for remark in model["remarks"]:
