@@ -146,7 +146,7 @@ class Shards:
 
         def on_backward_end(grad: Tensor) -> None:
             unit.is_in_backward = False
-            self._set_gathered(unit, unit.stays_gathered)
+            self._set_gathered(unit, False)
 
         yield unit.module.register_forward_pre_hook(before)
         yield unit.module.register_forward_hook(after)
