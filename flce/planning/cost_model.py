@@ -80,11 +80,8 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
 
 
 def least_seconds(c: Case, deferred: bool) -> float:
-    """Return a lower bound of the seconds of a plan: its products at the full rate. `deferred`: logits are computed
-    twice."""
-    entries = c.num_tokens * c.vocab_size
+    """Return the seconds of the products of a case at the full rate. `deferred`: logits are computed twice."""
     products = zip(c.hidden_sizes, c.needs.inputs, c.needs.weights, strict=True)
-    flops = 2 * entries * sum(size * (1 + deferred + dx + dw) for size, dx, dw in products)
-    device_rates = rates(c.device)
-    rate = device_rates.half_flops if c.dtype.itemsize < 4 else device_rates.wide_flops
-    return flops / (2 * rate if c.multiplies_e4m3 else rate)
+    row_flops = 2 * c.vocab_size * sum(size * (1 + deferred + dx + dw) for size, dx, dw in products)
+    rate = rates(c.device).half_flops if c.dtype.itemsize < 4 else rates(c.device).wide_flops
+    return c.num_tokens * row_flops / (2 * rate if c.multiplies_e4m3 else rate)

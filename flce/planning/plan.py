@@ -65,21 +65,16 @@ class ChunkPlan(Plan):
         products = self.flops / product_flops if product_flops else 0
         logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
         profile = f", profile {c.device.profile}" if c.device.profile else ""
+        has_share = c.options.max_workspace_bytes is None and c.device.memory is not None
+        excess = self.workspace_bytes - (c.device.memory or 0) * MEMORY_SHARE
+        more = f", {excess / 2**20:.1f} MiB more than 1/24 of the memory" if has_share and excess > 0 else ""
         return (
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_operands()}; "
-            f"workspace {self.workspace_bytes / 2**20:.1f} MiB{self._describe_excess()}"
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB{more}"
             + "".join(f"; {each}" for each in self.collectives)
         )
-
-    def _describe_excess(self) -> str:
-        """Return the bytes beyond the share of the memory that is the limit without a budget, or nothing."""
-        c = self.case
-        if c.options.max_workspace_bytes is not None or c.device.memory is None:
-            return ""
-        excess = self.workspace_bytes - c.device.memory * MEMORY_SHARE
-        return f", {excess / 2**20:.1f} MiB more than 1/24 of the memory" if excess > 0 else ""
 
     def _describe_operands(self) -> str:
         """Return the dtype of the operands of gradient products, and the reason if it is not the requested one."""
