@@ -187,8 +187,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"patched: {', '.join(name or '(the model)' for name in self.patched) or 'nothing'}"]
-        lines.append(f"training forwards: {self.forwards}")
-        lines += [f"fused: {self.fused}", f"values: {self.values}"]
+        lines += [f"training forwards: {self.forwards}", f"fused: {self.fused}", f"values: {self.values}"]
         for title, counts in (("materialized", self.materialized), ("stock", self.stock)):
             lines.append(f"{title}: {sum(counts.values())}")
             lines += [f"  {count} x {reason}" for reason, count in counts.items()]

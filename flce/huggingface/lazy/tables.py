@@ -81,9 +81,7 @@ _TABLE: dict[str, Operation] = {
     "argmax": Operation(values.argmax, "TRL: accuracy of tokens"),
     "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
     "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
-    "take_along_dim": Operation(
-        lambda state, indices, dim=None: values.gather(state, dim, indices), "policy losses: gather with another name"
-    ),
+    "take_along_dim": Operation(lambda state, indices, dim=None: values.gather(state, dim, indices), "losses of GRPO"),
     "mean": Operation(values.make_reduction(is_mean=True), "TRL: metrics of ORPO and CPO; smoothing by hand"),
     "sum": Operation(values.make_reduction(is_mean=False), "Trainer: label smoothing; TRL: entropies"),
     "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models; distillation"),

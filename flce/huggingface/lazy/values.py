@@ -147,10 +147,8 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
         return cast(Tensor, state.token_results("mean_logit").mean_logit) - state.normalizer()
     require_lazy(state.division is None)
 
-    def mean(rows: Tensor) -> Tensor:
-        wide = rows.sum(0, keepdim=True, dtype=accumulation_dtype(rows.dtype))
-        return (wide / len(rows)).to(rows.dtype)
-
+    wide = accumulation_dtype(state.weight.dtype)
+    mean: Callable[[Tensor], Tensor] = lambda x: (x.sum(0, keepdim=True, dtype=wide) / len(x)).to(x.dtype)  # noqa: E731
     state.count_result(is_loss=False)
     with state.gathered_weights():
         terms = [term.map_tensors(mean, "weight", "bias") for term in state.resolved_terms]
