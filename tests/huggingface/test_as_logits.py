@@ -176,6 +176,8 @@ PROGRAMS = {
     "a normalizer that cancels": """
         t1 = lg.detach() - lg.logsumexp(-1, keepdim=True)
         loss1 = (t1.softmax(-1) * t1.log_softmax(-1)).sum(-1) + lg.logsumexp(-1)
+        loss2 = t1.softmax(-1).gather(-1, few(t1))
+        loss3 = t1.log_softmax(-1).gather(-1, chosen(t1))
         note(lg.detach().logsumexp(-1).requires_grad)""",
     # No tokens.
     "classes of no tokens are written": """
