@@ -293,7 +293,7 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_with_adapters(kind: str, load_in_4bit: bool) -> None:
     """Only adapters have gradients and a state. Frozen weights are gathered in backward, too, and freed after it."""
     pytest.importorskip("peft", reason="it is in the extra `trainers`")
-    lora = {"lora": Lora(4, "all-linear"), "load_in_4bit": load_in_4bit}
+    lora: dict[str, Any] = {"lora": Lora(4, "all-linear"), "load_in_4bit": load_in_4bit}
     alone = rehearsed(Training(8, **lora), tie_word_embeddings=False)
     steps = rehearsed(Training(8, sharding=Sharding(kind, 4), **lora), tie_word_embeddings=False)
     for variant in (PATCHED, Variant(True, True)):

@@ -186,7 +186,7 @@ def _plan_loss(sizes: tuple[int, ...], shards: int | None = None, **arguments: A
     if shards is not None and shards > vocab:
         raise usage_error("--shards", f"expected at most {vocab:,}, the classes of the head, got {shards:,}")
     try:
-        planned = flce.plan(*sizes, shards=shards, **arguments)
+        planned = flce.plan(tokens, hidden, vocab, shards=shards, **arguments)
     except BudgetError as error:
         raise usage_error("--budget", f"is too small for this loss: give at least {error.least_text}") from None
     local_vocab, dtype, (weight_grad,) = planned.case.vocab_size, planned.case.dtype, planned.case.needs.weights
