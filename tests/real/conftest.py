@@ -20,8 +20,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Callable[[], Any], Any]:
     """Return a function that loads SmolLM2 in float32, each time anew, and its tokenizer."""
-    import real_models
     from transformers import AutoModelForCausalLM
+
+    import real_models
 
     model, tokenizer = real_models.load("smollm2")
     del model

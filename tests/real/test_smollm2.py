@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import real_models
 import torch
-from demo import Curve, curve_trainer, max_difference, record_curve, trainer_settings, trl_installed
 
 import flce
+import real_models
+from demo import Curve, curve_trainer, max_difference, record_curve, trainer_settings, trl_installed
 
 STEPS, TOKENS = 20, 128
 PROMPT = "The capital of France is"
