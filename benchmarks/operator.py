@@ -17,6 +17,7 @@ from benchmarks.contenders import OperatorContender, budget_name, contender_of_b
 from benchmarks.measure import BenchMeter, CallMeter, Prepared, ReadyContender, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
+from benchmarks.real_heads import TEXTS, describe
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases
@@ -53,6 +54,18 @@ FP8 = [
         for shape in (HEADS[0], HEADS[2])
     ),
     OperatorCase(*MAIN, contenders=FP8_NAMES, label=FP8_LABEL),
+]
+REAL_NAMES = ("floor", "ours", budget_name(256), "ours-e4m3", "stock", *PEERS)
+# Real heads, and the same logits in larger hidden sizes.
+REAL_HEADS = [
+    OperatorCase(8192, hidden, vocab, contenders=REAL_NAMES, errors=True, head=f"{model} {text}")
+    for model, vocab, sizes in (
+        ("gemma3", 262144, (640, 2304, 4096)),
+        ("smollm2", 49152, (576,)),
+        ("trained", 128000, (2048, 4096)),
+    )
+    for hidden in sizes
+    for text in TEXTS
 ]
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
@@ -98,6 +111,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-rivals": lambda: plan_cases([peer_case(s, IN_GIB, targets.RIVALS) for s in targets.RIVAL_SHAPES], 9, 0.45),
     # Logits that are never rounded, rounded logits, and no fused products. Three minutes.
     "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
+    # Heads of real and of trained models, as they are and in a larger hidden size. Four minutes.
+    "real-heads": lambda: plan_cases(REAL_HEADS, rounds=7, seconds=0.4),
     # Half a minute.
     "h200-fp8": lambda: plan_cases(FP8, rounds=9, seconds=0.8),
 }
@@ -132,6 +147,8 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
                 result.workspace_bytes = sample.workspace_bytes
             if oracle is not None:
                 result.errors = exactness(outcome, oracle)
+            if case.head and contender.family == "floor":
+                result.note = describe(problem.input, problem.weight, problem.target)
             if isinstance(meter, CallMeter):
                 result.note = meter.capture(step)
         return ReadyContender(step, turn)

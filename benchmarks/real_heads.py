@@ -1,0 +1,121 @@
+"""Hidden states, heads and targets of real models, and of models that are trained here, for the command `operator`.
+
+The models are those of `integrations/real_models.py`. A case with a larger hidden size than its model has the same
+logits: hidden states and head are multiplied by one matrix with orthonormal rows. The head "trained" is of a language
+model of two layers that is trained on both texts until its loss is below `TRAINED_LOSS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flce
+
+TEXTS = ("code", "english")
+HEADS = tuple(f"{model} {text}" for model in ("gemma3", "smollm2", "trained") for text in TEXTS)
+SEQUENCE = 1024
+SKIPPED = 100_000  # tokens at the start of a text
+TRAINED_LOSS, TRAINED_STEPS, TRAINED_BATCH = 2.8, 1500, 8
+TRAINED_TOKENS = 6_000_000  # of both texts
+
+
+def sequences(ids: Tensor, tokens: int) -> Tensor:
+    """Return consecutive sequences of the ids, (batch, sequence + 1)."""
+    length = min(SEQUENCE, tokens)
+    return ids[: tokens // length * (length + 1)].view(-1, length + 1)
+
+
+@torch.no_grad()
+def hidden_states(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last hidden states, (N, H), and the targets, (N,)."""
+    states = [model.model(input_ids=ids[None, :-1]).last_hidden_state[0] for ids in batch]
+    return torch.cat(states).float(), batch[:, 1:].flatten()
+
+
+@functools.lru_cache(maxsize=1)
+def load_model(name: str, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """Return a real model and the token ids of each text."""
+    import real_models
+
+    model, tokenizer = real_models.load(name)
+    count = SKIPPED + 33 * (SEQUENCE + 1)
+    ids = {text: real_models.token_ids(tokenizer, found, count) for text, found in real_models.texts().items()}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return model.to(device, dtype).eval(), {text: found[SKIPPED:].to(device) for text, found in ids.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """Train a language model of two layers on both texts. Return it, and ids of each text that it was trained on.
+
+    The tokens are those of SmolLM2, so most classes never occur, as in the vocabulary of a model of many languages.
+    """
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    import real_models
+
+    tokenizer = AutoTokenizer.from_pretrained(real_models.model_folder("smollm2"))
+    documents, count = real_models.texts(), TRAINED_TOKENS // 2
+    ids = {text: real_models.token_ids(tokenizer, documents[text], count).to(device) for text in TEXTS}
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "head_dim": 64}
+    config = Qwen3Config(vocab_size=vocab, num_attention_heads=16, num_key_value_heads=16, **sizes)
+    with device:
+        model: Any = flce.patch_model(Qwen3ForCausalLM(config))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
+    data, mean = torch.cat([sequences(part, len(part) // (SEQUENCE + 1) * SEQUENCE) for part in ids.values()]), None
+    for step in range(TRAINED_STEPS):
+        optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (step + 1) / 50)
+        batch = data[torch.randint(len(data), (TRAINED_BATCH,), device=device)]
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.05)
+        if step % 50 == 49 and mean < TRAINED_LOSS:
+            break
+    return flce.unpatch_model(model).to(torch.bfloat16).eval(), ids
+
+
+def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states (N, H), head (V, H) and targets (N,) of one of `HEADS`, in float32.
+
+    Raises:
+        ValueError: the model has a larger hidden size, or another vocabulary.
+    """
+    tokens, hidden, vocab = shape
+    name, text = head.split()
+    model, ids = train_model(hidden, vocab, device) if name == "trained" else load_model(name, device)
+    x, target = hidden_states(model, sequences(ids[text], tokens)[: -(-tokens // SEQUENCE)])
+    weight = model.get_output_embeddings().weight.detach().float()
+    if len(weight) != vocab or weight.shape[1] > hidden:
+        raise ValueError(f"{name} has V = {len(weight)} and H = {weight.shape[1]}, got V = {vocab} and H = {hidden}")
+    if weight.shape[1] < hidden:
+        generator = torch.Generator(device).manual_seed(0)
+        normal = torch.randn(hidden, weight.shape[1], device=device, generator=generator)
+        isometry = torch.linalg.qr(normal)[0].t()
+        x, weight = x @ isometry, weight @ isometry
+    return x, weight, target
+
+
+@torch.no_grad()
+def describe(x: Tensor, weight: Tensor, target: Tensor) -> str:
+    """Return the loss of a head, the mean entropy, and the mean numbers of large probabilities, as text."""
+    sums = torch.zeros(5, dtype=torch.float64, device=x.device)
+    for rows, labels in zip(x.split(512), target.split(512), strict=True):
+        logprobs = (rows.float() @ weight.float().t()).log_softmax(-1)
+        probabilities = logprobs.exp()
+        loss, entropy = -logprobs.gather(1, labels[:, None]), -(probabilities * logprobs).sum(-1)
+        large = [probabilities > 2.0**-8, probabilities > 2.0**-12]
+        parts = (loss, entropy, *large, probabilities.where(~large[1], 0.0))
+        sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    loss, entropy, above_8, above_12, rest = (sums / len(x)).tolist()
+    return (
+        f"loss {loss:.2f}, entropy {entropy:.2f}, {above_8:.1f} probabilities above 2^-8, {above_12:.0f} above 2^-12, "
+        f"all others together {rest:.1%}"
+    )
