@@ -17,7 +17,7 @@ from benchmarks.contenders import OperatorContender, budget_name, contender_of_b
 from benchmarks.measure import BenchMeter, CallMeter, Prepared, ReadyContender, UnplannedError, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
-from benchmarks.real_heads import TEXTS, describe
+from benchmarks.real_heads import TEXTS, distribution
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases
@@ -148,7 +148,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
             if oracle is not None:
                 result.errors = exactness(outcome, oracle)
             if case.head and contender.family == "floor":
-                result.note = describe(problem.input, problem.weight, problem.target)
+                result.distribution = distribution(problem.input, problem.weight, problem.target)
             if isinstance(meter, CallMeter):
                 result.note = meter.capture(step)
         return ReadyContender(step, turn)
@@ -191,7 +191,9 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
     }
     results = [result for result in entry.results if result.samples_ms or result.errors]
     rows = tables.table_of(entry, results, {name: columns[name] for name in shown or columns})
-    return replace(rows, notes=[WORKSPACE, *[ERRORS] * any(result.errors for result in results), *rows.notes])
+    found = [result.distribution for result in results if result.distribution]
+    described = [", ".join(f"{name} {mean:.3g}" for name, mean in means.items()) for means in found]
+    return replace(rows, notes=[*described, WORKSPACE, *[ERRORS] * any(r.errors for r in results), *rows.notes])
 
 
 def format_times(entry: Entry, result: BenchResult) -> str:

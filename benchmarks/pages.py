@@ -119,6 +119,40 @@ def rivals(run: Run, label: str = PEERS_LABEL) -> Table:
     return Table("", [tables.SHAPE, *names.values()], rows)
 
 
+HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained"}
+HEAD_METHODS = {
+    "ours": "flce", "ours-e4m3": "flce, E4M3", "stock": "stock", "torch-compile": "`torch.compile`",
+    "liger-float32-8x": "Liger, float32 sums", "trl": "TRL", "cce": "CCE",
+}  # fmt: skip
+
+
+def real_heads(run: Run, show: Callable[[Entry, BenchResult], str]) -> Table:
+    """Return a row for each head, text and size, with a column for each method that was measured."""
+    entries = [entry for entry in run.cases if entry.case.head]
+    names = [name for name in HEAD_METHODS if any(entry.by_name(name).samples_ms for entry in entries)]
+    rows = [[head_title(entry), *(show(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    return Table("", ["head, text, H x V", *map(HEAD_METHODS.__getitem__, names)], rows)
+
+
+def head_title(entry: Entry) -> str:
+    model, text = entry.case.head.split()
+    return f"{HEAD_TITLES[model]}, {text}, {' x '.join(map(str, entry.case.shape[1:]))}"
+
+
+def gradient_errors(_: Entry, result: BenchResult) -> str:
+    errors = (result.errors or {}).get
+    return " / ".join(tables.relative(errors(name)) for name in ("input_grad", "weight_grad"))
+
+
+def distributions(run: Run) -> Table:
+    """Return a row for each head and text, in its smallest size."""
+    rows = {entry.case.head: entry for entry in reversed(run.cases) if entry.case.head}
+    found = {head_title(entry): entry.by_name("floor").distribution or {} for entry in reversed(rows.values())}
+    names = list(dict.fromkeys(name for means in found.values() for name in means))
+    cells = [[title, *(f"{means[name]:.3g}" for name in names)] for title, means in found.items()]
+    return Table("", ["head, text, H x V", *names], cells)
+
+
 def calls(run: Run) -> Table:
     """Return the table of calls from an idle GPU: multiples of the bare products as called and alone, and host ms."""
     entries = [entry for entry in run.cases if entry.case.calls]
@@ -221,6 +255,11 @@ KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
     "rivals": from_run(OPERATOR, rivals),
     "fp8": from_run(OPERATOR, lambda run: rivals(run, FP8_LABEL)),
+    "real-heads": from_run(
+        OPERATOR, lambda run: real_heads(run, lambda e, r: tables.ratio(r.median_ms, products_ms(e)))
+    ),
+    "real-head-errors": from_run(OPERATOR, lambda run: real_heads(run, gradient_errors)),
+    "distributions": from_run(OPERATOR, distributions),
     "errors": from_run(OPERATOR, errors),
     "calls": from_run(OPERATOR, calls),
     "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),

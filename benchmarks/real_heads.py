@@ -104,8 +104,8 @@ def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> t
 
 
 @torch.no_grad()
-def describe(x: Tensor, weight: Tensor, target: Tensor) -> str:
-    """Return the loss of a head, the mean entropy, and the mean numbers of large probabilities, as text."""
+def distribution(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
+    """Return means over tokens: loss, entropy, numbers of large probabilities, and the sum of all others."""
     sums = torch.zeros(5, dtype=torch.float64, device=x.device)
     for rows, labels in zip(x.split(512), target.split(512), strict=True):
         logprobs = (rows.float() @ weight.float().t()).log_softmax(-1)
@@ -114,8 +114,6 @@ def describe(x: Tensor, weight: Tensor, target: Tensor) -> str:
         large = [probabilities > 2.0**-8, probabilities > 2.0**-12]
         parts = (loss, entropy, *large, probabilities.where(~large[1], 0.0))
         sums += torch.stack([part.sum(dtype=torch.float64) for part in parts])
-    loss, entropy, above_8, above_12, rest = (sums / len(x)).tolist()
-    return (
-        f"loss {loss:.2f}, entropy {entropy:.2f}, {above_8:.1f} probabilities above 2^-8, {above_12:.0f} above 2^-12, "
-        f"all others together {rest:.1%}"
+    return dict(
+        zip(("loss", "entropy", "p > 2^-8", "p > 2^-12", "sum of the others"), (sums / len(x)).tolist(), strict=True)
     )

@@ -38,6 +38,7 @@ class BenchResult:
     reason: str | None = None  # unless the status is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` calls, in order
     workspace_bytes: int | None = None  # peak above the memory before a call and above its results
+    distribution: dict[str, float] | None = None  # of a real head, in the result of its bare products
     note: str | None = None  # why the call could not be captured in a CUDA graph
     # Calls from an idle device, in addition to the time until the device has finished.
     host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
