@@ -120,6 +120,7 @@ def model_folder(name: str) -> Path:
             download(model, source)
         for file in missing:
             status.update(f"{model.title}: converting {file} (once)")
+            converted: Any
             if file == "tokenizer.json":
                 converted = AutoTokenizer.from_pretrained(FOLDER, **arguments)
             else:

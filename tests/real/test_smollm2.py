@@ -36,7 +36,8 @@ def generate(model: Any, tokenizer: Any) -> str:
 def train(model: Any, ids: torch.Tensor) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train for a step on each batch. Return the losses and the gradients of the first step."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer, losses, first = torch.optim.AdamW(trained.values(), lr=1e-5), [], {}
+    optimizer, losses = torch.optim.AdamW(trained.values(), lr=1e-5), []
+    first: dict[str, torch.Tensor] = {}
     for batch in ids:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
