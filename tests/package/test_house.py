@@ -57,7 +57,7 @@ def test_folders_and_files_are_small() -> None:
 
 def test_tests_have_the_folders_of_the_package() -> None:
     """Check that a folder of tests belongs to a folder of the package, or tests other parts of the repository."""
-    others = {"benchmarks", "distributed", "docs", "integrations", "package", "search"}
+    others = {"benchmarks", "distributed", "docs", "integrations", "package", "real", "search"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if [*path.glob("test_*.py")]}
     assert folders - others <= {*floors()}
     assert not [*(ROOT / "tests").glob("test_*.py")]
