@@ -33,9 +33,9 @@ from flce.core.devices import device_record
 from flce.core.problem import LogprobSpec, LossSpec, Needs
 from flce.core.shard import HeadSharding
 from flce.engine.case import Case
-from flce.engine.schedules import SCHEDULES
+from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks, SeparatePasses
-from flce.engine.schedules.chunks import Chunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
 from flce.planning.dry_run import count_costs
@@ -500,6 +500,23 @@ def test_dropping_ignored_tokens_needs_little_more_time_and_memory(
 
     assert plan(True).seconds <= 1.1 * plan(False).seconds
     assert plan(True).workspace_bytes <= (KNOWN_KINDS[kind].memory or 0) / 24
+
+
+@pytest.mark.parametrize(
+    "tokens, dtype, kind, sizes",
+    [
+        (1 << 18, torch.bfloat16, Blocks, (128, 256, 512, 1024)),  # logits of few classes: blocks of many tokens
+        (64, torch.float16, DeferredChunks, (32, 64)),  # dW of one chunk is rounded in few launches
+        (2, torch.float16, DeferredChunks, (1, 2)),
+    ],
+)
+def test_larger_sizes_are_not_slower(
+    tokens: int, dtype: torch.dtype, kind: type[Schedule], sizes: tuple[int, ...]
+) -> None:
+    """The planner searches the largest size within a budget."""
+    c = case_on_hopper(tokens, 3584, 50257, ranks=(8,), dtype=dtype, spec=LossSpec("none"))
+    seconds = [search.plan_for_size(c, kind, size).seconds for size in sizes]
+    assert all(larger <= 1.05 * smaller for smaller, larger in itertools.pairwise(seconds))
 
 
 def test_a_plan_states_by_how_much_it_exceeds_the_share() -> None:
