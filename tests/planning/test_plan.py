@@ -515,7 +515,7 @@ def test_larger_sizes_are_not_slower(
 ) -> None:
     """The planner searches the largest size within a budget."""
     c = case_on_hopper(tokens, 3584, 50257, ranks=(8,), dtype=dtype, spec=LossSpec("none"))
-    seconds = [search.plan_for_size(c, kind, size).seconds for size in sizes]
+    seconds = [plan_for_size(c, kind, size).seconds for size in sizes]
     assert all(larger <= 1.05 * smaller for smaller, larger in itertools.pairwise(seconds))
 
 
