@@ -32,11 +32,10 @@ MAX_ENTRIES = 256
 # float16 for log-sum-exps up to the largest float16 number.
 TYPICAL_LSE = 1024.0
 
-_FLOATS = (torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Dtype of losses, statistics and row arithmetic: float64 for float64, else float32.
-accumulation_dtype = {
-    dtype: torch.float64 if dtype == torch.float64 else torch.float32 for dtype in _FLOATS
-}.__getitem__
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

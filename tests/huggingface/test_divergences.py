@@ -163,11 +163,12 @@ def test_autocast(name: str, build: Build) -> None:
     """Losses are float32, as in stock, which rounds log-probabilities to bfloat16 before."""
     exact, gradients, _ = run(AUTOCAST[name], *models(build))
     with torch.autocast("cpu", torch.bfloat16):
-        want, _, _ = run(AUTOCAST[name], *models(build))
+        want, theirs, _ = run(AUTOCAST[name], *models(build))
         got, ours, _ = run(AUTOCAST[name], *models(build, on_materialize="raise"))
     assert got.dtype == want.dtype == torch.float32
-    for value, right in zip((got, *ours), (exact, *gradients), strict=True):
-        assert (value - right).norm() <= 0.1 * right.norm() + 1e-12
+    # The hidden states are bfloat16 in both.
+    for value, stock, right in zip((got, *ours), (want, *theirs), (exact, *gradients), strict=True):
+        assert (value - right).norm() <= max(0.1 * right.norm(), 1.2 * (stock - right).norm()) + 1e-12
 
 
 @pytest.mark.parametrize("which", [0, 1])
