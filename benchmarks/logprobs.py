@@ -32,7 +32,7 @@ from benchmarks.tables import Table
 from benchmarks.targets import MAIN, NARROW, TOLERANCE, Rule, Target
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
-from flce.ops.linear_call import plan_for_problem
+from flce.ops.linear_operators import plan_for_problem
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import IGNORED
 

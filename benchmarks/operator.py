@@ -22,7 +22,7 @@ from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, PEERS, PEERS_LABEL, figures, target_cases
 from flce.core.sizes import MIB
-from flce.ops import linear_call
+from flce.ops import linear_operators
 from flce.planning import device_kinds
 
 # Seconds for which the device is busy while the host launches a timed call. In training the host is ahead of the
@@ -122,7 +122,7 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 def products(ours: bool) -> Iterator[None]:
     """If not `ours`, plan and call inside as on a device without fused products."""
     with contextlib.ExitStack() as stack:
-        for module in () if ours else (linear_call, device_kinds):
+        for module in () if ours else (linear_operators, device_kinds):
             stack.enter_context(mock.patch.object(module, "has_fused_products", return_value=False))
         yield
 

@@ -17,10 +17,10 @@ from flce.backends.formulas import divergence_terms
 from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
 from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LinearTerm, LogprobSpec
-from flce.functional import DEFAULT_OPTIONS, make_linear_problem
-from flce.ops.arguments import check_linear_arguments, check_logprob_arguments, check_tensors
+from flce.ops.arguments import check_tensors
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
+from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 
 
@@ -106,7 +106,7 @@ def linear_divergence(
     given = [name for name, value in teachers.items() if value is not None]
     if given not in (["teacher", "teacher_weight"], ["teacher_topk"]):
         raise ValueError(f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(given) or None}")
-    group = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
+    sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
     with _renamed_errors("teacher"):
         theirs = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
     ids, teacher_logprob = None, None
@@ -124,34 +124,33 @@ def linear_divergence(
             shapes = f"{tuple(ids.shape)} and {tuple(teacher_logprob.shape)}"
             raise ValueError(f"teacher_topk must be class indices and log-probabilities of one shape, got {shapes}")
     with _renamed_errors("student"):
-        own, spec, ids, _ = check_logprob_arguments(
-            student, student_weight, target, ids, 0, [name for name in outputs if name != "divergence"], student_bias,
-            student_adapters, temperature, student_softcap, student_logit_scale, ignore_index, shift, options, group,
+        problem = make_logprob_problem(
+            student, student_weight, target, candidates=ids, outputs=[name for name in outputs if name != "divergence"],
+            linear_bias=student_bias, adapters=student_adapters, temperature=temperature, softcap=student_softcap,
+            logit_scale=student_logit_scale, ignore_index=ignore_index, shift=shift, options=options,
+            sharded_head=sharded_head,
         )  # fmt: skip
-    problem = make_linear_problem(own, spec)
+    tokens, ids = sharded_head.tokens(student), problem.candidates
     if "divergence" in outputs and teacher is not None and teacher_weight is not None:
         bias = None if teacher_bias is None else teacher_bias.detach()
         with _renamed_errors("teacher"):
-            other = check_linear_arguments(
-                teacher.detach(), teacher_weight.detach(), own.target, bias, teacher_adapters, None, None, None,
-                own.shift, options, theirs, group,
+            other = make_linear_problem(
+                teacher.detach(), teacher_weight.detach(), problem.target.view(tokens), theirs, linear_bias=bias,
+                adapters=teacher_adapters, shift=0, options=options, sharded_head=sharded_head,
             )  # fmt: skip
-        pairs = (other.input, other.linear_weight), *other.adapters
-        terms = tuple([LinearTerm(x.detach().reshape(-1, x.shape[-1]), w.detach()) for x, w in pairs])
-        problem = replace(
-            problem, teacher_terms=terms,
-            teacher_bias=None if other.linear_bias is None else other.linear_bias.contiguous(),
-            spec=replace(
-                spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap, teacher_logit_scale=theirs.logit_scale
-            ),
+        spec = replace(
+            problem.spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap,
+            teacher_logit_scale=theirs.logit_scale,
         )  # fmt: skip
-    results = run_linear_logprobs(problem, ids, options or DEFAULT_OPTIONS)
-    tokens, logprob = own.input.shape[:-1], results["candidate_logprob"]
+        terms = tuple([LinearTerm(x.detach(), w.detach()) for x, w in other.terms])
+        problem = replace(problem, teacher_terms=terms, teacher_bias=other.linear_bias, spec=spec)
+    results = run_linear_logprobs(problem)
+    logprob = results["candidate_logprob"]
     if ids is not None and teacher_logprob is not None and logprob is not None and "divergence" in outputs:
         teacher_logprob = teacher_logprob.detach().expand(*tokens, -1).reshape(ids.shape)
         teacher_logprob = teacher_logprob.masked_fill(ids < 0, -torch.inf)
         divergence = _divergence_of_classes(logprob, teacher_logprob, kind, beta, tail=True)
-        results["divergence"] = divergence.where(problem.target != spec.ignore_index, 0.0)
+        results["divergence"] = divergence.where(problem.target != problem.spec.ignore_index, 0.0)
     values = (results[name] for name in DIVERGENCE_RESULTS)
     return LinearDivergenceOutput(*(None if x is None else x.reshape(tokens) for x in values))
 

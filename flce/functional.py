@@ -12,34 +12,28 @@ from torch import Tensor
 
 from flce.backends.contract import RowOutputs, log_sum_exp
 from flce.core.numbers import check_dtype, check_int
-from flce.core.options import ChunkOptions
+from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
-    LinearCrossEntropyProblem,
     LinearLogprobsOutput,
-    LinearTerm,
     LogprobSpec,
     LossSpec,
     Needs,
-    accumulation_dtype,
     loss_spec,
 )
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops.arguments import (
-    LinearArguments,
-    check_linear_arguments,
     check_logits_arguments,
-    check_logprob_arguments,
     check_options,
     dispatches_torch_function,
     names_replacements,
-    shift_target,
 )
 from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
+from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import ShardedHeadArguments
 from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
@@ -50,8 +44,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flce.core.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
-
-DEFAULT_OPTIONS = ChunkOptions()
 
 
 @overload
@@ -189,13 +181,12 @@ def fused_linear_cross_entropy(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
     )  # fmt: skip
-    args = check_linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
-        ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
+    problem = make_linear_problem(
+        input, linear_weight, target, spec, linear_bias=linear_bias, adapters=adapters, weight=weight,
+        token_weight=token_weight, num_items=num_items, shift=shift, options=options,
+        sharded_head=ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    problem = make_linear_problem(args, spec)
-    out = linear_cross_entropy(problem, options or DEFAULT_OPTIONS)
-    return _make_output(out, problem.target, args.target.shape, spec)
+    return _make_output(linear_cross_entropy(problem), problem.target, target.shape, spec)
 
 
 def _make_output(
@@ -213,7 +204,7 @@ def _make_output(
 
 
 def _reshape_results(
-    results: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec
+    results: Mapping[str, Tensor | None], target: Tensor, shape: tuple[int, ...], spec: LossSpec
 ) -> dict[str, Tensor]:
     """Return the computed results by name. Results of N tokens get the `shape` of all tokens. "correct" follows
     from the argmax."""
@@ -227,40 +218,6 @@ def _reshape_results(
         for name, value in named.items()
         if value is not None and name != "normalizer"
     }
-
-
-def make_linear_problem(
-    args: LinearArguments, spec: LossSpec, inverse_temperature: Tensor | None = None
-) -> LinearCrossEntropyProblem:
-    grad, terms = torch.is_grad_enabled(), ((args.input, args.linear_weight), *args.adapters)
-    linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
-    target = args.target.to(torch.int64)
-    if args.shift:
-        target = shift_target(target, args.shift, spec.ignore_index)
-    if weight is not None:
-        weight = weight.detach().to(accumulation_dtype(args.input.dtype)).contiguous()
-    if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accumulation_dtype(args.input.dtype)).contiguous()
-    return LinearCrossEntropyProblem(
-        # Two-dimensional inputs need no view: a view costs host time, and twice as much if it is differentiated.
-        terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
-        # Vectors are short, so a copy is cheap: backends require contiguous vectors of one dtype.
-        target=target.reshape(-1).contiguous(),
-        linear_bias=None if linear_bias is None else linear_bias.contiguous(),
-        class_weight=weight,
-        token_weight=token_weight,
-        num_items=args.num_items,
-        spec=spec,
-        needs=Needs(
-            tuple([grad and x.requires_grad for x, _ in terms]),
-            tuple([grad and w.requires_grad for _, w in terms]),
-            grad and linear_bias is not None and linear_bias.requires_grad,
-        ),
-        shift=args.shift,
-        token_weight_grad=grad and token_weight is not None and token_weight.requires_grad,
-        inverse_temperature=inverse_temperature,
-        shard=args.shard,
-    )
 
 
 @supports_divided_heads
@@ -337,13 +294,14 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    args, spec, flat_candidates, inverse_temperature = check_logprob_arguments(
-        input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
-        logit_scale, ignore_index, shift, options, ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
+    sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
+    problem = make_logprob_problem(
+        input, linear_weight, target, candidates=candidates, top_k=top_k, outputs=outputs, linear_bias=linear_bias,
+        adapters=adapters, temperature=temperature, softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
+        shift=shift, options=options, sharded_head=sharded_head,
     )  # fmt: skip
-    problem, tokens = make_linear_problem(args, spec, inverse_temperature), args.input.shape[:-1]
-    results = run_linear_logprobs(problem, flat_candidates, options or DEFAULT_OPTIONS)
-    shaped = _reshape_results(results, problem.target, tokens, spec)
+    results, tokens = run_linear_logprobs(problem), sharded_head.tokens(input)
+    shaped = _reshape_results(results, problem.target, tokens, problem.spec)
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})
 
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import CodeType
 from typing import Any, TypeVar
@@ -118,12 +118,17 @@ def register_operator(
     torch.library.register_autograd(f"flce::{name}", skip_frame_and_callees(backward), setup_context=prepare)
 
 
-def to_json(*records: Any) -> str:
-    """Return dataclasses of constants as one argument of an operator: JSON that `from_json` decodes."""
-    return _encode([{f.name: specialize(getattr(record, f.name)) for f in fields(record)} for record in records])
+def to_json(constants: Mapping[str, Any], **records: Any) -> str:
+    """Return constants and dataclasses of constants (or None), by name, as one argument of an operator: JSON that
+    `from_json` decodes."""
+    encoded = {
+        name: None if record is None else {f.name: specialize(getattr(record, f.name)) for f in fields(record)}
+        for name, record in records.items()
+    }
+    return _encode({**constants, **encoded})
 
 
-def _encode(values: Any) -> str:
+def _encode(values: dict[str, Any]) -> str:
     return _encoder.encode(values)
 
 
@@ -132,10 +137,14 @@ _encode._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch
 
 
 @functools.lru_cache(maxsize=1024)
-def from_json(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the dataclasses that `to_json` encoded. `kinds`: their classes."""
-    pairs = zip(kinds, json.loads(text), strict=True)
-    return tuple(kind(**{name: _decode_value(value) for name, value in values.items()}) for kind, values in pairs)
+def from_json(text: str, **kinds: Any) -> Mapping[str, Any]:
+    """Return the values that `to_json` encoded, by name. `kinds`: the classes of the dataclasses."""
+    values = json.loads(text)
+    decoded = {name: _decode_value(value) for name, value in values.items()}
+    for name, kind in kinds.items():
+        if values[name] is not None:
+            decoded[name] = kind(**{field: _decode_value(value) for field, value in values[name].items()})
+    return decoded
 
 
 def _decode_value(value: Any) -> Any:

@@ -12,7 +12,7 @@ from flce.engine.schedules import Schedule
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
-from flce.ops import linear_call
+from flce.ops import linear_operators
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
 from tests import helpers
@@ -42,8 +42,8 @@ def force(monkeypatch: pytest.MonkeyPatch, choose: Callable[[Case], Schedule | N
 
     Return the list of plans of all calls from the first `force` on, one for each forward and each backward.
     """
-    planner = _ForcedPlanner(choose, vars(linear_call)["plan_for_case"])
-    monkeypatch.setattr(linear_call, "plan_for_case", planner)
+    planner = _ForcedPlanner(choose, vars(linear_operators)["plan_for_case"])
+    monkeypatch.setattr(linear_operators, "plan_for_case", planner)
     monkeypatch.setattr(helpers, "make_plan", planner.plan)
     return planner.plans
 

@@ -86,3 +86,6 @@ class ChunkOptions:
                 raise ValueError(f"grad_dtype must be None or torch.float8_e4m3fn, got {self.grad_dtype}")
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
+
+
+DEFAULT_OPTIONS = ChunkOptions()

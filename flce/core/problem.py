@@ -1,4 +1,5 @@
-"""A call as data: options (`LossSpec`), needed gradients (`Needs`), tensors (`LinearCrossEntropyProblem`), results."""
+"""A call as data: scalar arguments (`LossSpec`), needed gradients (`Needs`), the checked call
+(`LinearCrossEntropyProblem`), results."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flce.core.numbers import check_float, check_int
+from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
@@ -225,7 +227,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """Tensors and options of one call, flattened to two dimensions. The logits are the sum of the terms, plus the bias.
+    """A call as checked, flattened to two dimensions. The logits are the sum of the terms, plus the bias.
 
     N tokens, V classes; H_k, the hidden size of a term, may differ between terms.
     """
@@ -245,6 +247,9 @@ class LinearCrossEntropyProblem:
     # The teacher of a divergence, of the same tokens and classes. It gets no gradients.
     teacher_terms: tuple[LinearTerm, ...] = ()
     teacher_bias: Tensor | None = None  # (V,)
+    candidates: Tensor | None = None  # (N, K) int64
+    options: ChunkOptions = DEFAULT_OPTIONS
+    is_traced: bool = False  # True if the call is part of a graph, which may run with other numbers of tokens
 
     # Derived fields.
     num_tokens: int = field(init=False)
@@ -267,7 +272,7 @@ class LinearCrossEntropyProblem:
 
 @dataclass(frozen=True)
 class CrossEntropyProblem:
-    """Tensors and options of one call with logits of all classes, or of the classes of one process."""
+    """A call as checked, with logits of all classes, or of the classes of one process."""
 
     logits: Tensor  # (..., cols)
     target: Tensor  # (...) int64; `shift` is already applied

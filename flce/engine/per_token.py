@@ -82,13 +82,11 @@ def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
     return problem.spec
 
 
-def forward(
-    problem: LinearCrossEntropyProblem, plan: Plan, candidates: Tensor | None, runtime: Runtime | None = None
-) -> TokenResults:
-    """Compute the results of all tokens. candidates: (N, K) int64."""
+def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | None = None) -> TokenResults:
+    """Compute the results of all tokens."""
     spec, accum = logprob_spec(problem), accumulation_dtype(problem.dtype)
     none_ignored = vectors.check_targets(problem)
-    vectors.check_candidates(candidates, problem.vocab_size)
+    vectors.check_candidates(problem.candidates, problem.vocab_size)
     problem = replace(problem, inverse_temperature=vectors.check_inverse_temperature(problem.inverse_temperature))
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, not none_ignored and plan.case.skip_ignored, False)
@@ -120,8 +118,8 @@ def forward(
             outputs.normalizer[contract.LOGPROB] = 0.0  # not computed, and an output of the operator
         teacher_rows = selection.scatter(rows.masked_fill_(~valid[:, 0], 0.0), 1)
         divergence = teacher_rows[contract.DIVERGENCE].clone()
-    if candidates is not None:
-        ids = selection.take(candidates)
+    if problem.candidates is not None:
+        ids = selection.take(problem.candidates)
         values = _subtract_normalizer(_candidate_logits(context, ids), outputs.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.scatter(values.masked_fill_(~valid | (ids == NO_CANDIDATE), 0.0))
@@ -157,7 +155,6 @@ def _subtract_normalizer(z: Tensor, normalizer: Tensor) -> Tensor:
 def backward(
     problem: LinearCrossEntropyProblem,
     plan: Plan,
-    candidates: Tensor | None,
     saved: SavedRows,
     upstream: UpstreamGradients,
     runtime: Runtime | None = None,
@@ -170,8 +167,8 @@ def backward(
     upstream = UpstreamGradients(*(None if t is None else selection.take(t) for t in upstream))
     candidate_grads, candidate_upstream = None, upstream.candidate_logprob
     if candidate_upstream is not None:
-        assert candidates is not None
-        ids = selection.take(candidates)
+        assert problem.candidates is not None
+        ids = selection.take(problem.candidates)
         candidate_upstream = candidate_upstream.where(is_class(ids, problem.vocab_size), 0.0)
         upstream = upstream._replace(candidate_logprob=candidate_upstream)
     has_teacher = upstream.divergence is not None and saved.teacher_rows is not None

@@ -1,12 +1,11 @@
-"""Checks of the arguments of the public functions, before any work. Called by `functional`, `modules` and `ops`."""
+"""Checks and casts of the arguments of the public functions. Called by `functional`, `modules` and `ops`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,8 @@ from flce.core import private
 from flce.core.numbers import check_bool, check_float, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
-from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.vocabulary_parallel import NOT_SHARDED, ShardedHeadArguments, prepare_sharded_head
+from flce.ops.vocabulary_parallel import ShardedHeadArguments
 from flce.torch_ops import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
@@ -42,88 +40,57 @@ _STOCK_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
 _STOCK_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
 
 
-class LinearArguments(NamedTuple):
-    """Checked arguments of `flce.fused_linear_cross_entropy`, in the dtypes of the computation."""
-
-    input: Tensor  # (..., H)
-    linear_weight: Tensor  # (V, H)
-    target: Tensor  # (...)
-    linear_bias: Tensor | None  # (V,)
-    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each
-    weight: Tensor | None  # (V,)
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    shift: int
-    shard: Shard | None
-    """Shard of the weights; None: all classes."""
-    vocab_size: int
-    """V, over all processes."""
-
-
 def check_linear_arguments(
-    input: Tensor,
-    linear_weight: Tensor,
+    operands: Mapping[str, Tensor],
     target: Tensor,
     linear_bias: Tensor | None,
-    adapters: Sequence[tuple[Tensor, Tensor]],
     weight: Tensor | None,
     token_weight: Tensor | None,
-    num_items: int | Tensor | None,
-    shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
-    sharded_head: ShardedHeadArguments = NOT_SHARDED,
-) -> LinearArguments:
-    """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors.
+) -> None:
+    """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors, before any work.
 
     Function calls cost host time: warm calls enter few functions, and error messages are built elsewhere.
 
     Args:
+        operands: inputs and weights of all linear terms, by argument name, the head first.
         spec: the checked scalar arguments; a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
-        sharded_head: the division of the head over processes.
     """
-    operands = {"input": input, "linear_weight": linear_weight}
-    if type(adapters) is not tuple or adapters:
-        operands |= adapters_by_name(adapters)
     tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target, **tensors})
+    input, linear_weight, *_ = operands.values()
     if input.dim() < 1 or linear_weight.dim() != 2 or input.shape[-1] != linear_weight.shape[-1]:
         _refuse_head(input, linear_weight, target, is_loss=not isinstance(spec, LogprobSpec))
     if weight is not None:
         refuse_class_weight_gradient(weight)
     if options is not None:
         check_options(options)
-    if type(shift) is not int or shift:
-        shift = check_shift(shift, target)
     if is_in_transform():
         # Checked before the input is gathered, because the gathered input has no tangent.
         is_logprobs = isinstance(spec, LogprobSpec)
         names = ("linear_logprobs", _STOCK_LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _STOCK_LOSS)
         refuse_transforms(*names, (*operands.values(), target, linear_bias, token_weight), refuse_vmap=True)
-    shard, vocab_size = None, len(linear_weight)
-    num_class_weights = vocab_size
-    if sharded_head != NOT_SHARDED:
-        operands, linear_bias, shard = prepare_sharded_head(operands, linear_bias, sharded_head)
-        vocab_size = shard.vocab_size
-        # Class weights cover the slice or all classes.
-        if weight is None or weight.shape != (num_class_weights,):
-            num_class_weights = vocab_size
-    if autocast_dtype(input.device.type) is not None:
-        operands = {name: _autocast(tensor) for name, tensor in operands.items()}
+
+
+def check_shapes(
+    operands: Mapping[str, Tensor],
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_class_weights: int,
+) -> None:
+    """Check the shapes of the arguments, and that `operands`, which were gathered and cast, have one dtype."""
     input, linear_weight, *others = operands.values()
     for name, value in operands.items():
         if value.dtype != input.dtype or input.dtype not in FLOATING:
             _refuse_dtype_of_operand(name, value, input)
-    if linear_bias is not None:
-        linear_bias = _cast_bias(linear_bias, input)
-    if num_items is not None:
-        num_items = num_items_tensor(num_items, spec, input)
     tokens, local_vocab_size = input.shape[:-1], len(linear_weight)
     if not local_vocab_size or not input.shape[-1]:
         raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
-    adapters = tuple(zip(others[::2], others[1::2], strict=True))
-    if adapters:
-        _check_adapters(adapters, input, linear_weight)
+    if others:
+        _check_adapters(others, input, linear_weight)
     for name, tensor, shape in (
         ("target", target, tokens),
         ("linear_bias", linear_bias, (local_vocab_size,)),
@@ -132,57 +99,30 @@ def check_linear_arguments(
     ):
         if tensor is not None and tensor.shape != shape:
             _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
-    return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, shard, vocab_size
-    )
 
 
-def check_logprob_arguments(
+def check_logprob_tensors(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
     candidates: Tensor | None,
-    top_k: int,
-    outputs: Sequence[str],
-    linear_bias: Tensor | None,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int | None,
-    shift: int,
-    options: ChunkOptions | None,
+    row_temperature: Tensor | None,
     sharded_head: ShardedHeadArguments,
-) -> tuple[LinearArguments, LogprobSpec, Tensor | None, Tensor | None]:
-    """Check the arguments of `flce.linear_logprobs`, which documents the errors.
-
-    Returns:
-        The arguments of the head, the spec, the candidates (N, K), and 1 / temperature of each token (N,).
-    """
-    row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
+) -> None:
+    """Check the tensors of `flce.linear_logprobs`, which documents the errors, except what its head has in common with
+    the loss. `row_temperature`: the temperature, if it is a tensor with one number for each token."""
     tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
     check_tensors({**tensors, "temperature": row_temperature}, optional={"target", "candidates", "temperature"})
     refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, row_temperature), refuse_vmap=True)
     tokens = sharded_head.tokens(input)
     if candidates is not None:
-        candidates = _flat_candidates(candidates, tokens, input)
-    spec = LogprobSpec(
-        ignore_index=-100 if ignore_index is None or target is None else ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # converted by the spec
-        stats=outputs,  # type: ignore[arg-type]
-        candidates=0 if candidates is None else candidates.shape[-1],
-        top_k=top_k,
-        row_temperature=row_temperature is not None,
-    )
-    if target is None:
-        for name in {"logprob", "correct"}.intersection(spec.stats):
-            raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
-        if shift:
-            raise ValueError(f"shift={shift} needs a target, got target=None")
-        # No result depends on the class. No position is ignored.
-        target = torch.zeros(tokens, dtype=torch.int64, device=input.device)
+        if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
+            raise ValueError(
+                f"candidates must have shape (K,) or ({', '.join(map(str, (*tokens, 'K')))}) with input "
+                f"{tuple(input.shape)}, got {tuple(candidates.shape)}"
+            )
+        if candidates.shape[-1] > MAX_ENTRIES:
+            raise ValueError(f"candidates must be at most {MAX_ENTRIES} for a token, got {candidates.shape[-1]}")
     if row_temperature is not None:
         if row_temperature.requires_grad:
             raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
@@ -191,33 +131,24 @@ def check_logprob_arguments(
                 f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
                 f"got {tuple(row_temperature.shape)}"
             )
-    linear = check_linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, sharded_head
-    )
-    if spec.top_k > linear.vocab_size:
-        of = "linear_weight" if sharded_head == NOT_SHARDED else "all processes"
-        raise ValueError(f"top_k must be at most the {linear.vocab_size} classes of {of}, got {spec.top_k}")
+
+
+def check_logprob_arguments(
+    target: Tensor | None, shift: int, options: ChunkOptions | None, spec: LogprobSpec, vocab_size: int, of: str
+) -> None:
+    """Check the other arguments of `flce.linear_logprobs`. `of`: the tensors that have `vocab_size` classes."""
+    if target is None:
+        for name in {"logprob", "correct"}.intersection(spec.stats):
+            raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
+        if shift:
+            raise ValueError(f"shift={shift} needs a target, got target=None")
+    if spec.top_k > vocab_size:
+        raise ValueError(f"top_k must be at most the {vocab_size} classes of {of}, got {spec.top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
             f"got {options.logits_dtype}"
         )
-    if row_temperature is not None:
-        row_temperature = 1.0 / row_temperature.to(accumulation_dtype(linear.input.dtype)).reshape(-1)
-    return linear, spec, candidates, row_temperature
-
-
-def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
-    """Return the candidates of each token, (N, K) int64."""
-    if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
-        raise ValueError(
-            f"candidates must have shape (K,) or ({', '.join(map(str, (*tokens, 'K')))}) with input "
-            f"{tuple(input.shape)}, got {tuple(candidates.shape)}"
-        )
-    size = candidates.shape[-1]
-    if size > MAX_ENTRIES:
-        raise ValueError(f"candidates must be at most {MAX_ENTRIES} for a token, got {size}")
-    return candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
 
 
 def check_logits_arguments(
@@ -421,9 +352,9 @@ def adapters_by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Ten
     return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
 
 
-def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, linear_weight: Tensor) -> None:
+def _check_adapters(adapters: Sequence[Tensor], input: Tensor, linear_weight: Tensor) -> None:
     vocab_size = len(linear_weight)
-    for k, (a, b) in enumerate(adapters):
+    for k, (a, b) in enumerate(zip(adapters[::2], adapters[1::2], strict=True)):
         if b.dim() != 2 or len(b) != vocab_size or not b.shape[1]:
             hint = f": give adapters[{k}][1].t()" if b.dim() == 2 and b.shape[1] == vocab_size else ""
             raise ValueError(
@@ -471,14 +402,15 @@ def autocast_result_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     return dtype if autocast is None or dtype == torch.float64 else torch.float32
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def cast_operand(tensor: Tensor) -> Tensor:
+    """Return an operand of a matrix product as autocast casts it."""
     return tensor.to(autocast_operand_dtype(tensor.dtype, tensor.device.type))
 
 
-def _cast_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
+def cast_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     """Return the bias in the accumulation dtype. Dtypes that autocast would cast are accepted and not rounded first."""
     accum = accumulation_dtype(input.dtype)
-    autocast_accepts = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
+    autocast_accepts = cast_operand(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
     if not autocast_accepts and linear_bias.dtype not in (input.dtype, accum):
         raise TypeError(
             f"linear_bias must have the dtype of input, {input.dtype}, or {accum} (after autocast, where it is on), "

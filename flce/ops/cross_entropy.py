@@ -41,10 +41,7 @@ from flce.ops import vocabulary_parallel
 from flce.ops.arguments import refuse_double_backward
 from flce.torch_ops import from_json, register_operator, register_skipped_frames, skip_frame_and_callees, to_json
 
-_SCHEMA = (
-    "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
-)
+_SCHEMA = "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, str constants"
 # The fields of `RowOutputs`, in the shape of the target and (0,) if not requested; the result of `Backend.loss_scales`
 # for backward, (3,), or (0,) if there are no scales; and the gradient of `token_weight`, (...) or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor loss_scales", "Tensor token_weight_grad"])
@@ -270,31 +267,22 @@ class _Arguments(NamedTuple):
     class_weight: Any = None
     token_weight: Any = None
     num_items: Any = None
-    spec: Any = None
-    shift: Any = None
-    token_weight_grad: Any = None
-    group: Any = None
-    start: Any = None
-    vocab_size: Any = None
+    constants: Any = None
+    """JSON of everything that is not a tensor."""
 
     @staticmethod
     def from_problem(p: CrossEntropyProblem) -> _Arguments:
+        others = {"shift": p.shift, "token_weight_grad": p.token_weight_grad}
         tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
-        scalars = to_json(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
-        return _Arguments(*tensors, *scalars, p.start, p.vocab_size)
+        return _Arguments(*tensors, to_json(others, spec=p.spec, shard=p.shard))
 
-    @property
-    def problem(self) -> CrossEntropyProblem:
-        (spec,) = from_json(self.spec, (LossSpec,))
-        shard = None if self.group is None else Shard(self.group, self.start, self.vocab_size)
-        return CrossEntropyProblem(
-            self.logits, self.target, self.class_weight, self.token_weight, self.num_items, spec, shard, self.shift,
-            self.token_weight_grad,
-        )  # fmt: skip
+    def to_problem(self) -> CrossEntropyProblem:
+        *tensors, constants = self
+        return CrossEntropyProblem(*tensors, **from_json(constants, spec=LossSpec, shard=Shard))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    p = _Arguments(*args).problem
+    p = _Arguments(*args).to_problem()
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
     shapes = (num_scales,), p.target.shape if p.token_weight_grad else (0,)
     others = (p.logits.new_empty(shape, dtype=accumulation_dtype(p.dtype)) for shape in shapes)
@@ -302,16 +290,14 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _compute_gradient(_Arguments(*args).problem, normalizer, loss_scales, upstream)
+    return _compute_gradient(_Arguments(*args).to_problem(), normalizer, loss_scales, upstream)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     *outputs, loss_scales, token_weight_grad = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    arguments = _Arguments(*inputs)
-    ctx.scalars = arguments[arguments._fields.index("spec") :]
-    tensors = arguments[: -len(ctx.scalars)]
+    *tensors, ctx.constants = inputs
     ctx.save_for_backward(RowOutputs(*outputs).normalizer, loss_scales, token_weight_grad, *tensors)
 
 
@@ -323,14 +309,14 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     needed, grad = _Arguments(*ctx.needs_input_grad), None
     if needed.logits:
         upstream = grad_loss.contiguous()
-        grad = torch.ops.flce.cross_entropy_backward(normalizer, loss_scales, upstream, *tensors, *ctx.scalars)
+        grad = torch.ops.flce.cross_entropy_backward(normalizer, loss_scales, upstream, *tensors, ctx.constants)
     return tuple(_Arguments(logits=grad, token_weight=grad_loss * token_weight_grad if needed.token_weight else None))
 
 
 register_operator(
     "cross_entropy",
     f"({_SCHEMA}) -> ({_RESULTS})",
-    lambda *args: _compute_losses(_Arguments(*args).problem),
+    lambda *args: _compute_losses(_Arguments(*args).to_problem()),
     _forward_fake,
     backward=_differentiate,
     setup_context=_setup_context,

@@ -10,7 +10,6 @@ There are four operators. `torch.compile` records each call as one node, and aut
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +18,21 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.backends.contract import RowOutputs
 from flce.core import log, private
-from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import passes, vectors
+from flce.engine.case import Case
 from flce.ops.arguments import PLAIN_TENSORS, refuse_double_backward
-from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
+from flce.ops.linear_operators import (
+    SCHEMA,
+    OperatorArguments,
+    count_flops,
+    fake_gradients,
+    has_forward_gradients,
+    make_case,
+    plan_for_problem,
+    problem_tensors,
+    run_plan,
+)
 from flce.planning import new_shapes
 from flce.planning.device_kinds import DescribedDevice
 from flce.planning.plan import ChunkPlan
@@ -43,74 +52,83 @@ _RESULTS = ", ".join(
 )
 
 
-def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
+def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
     """Compute the loss and the statistics of a problem. Differentiable once, in ``loss``."""
-    call = LinearCall(problem, options, torch.compiler.is_compiling())
-    if not call.is_traced:
-        tensors = call.tensors()
+    if not problem.is_traced:
+        tensors = problem_tensors(problem)
         if _can_bypass_dispatcher(tensors):
-            return RowOutputs._make(flce_linear_cross_entropy.apply(call, *tensors))
+            return RowOutputs._make(flce_linear_cross_entropy.apply(problem, *tensors))
         update_active_counters()
-    *outputs, _, _, _ = torch.ops.flce.linear_cross_entropy(*call.to_arguments())
+    *outputs, _, _, _ = torch.ops.flce.linear_cross_entropy(*OperatorArguments.from_problem(problem))
     return RowOutputs.from_tensors(problem.spec, outputs)
 
 
 def _forward(*args: Any) -> tuple[Any, ...]:
-    call = OperatorArguments(*args).to_call()
-    result = _run_forward(call, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
+    problem = OperatorArguments(*args).to_problem()
+    result = _run_forward(problem, new_shapes.IN_GRAPH if problem.is_traced else new_shapes.DISPATCHED)
     optional = result.gradient_scale, result.token_weight_gradient
     gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
     return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad
 
 
-def _run_forward(call: LinearCall, route: str) -> passes.ForwardResult:
-    plan = plan_for_problem(call)
-    gradients = call.has_forward_gradients if call.is_traced else plan.has_forward_gradients
+def _run_forward(problem: LinearCrossEntropyProblem, route: str) -> passes.ForwardResult:
+    plan = plan_for_problem(problem)
+    gradients = has_forward_gradients(plan.case, True) if problem.is_traced else plan.has_forward_gradients
     if log.is_debug_enabled():
         new_shapes.log_new_shape(plan, route)
-    return run_plan(lambda plan: passes.forward(call.problem, plan, gradients), plan)
+    return run_plan(lambda plan: passes.forward(problem, plan, gradients), plan)
 
 
-def _fake_outputs(call: LinearCall) -> tuple[Any, ...]:
-    call.case.check()
-    p, gradients = call.problem, call.has_forward_gradients
+def _fake_outputs(p: LinearCrossEntropyProblem, c: Case) -> tuple[Any, ...]:
+    c.check()
+    gradients, dtypes = has_forward_gradients(c, p.is_traced), c.dtypes(deferred=False)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
-    scaled = gradients and call.case.dtypes(deferred=False).logits_grad == torch.float16
+    scaled = gradients and dtypes.logits_grad == torch.float16
     gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
     token_weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
-    grads = call.fake_gradients(forward=True) if gradients else []
+    grads = fake_gradients(p, dtypes) if gradients else []
     return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad
+
+
+def _forward_fake(*args: Any) -> tuple[Any, ...]:
+    problem = OperatorArguments(*args).to_problem()
+    return _fake_outputs(problem, make_case(problem))
 
 
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
     """Return fake results of ``flce::linear_cross_entropy``, and the plan, for tensors without values. `gpu` replaces
     the device of the tensors."""
-    call = replace(OperatorArguments(*args).to_call(), gpu=gpu)
-    return _fake_outputs(call), plan_for_case(call.case)
+    problem = OperatorArguments(*args).to_problem()
+    case = make_case(problem, gpu)
+    return _fake_outputs(problem, case), plan_for_case(case)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    call = OperatorArguments(*args).to_call()
-    return run_plan(lambda plan: passes.backward(call.problem, plan, normalizer, upstream), plan_for_problem(call))
+    problem = OperatorArguments(*args).to_problem()
+    return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan_for_problem(problem))
+
+
+def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
+    problem = OperatorArguments(*args).to_problem()
+    return fake_gradients(problem, make_case(problem).dtypes(deferred=True))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     *outputs, grads, gradient_scale, token_weight_grad = output
     ctx.mark_non_differentiable(*outputs[1:], *grads, gradient_scale, token_weight_grad)
-    call, normalizer = OperatorArguments(*inputs).to_call(), RowOutputs(*outputs).normalizer
-    _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, normalizer)
+    problem, normalizer = OperatorArguments(*inputs).to_problem(), RowOutputs(*outputs).normalizer
+    _save_for_backward(ctx, problem, grads, gradient_scale, token_weight_grad, normalizer)
 
 
 def _save_for_backward(
     ctx: Any,
-    call: LinearCall,
+    p: LinearCrossEntropyProblem,
     grads: Sequence[Tensor],
     gradient_scale: Tensor | None,
     token_weight_grad: Tensor | None,
     normalizer: Tensor,
 ) -> None:
-    """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the call's tensors."""
-    p = call.problem
+    """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the problem's tensors."""
     ctx.needs, ctx.needs_token_weight = p.needs.flat, p.token_weight_grad
     ctx.dtype, ctx.has_forward_gradients = p.dtype, bool(grads)
     # Otherwise autograd allocates a zero gradient for every output, also for an output as large as the head.
@@ -118,8 +136,8 @@ def _save_for_backward(
     if grads:
         ctx.save_for_backward(token_weight_grad, *grads, gradient_scale)
     else:
-        arguments = call.to_arguments()
-        ctx.settings = arguments.settings
+        arguments = OperatorArguments.from_problem(p)
+        ctx.constants = arguments.constants
         ctx.save_for_backward(token_weight_grad, normalizer, *arguments.tensors())
 
 
@@ -148,7 +166,7 @@ def _compute_gradients(
     if not ctx.has_forward_gradients:
         normalizer, *tensors = saved
         backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward
-        return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.settings))
+        return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.constants))
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
@@ -196,15 +214,15 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: LinearCall, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run a call. Autograd requires the tensors of the call as separate arguments: `tensors`."""
+    def forward(ctx: Any, p: LinearCrossEntropyProblem, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run a call. Autograd requires the tensors of the problem as separate arguments: `tensors`."""
         register_skipped_frames()
-        outputs, grads, gradient_scale, token_weight_grad = _run_forward(call, new_shapes.DIRECT)
+        outputs, grads, gradient_scale, token_weight_grad = _run_forward(p, new_shapes.DIRECT)
         ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
-        _save_for_backward(ctx, call, grads, gradient_scale, token_weight_grad, outputs.normalizer)
+        _save_for_backward(ctx, p, grads, gradient_scale, token_weight_grad, outputs.normalizer)
         # Every tensor that a node returns costs host time. The caller needs the normalizer for statistics
         # only; backward has it from `_save_for_backward`.
-        return (*outputs[:2], outputs.normalizer if call.problem.spec.stats else None, *outputs[3:])
+        return (*outputs[:2], outputs.normalizer if p.spec.stats else None, *outputs[3:])
 
     @staticmethod
     @skip_frame_and_callees
@@ -214,7 +232,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
-    logits, gradients = OperatorArguments(*args).to_call().flops()
+    logits, gradients = count_flops(OperatorArguments(*args).to_problem())
     *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
@@ -223,7 +241,7 @@ register_operator(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
     _forward,
-    lambda *args: _fake_outputs(OperatorArguments(*args).to_call()),
+    _forward_fake,
     backward=_differentiate,
     setup_context=_setup_context,
 )
@@ -231,7 +249,7 @@ register_operator(
     "linear_cross_entropy_backward",
     f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
     _backward,
-    lambda normalizer, upstream, *args: OperatorArguments(*args).to_call().fake_gradients(),
+    _backward_fake,
 )
 register_operator(
     "scale_",
@@ -248,5 +266,5 @@ register_operator(
 register_formula("linear_cross_entropy", _forward_flops)
 register_formula(
     "linear_cross_entropy_backward",
-    lambda normalizer, upstream, *args, out_val: sum(OperatorArguments(*args).to_call().flops()),
+    lambda normalizer, upstream, *args, out_val: sum(count_flops(OperatorArguments(*args).to_problem())),
 )

@@ -16,11 +16,18 @@ from torch import Tensor
 
 from flce.backends.contract import DIVERGENCE_SLOTS, RowOutputs, log_sum_exp
 from flce.core import log
-from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs, accumulation_dtype
 from flce.engine import per_token
 from flce.ops.arguments import refuse_double_backward
-from flce.ops.linear_call import SCHEMA, LinearCall, OperatorArguments, plan_for_problem, run_plan
+from flce.ops.linear_operators import (
+    SCHEMA,
+    OperatorArguments,
+    count_flops,
+    fake_gradients,
+    make_case,
+    plan_for_problem,
+    run_plan,
+)
 from flce.planning import new_shapes
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError
@@ -48,20 +55,16 @@ _NUM_DIFFERENTIABLE = 5
 _NUM_SAVED = len(per_token.SavedRows._fields)
 
 
-def linear_logprobs(
-    problem: LinearCrossEntropyProblem, candidates: Tensor | None, options: ChunkOptions
-) -> dict[str, Tensor | None]:
+def linear_logprobs(problem: LinearCrossEntropyProblem) -> dict[str, Tensor | None]:
     """Return the results of all tokens by name, None if not requested. Differentiable once. Several backward passes can
-    use the graph.
-
-    Args:
-        candidates: (N, K) int64. With K = 0 the result is differentiable, too: its gradients are 0.
-    """
-    spec = per_token.logprob_spec(problem)
-    if not torch.compiler.is_compiling():
+    use the graph. If each token has 0 candidates, their result is differentiable, too: its gradients are 0."""
+    spec, candidates = per_token.logprob_spec(problem), problem.candidates
+    if not spec.candidates:
+        problem = replace(problem, candidates=None)
+    if not problem.is_traced:
         update_active_counters()
-    call = LinearCall(problem, options, torch.compiler.is_compiling(), candidates if spec.candidates else None)
-    results = LogprobResults._make(torch.ops.flce.linear_logprobs(*call.to_arguments()))._asdict()
+    arguments = OperatorArguments.from_problem(problem)
+    results = LogprobResults._make(torch.ops.flce.linear_logprobs(*arguments))._asdict()
     for name, requested in zip(LogprobResults._fields, _requested_results(spec), strict=True):
         if name == "candidate_logprob" and candidates is not None:
             results[name] = results[name].view(candidates.shape)
@@ -86,28 +89,27 @@ def _requested_results(spec: LogprobSpec) -> LogprobResults:
     )  # fmt: skip
 
 
-def _without_gradients(call: LinearCall) -> LinearCall:
-    """Return the call that forward runs and plans: the same call without gradients."""
-    p = call.problem
-    return replace(call, problem=replace(p, needs=Needs.from_flat([False] * len(p.needs.flat))))
+def _without_gradients(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
+    """Return the problem that forward runs and plans: the same without gradients."""
+    return replace(p, needs=Needs.from_flat([False] * len(p.needs.flat)))
 
 
-def _parse_call(*args: Any) -> LinearCall:
-    return OperatorArguments(*args).to_call(LogprobSpec)
+def _parse_problem(*args: Any) -> LinearCrossEntropyProblem:
+    return OperatorArguments(*args).to_problem(LogprobSpec)
 
 
-def _plan_untraced(call: LinearCall) -> ChunkPlan:
+def _plan_untraced(p: LinearCrossEntropyProblem) -> ChunkPlan:
     """Return the plan of the same call outside of a graph, so that the results have the same bits."""
-    return plan_for_problem(replace(call, is_traced=False))
+    return plan_for_problem(replace(p, is_traced=False))
 
 
-def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
+def _forward_and_backward_plans(p: LinearCrossEntropyProblem) -> list[ChunkPlan]:
     """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
     names a budget that fits both plans."""
-    plans, refused, forward = [], [], _without_gradients(call)
-    for planned_call in (forward, call) if call.problem.needs.any else (forward,):
+    plans, refused, forward = [], [], _without_gradients(p)
+    for planned in (forward, p) if p.needs.any else (forward,):
         try:
-            plans.append(_plan_untraced(planned_call))
+            plans.append(_plan_untraced(planned))
         except BudgetError as error:
             refused.append(error)
     if refused:
@@ -116,12 +118,12 @@ def _forward_and_backward_plans(call: LinearCall) -> list[ChunkPlan]:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    call = _parse_call(*args)
+    p = _parse_problem(*args)
     # The plan of backward is made here too, so that a budget that is too small raises before any work.
-    plan, problem = _forward_and_backward_plans(call)[0], _without_gradients(call).problem
+    plan, problem = _forward_and_backward_plans(p)[0], _without_gradients(p)
     if log.is_debug_enabled():
-        new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.is_traced else new_shapes.DISPATCHED)
-    return _results(problem, run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan))
+        new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if p.is_traced else new_shapes.DISPATCHED)
+    return _results(problem, run_plan(lambda plan: per_token.forward(problem, plan), plan))
 
 
 def _results(p: LinearCrossEntropyProblem, results: per_token.TokenResults) -> LogprobResults:
@@ -132,7 +134,7 @@ def _results(p: LinearCrossEntropyProblem, results: per_token.TokenResults) -> L
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    p = _parse_call(*args).problem
+    p = _parse_problem(*args)
     spec, like, accum = per_token.logprob_spec(p), p.terms[0].input, accumulation_dtype(p.dtype)
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -155,10 +157,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     results, arguments = LogprobResults._make(output), OperatorArguments(*inputs)
     ctx.mark_non_differentiable(*results[_NUM_DIFFERENTIABLE:])
     ctx.set_materialize_grads(False)
-    problem = arguments.to_call(LogprobSpec).problem
+    problem = arguments.to_problem(LogprobSpec)
     ctx.num_teacher_terms = len(problem.teacher_terms)
     ctx.name = "linear_divergence" if problem.teacher_terms else "linear_logprobs"
-    ctx.needs, ctx.settings = problem.needs.flat, arguments.settings
+    ctx.needs, ctx.constants = problem.needs.flat, arguments.constants
     saved = results.normalizer, results.entropy, results.candidate_logprob, results.teacher_rows
     ctx.save_for_backward(*saved, *arguments.tensors())
 
@@ -171,7 +173,7 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     update_active_counters()
     tensors = ctx.saved_tensors  # read once, as checkpoints require
     saved, tensors = tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]
-    arguments = OperatorArguments.from_tensors(tensors, ctx.settings)
+    arguments = OperatorArguments.from_tensors(tensors, ctx.constants)
 
     contiguous = [None if t is None else t.contiguous() for t in given]
     found = torch.ops.flce.linear_logprobs_backward(*saved, *contiguous, *arguments)
@@ -180,10 +182,10 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
 
 def _backward_arguments(
     *args: Any,
-) -> tuple[LinearCall, per_token.SavedRows, per_token.UpstreamGradients]:
+) -> tuple[LinearCrossEntropyProblem, per_token.SavedRows, per_token.UpstreamGradients]:
     num_upstream = len(per_token.UpstreamGradients._fields)
-    call = _parse_call(*args[_NUM_SAVED + num_upstream :])
-    requested = _requested_results(per_token.logprob_spec(call.problem))
+    problem = _parse_problem(*args[_NUM_SAVED + num_upstream :])
+    requested = _requested_results(per_token.logprob_spec(problem))
 
     def select(names: tuple[str, ...], tensors: Sequence[Any]) -> list[Any]:
         """Return the tensors, and None for results that were not requested, which have the shape (0,)."""
@@ -192,14 +194,17 @@ def _backward_arguments(
     saved = per_token.SavedRows(*select(per_token.SavedRows._fields, args[:_NUM_SAVED]))
     given = args[_NUM_SAVED : _NUM_SAVED + num_upstream]
     upstream = per_token.UpstreamGradients(*select(per_token.UpstreamGradients._fields, given))
-    return call, saved, upstream
+    return problem, saved, upstream
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    call, saved, upstream = _backward_arguments(*args)
-    return run_plan(
-        lambda plan: per_token.backward(call.problem, plan, call.candidates, saved, upstream), _plan_untraced(call)
-    )
+    problem, saved, upstream = _backward_arguments(*args)
+    return run_plan(lambda plan: per_token.backward(problem, plan, saved, upstream), _plan_untraced(problem))
+
+
+def _backward_fake(*args: Any) -> list[Tensor]:
+    problem = _backward_arguments(*args)[0]
+    return fake_gradients(problem, make_case(problem).dtypes(deferred=True))
 
 
 register_operator(
@@ -216,7 +221,7 @@ register_operator(
     "Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_candidates, Tensor? grad_divergence, "
     f"{SCHEMA}) -> Tensor[]",
     _backward,
-    lambda *args: _backward_arguments(*args)[0].fake_gradients(),
+    _backward_fake,
 )
-register_formula("linear_logprobs", lambda *args, out_val: _parse_call(*args).flops()[0])
-register_formula("linear_logprobs_backward", lambda *args, out_val: sum(_backward_arguments(*args)[0].flops()))
+register_formula("linear_logprobs", lambda *args, out_val: count_flops(_parse_problem(*args))[0])
+register_formula("linear_logprobs_backward", lambda *args, out_val: sum(count_flops(_backward_arguments(*args)[0])))

@@ -1,9 +1,9 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
-All processes have the same tokens, and each process has one slice of the classes. `ops.arguments` calls this module to
-check the slices, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`, which
-merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the results of
-a divided head.
+All processes have the same tokens, and each process has one slice of the classes. `ops.linear_problem` calls this
+module to check the slices, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
+which merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the
+results of a divided head.
 """
 
 from __future__ import annotations
@@ -45,29 +45,40 @@ class ShardedHeadArguments(NamedTuple):
 NOT_SHARDED = ShardedHeadArguments()
 
 
-def prepare_sharded_head(
-    operands: Mapping[str, Tensor], linear_bias: Tensor | None, sharded_head: ShardedHeadArguments
-) -> tuple[dict[str, Tensor], Tensor | None, Shard]:
-    """Check the division of the head, and gather the tokens with sequence parallelism. Return the operands, by argument
-    name, and the bias for the computation in this process, and its shard."""
+def shard_of_head(operands: Mapping[str, Tensor], sharded_head: ShardedHeadArguments) -> Shard:
+    """Check the division of a head. Return the shard of this process. operands: by argument name."""
     group, vocab_size, sequence_parallel = sharded_head
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
-    count = len(operands["linear_weight"])
-    shard, prepared = shard_from_group(count, vocab_size, group, "a linear_weight", sequence_parallel), {}
+    return shard_from_group(len(operands["linear_weight"]), vocab_size, group, "a linear_weight", sequence_parallel)
+
+
+def gather_tokens(operands: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """Return the operands with the hidden states of all processes, if each has a share of the tokens."""
+    gathered = dict(operands)
+    if shard.sequence_parallel:
+        for name, x in operands.items():
+            if has_hidden_states(name):
+                if x.dim() < 2:
+                    raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
+                gathered[name] = torch.ops.flce.gather_sequence(x, shard.group)
+    return gathered
+
+
+def pad_shard(
+    operands: Mapping[str, Tensor], linear_bias: Tensor | None, shard: Shard
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the operands and the bias with at least one class, and with contiguous rows."""
+    padded = dict(operands)
     for name, x in operands.items():
-        if sequence_parallel and has_hidden_states(name):
-            if x.dim() < 2:
-                raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
-            x = torch.ops.flce.gather_sequence(x, shard.group)
         if shard.is_empty and has_classes(name):
             # A call needs at least one class. A process without classes computes one class of zeros and discards it.
             x = F.pad(x, (0, 0, 0, 1))
         # A plan depends on whether rows are contiguous, and a slice of one class or none has no stride that shows this.
         # So that all processes have the same plan, rows are contiguous in each of them.
-        prepared[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
-    return prepared, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias, shard
+        padded[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
+    return padded, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias
 
 
 def has_classes(name: str) -> bool:

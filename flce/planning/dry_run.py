@@ -91,7 +91,9 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
         selection.live_vectors.extend((selection.target, RowOutputs.allocate(c.spec, accum, (n,), arena.new)))
     runtime = runtime._replace(select=lambda *_: selection)
     if isinstance(c.spec, LogprobSpec):
-        return _dry_run_token_passes(problem, plan, runtime, c.spec.candidates)
+        count = c.spec.candidates
+        candidates = arena.new((n, count), torch.int64) if count else None
+        return _dry_run_token_passes(replace(problem, candidates=candidates), plan, runtime)
     result = forward(problem, plan, plan.has_forward_gradients, runtime)
     if plan.deferred:
         upstream = new_operand(*([n] if c.spec.reduction == "none" else []), dtype=accum)
@@ -110,27 +112,25 @@ def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
     return not has_gradient_scale and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
 
 
-def _dry_run_token_passes(
-    problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime, num_candidates: int
-) -> list[Tensor]:
+def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime) -> list[Tensor]:
     """Run forward and, if gradients are needed, backward. A call runs forward by the plan without gradients, which
     takes as long."""
     n, arena, accum = problem.num_tokens, runtime.arena, accumulation_dtype(problem.dtype)
-    candidates = arena.new((n, num_candidates), torch.int64) if num_candidates else None
-    per_token.forward(problem, plan, candidates, runtime)
+    per_token.forward(problem, plan, runtime)
     if not problem.needs.any:
         return []
 
     def vector() -> Tensor:
         return arena.new((n,), accum)
 
-    candidate_values = arena.new((n, num_candidates), accum) if num_candidates else None
+    candidates = problem.candidates
+    candidate_values = None if candidates is None else arena.new(candidates.shape, accum)
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
     teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher_terms else None
     saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
     divergence = None if teacher_rows is None else vector()
     upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)
-    return per_token.backward(problem, plan, candidates, saved, upstream, runtime)
+    return per_token.backward(problem, plan, saved, upstream, runtime)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from benchmarks.runs import Entry
 from benchmarks.small_card import CLOSE, MULTIPLE, longest
 from benchmarks.tables import markdown, shortfalls, spread_note
 from flce.core.sizes import MIB
-from flce.ops import linear_call
+from flce.ops import linear_operators
 from flce.planning import device_kinds
 from flce.testing.problem import IGNORED, relative_error
 from tests.benchmarks.made_up import measured, run_of
@@ -130,9 +130,9 @@ def test_own_products_can_be_off(own, monkeypatch):
     seen: list[bool] = []
 
     def look(*_):
-        seen.extend(module.has_fused_products(CPU) for module in (linear_call, device_kinds))
+        seen.extend(module.has_fused_products(CPU) for module in (linear_operators, device_kinds))
 
-    for module in (linear_call, device_kinds):
+    for module in (linear_operators, device_kinds):
         monkeypatch.setattr(module, "has_fused_products", lambda device: True)
     contender = OperatorContender("looks", "", "ours", lambda problem: look, planned_bytes=look)
     OPERATOR.measure(replace(CASE, own_products=own), CPU, Effort(2, 1.0), [contender])

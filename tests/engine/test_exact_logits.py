@@ -216,7 +216,7 @@ def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPa
     problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(add_large_columns)
     chunking, too_large = replace(KEEP_IGNORED, skip_ignored=options == "weights"), {}
     for products in (False, True) if backend == "triton" else (False,):
-        for module in ("flce.ops.linear_call", "tests.helpers"):
+        for module in ("flce.ops.linear_operators", "tests.helpers"):
             monkeypatch.setattr(f"{module}.has_fused_products", lambda device, products=products: products)
         for kind, grads in possible(problem, chunking):
             forced(monkeypatch, kind)

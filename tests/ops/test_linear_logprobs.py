@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,6 @@ from flce.backends.eager import CPU_SLAB_BYTES, TorchBackend
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
-from flce.ops.linear_call import LinearCall
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
 from tests.planning.test_plan import peak_on_cpu
@@ -239,11 +239,11 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
         *(None, None, None, None),
         LogprobSpec(),
         Needs.from_flat([True, True, False]),
+        options=flce.ChunkOptions(max_workspace_bytes=budget),
     )
-    options = flce.ChunkOptions(max_workspace_bytes=budget)
     for gradients in (False, True):
-        calls = (LinearCall(problem, options, traced) for traced in (False, True))
-        outside, inside = (ops._plan_untraced(call if gradients else ops._without_gradients(call)) for call in calls)
+        problems = (replace(problem, is_traced=is_traced) for is_traced in (False, True))
+        outside, inside = (ops._plan_untraced(p if gradients else ops._without_gradients(p)) for p in problems)
         assert outside == inside
 
 

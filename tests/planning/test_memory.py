@@ -253,7 +253,7 @@ class InBlocks(Schedule):
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """A traced graph depends on `LinearCall.has_forward_gradients`, which assumes deferred gradients for "vocab"."""
+    """A traced graph depends on `linear_operators.has_forward_gradients`, which assumes deferred gradients for "vocab"."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import flce
 from flce.backends import get_backend
 from flce.core.problem import LossSpec
+from flce.core.shard import Shard
 from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
@@ -52,10 +53,12 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
     ],
     ids=str,
 )
-def test_settings_survive_the_operator(record: Any) -> None:
-    """The settings are one argument, a text, and keep their bits and types."""
-    got, other = from_json(to_json(record, LossSpec("sum")), (type(record), LossSpec))
-    assert (got, repr(got), hash(got), other) == (record, repr(record), hash(record), LossSpec("sum"))
+def test_constants_survive_the_operator(record: Any) -> None:
+    """The constants are one argument, a text, and keep their bits and types."""
+    text = to_json({"shift": 3, "needs": (True, False)}, record=record, spec=LossSpec("sum"), shard=None)
+    got = from_json(text, record=type(record), spec=LossSpec, shard=Shard)
+    assert got == {"shift": 3, "needs": (True, False), "record": record, "spec": LossSpec("sum"), "shard": None}
+    assert (repr(got["record"]), hash(got["record"])) == (repr(record), hash(record))
 
 
 # ---------------------------------------------------------------------------------------------------------

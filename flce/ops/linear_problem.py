@@ -1,0 +1,153 @@
+"""The problem of a call of a linear loss: its arguments, checked, gathered, cast and flattened. `functional` and
+`distillation` call it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
+from flce.core.problem import (
+    LinearCrossEntropyProblem,
+    LinearTerm,
+    LogprobSpec,
+    LossSpec,
+    Needs,
+    accumulation_dtype,
+)
+from flce.ops.arguments import (
+    adapters_by_name,
+    autocast_dtype,
+    cast_bias,
+    cast_operand,
+    check_linear_arguments,
+    check_logprob_arguments,
+    check_logprob_tensors,
+    check_shapes,
+    check_shift,
+    num_items_tensor,
+    shift_target,
+)
+from flce.ops.vocabulary_parallel import NOT_SHARDED, ShardedHeadArguments, gather_tokens, pad_shard, shard_of_head
+
+
+def make_linear_problem(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    spec: LossSpec,
+    *,
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    shift: int,
+    options: ChunkOptions | None,
+    sharded_head: ShardedHeadArguments,
+) -> LinearCrossEntropyProblem:
+    """Return the problem of a call of `flce.fused_linear_cross_entropy`, which documents the arguments and the errors.
+    `spec`: the checked scalar arguments; a `LogprobSpec` for the arguments of `flce.linear_logprobs`."""
+    operands = {"input": input, "linear_weight": linear_weight}
+    if type(adapters) is not tuple or adapters:
+        operands |= adapters_by_name(adapters)
+    check_linear_arguments(operands, target, linear_bias, weight, token_weight, options, spec)
+    if type(shift) is not int or shift:
+        shift = check_shift(shift, target)
+    shard, num_class_weights = None, len(linear_weight)
+    if sharded_head != NOT_SHARDED:
+        shard = shard_of_head(operands, sharded_head)
+        operands, linear_bias = pad_shard(gather_tokens(operands, shard), linear_bias, shard)
+        # Class weights cover the slice or all classes.
+        if weight is None or weight.shape != (num_class_weights,):
+            num_class_weights = shard.vocab_size
+    if autocast_dtype(input.device.type) is not None:
+        operands = {name: cast_operand(tensor) for name, tensor in operands.items()}
+    check_shapes(operands, target, linear_bias, weight, token_weight, num_class_weights)
+    grad, tensors = torch.is_grad_enabled(), tuple(operands.values())
+    inputs, weights, dtype = tensors[::2], tensors[1::2], tensors[0].dtype
+    if linear_bias is not None:
+        linear_bias = cast_bias(linear_bias, inputs[0]).contiguous()
+    if num_items is not None:
+        num_items = num_items_tensor(num_items, spec, inputs[0])
+    target = target.to(torch.int64)
+    if shift:
+        target = shift_target(target, shift, spec.ignore_index)
+    if weight is not None:
+        weight = weight.detach().to(accumulation_dtype(dtype)).contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accumulation_dtype(dtype)).contiguous()
+    # Two-dimensional inputs need no view: a view costs host time, and twice as much if it is differentiated.
+    rows = [x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) for x in inputs]
+    return LinearCrossEntropyProblem(
+        tuple(map(LinearTerm, rows, weights)),
+        # Vectors are short, so a copy is cheap: backends require contiguous vectors of one dtype.
+        target.reshape(-1).contiguous(),
+        linear_bias,
+        weight,
+        token_weight,
+        num_items,
+        spec,
+        Needs(
+            tuple([grad and x.requires_grad for x in inputs]),
+            tuple([grad and w.requires_grad for w in weights]),
+            grad and linear_bias is not None and linear_bias.requires_grad,
+        ),
+        shift,
+        grad and token_weight is not None and token_weight.requires_grad,
+        shard=shard,
+        options=options or DEFAULT_OPTIONS,
+        is_traced=torch.compiler.is_compiling(),
+    )
+
+
+def make_logprob_problem(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    *,
+    candidates: Tensor | None,
+    top_k: int = 0,
+    outputs: Sequence[str],
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int | None,
+    shift: int,
+    options: ChunkOptions | None,
+    sharded_head: ShardedHeadArguments,
+) -> LinearCrossEntropyProblem:
+    """Return the problem of a call of `flce.linear_logprobs`, which documents the arguments and the errors."""
+    row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
+    check_logprob_tensors(input, linear_weight, target, candidates, row_temperature, sharded_head)
+    tokens = sharded_head.tokens(input)
+    if candidates is not None:
+        size = candidates.shape[-1]
+        candidates = candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
+    spec = LogprobSpec(
+        ignore_index=-100 if ignore_index is None or target is None else ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature if row_temperature is None else 1.0,  # type: ignore[arg-type]  # converted by the spec
+        stats=outputs,  # type: ignore[arg-type]
+        candidates=0 if candidates is None else candidates.shape[-1],
+        top_k=top_k,
+        row_temperature=row_temperature is not None,
+    )
+    # Without a target no result depends on the class, and no position is ignored.
+    classes = torch.zeros(tokens, dtype=torch.int64, device=input.device) if target is None else target
+    problem = make_linear_problem(
+        input, linear_weight, classes, spec, linear_bias=linear_bias, adapters=adapters, shift=shift, options=options,
+        sharded_head=sharded_head,
+    )  # fmt: skip
+    of = "linear_weight" if sharded_head == NOT_SHARDED else "all processes"
+    check_logprob_arguments(target, shift, options, spec, problem.vocab_size, of)
+    if row_temperature is not None:
+        row_temperature = 1.0 / row_temperature.to(accumulation_dtype(problem.dtype)).reshape(-1)
+    return replace(problem, candidates=candidates, inverse_temperature=row_temperature)
