@@ -40,10 +40,11 @@ from flce.backends.contract import (
     NORMALIZER_SLOTS,
     ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
+    GradientCall,
     RowInputs,
     RowOutputs,
+    StatisticsCall,
     Teacher,
-    TileCall,
     TileClasses,
 )
 from flce.backends.triton import softmax
@@ -204,6 +205,10 @@ def _padded(cols: int, dtype: torch.dtype) -> Tensor:
     return _new(ROWS, padded_cols(cols), dtype=dtype)[:, :cols]
 
 
+def _outputs(spec: LossSpec, accum: torch.dtype) -> RowOutputs:
+    return RowOutputs.allocate(spec, accum, (ROWS,), lambda shape, dtype: _new(*shape, dtype=dtype))
+
+
 def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     """Yield the operations on rows of logits: a user's rows, which begin at any address, and aligned tiles."""
     backend, accum = kernels.TritonBackend(), accumulation_dtype(dtype)
@@ -212,18 +217,20 @@ def row_calls(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     given = {name: _new(size, dtype=accum) if fields.pop(name, False) else None for name, size in sizes.items()}
     spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
     inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
-    out = RowOutputs.allocate(spec, accum, (ROWS,), lambda shape, dtype: _new(*shape, dtype=dtype))
-    first = TileCall(inputs, spec, TileClasses(0, cols, cols, cols), out)
+    out = _outputs(spec, accum)
+    first = StatisticsCall(inputs, spec, TileClasses(0, cols, cols, cols), out)
     normalizer = _new(NORMALIZER_SLOTS, ROWS, dtype=accum)
     row_gradient = _new(ROW_GRADIENT_SLOTS if "entropy" in spec.stats else LOSS_GRADIENT_SLOTS, ROWS, dtype=accum)
-    ended = TileCall(inputs._replace(upstream=_new(ROWS, dtype=accum)), spec, first.tile, normalizer=normalizer)
-    second = ended._replace(inputs=inputs, row_gradient=row_gradient)
+    second = GradientCall(inputs, spec, first.tile, normalizer, row_gradient)
+    ended = second._replace(
+        inputs=inputs._replace(upstream=_new(ROWS, dtype=accum)), row_gradient=row_gradient[:LOSS_GRADIENT_SLOTS]
+    )
     logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
     tile, room = _padded(cols, dtype), padded_cols(cols)
     parts = [TileClasses(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
     yield partial(backend.statistics, logits, first, None)
     yield partial(backend.loss_and_gradient, logits, logits, first)
-    yield partial(backend.row_gradient, ended, row_gradient)
+    yield partial(backend.row_gradient, ended)
     yield partial(backend.gradient, logits, logits, second)
     for part in parts:
         yield partial(backend.statistics, tile, first._replace(tile=part), state)
@@ -280,8 +287,9 @@ def divergence_calls(dtype: torch.dtype) -> Calls:
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, bias, None)
         teacher = Teacher((), bias, spec, kind, 0.5, rows)
         tile_classes = TileClasses(cols, cols, 3 * cols, padded_cols(cols))
-        call = TileCall(inputs, spec, tile_classes, row_gradient=row_gradient)
-        for memory in (None, grad):
+        statistics = StatisticsCall(inputs, spec, tile_classes, _outputs(spec, accum))
+        gradient = GradientCall(inputs, spec, tile_classes, _new(NORMALIZER_SLOTS, ROWS, dtype=accum), row_gradient)
+        for call, memory in ((statistics, None), (gradient, grad)):
             yield partial(backend.divergence, tile, tile, call, teacher, memory)
 
 
@@ -289,8 +297,8 @@ def slice_calls() -> Calls:
     """Yield fused products of a process of a divided head."""
     backend, (x, weight, exps) = kernels.TritonBackend(), (_new(*s, dtype=torch.bfloat16) for s in _SLICE_SHAPES)
     spec, inputs = LossSpec(), RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, None)
-    out = RowOutputs.allocate(spec, torch.float32, (ROWS,), lambda shape, dtype: _new(*shape, dtype=dtype))
-    call = TileCall(inputs, spec, TileClasses(0, 8000, 8000, 8000, is_shard=True), out)
+    out = _outputs(spec, torch.float32)
+    call = StatisticsCall(inputs, spec, TileClasses(0, 8000, 8000, 8000, is_shard=True), out)
     yield partial(backend.fused_exponentials, x, weight, [exps], call, _new(2, ROWS), None, lambda: None)
     yield partial(backend.fused_statistics, x, weight, call)
 

@@ -13,9 +13,10 @@ from flce.backends.contract import (
     CLASSES,
     LOSS_GRADIENT_SLOTS,
     STATE_SLOTS,
+    GradientCall,
     RowInputs,
     RowOutputs,
-    TileCall,
+    StatisticsCall,
     TileClasses,
 )
 from flce.core.problem import LossSpec, accumulation_dtype
@@ -64,8 +65,8 @@ class Rows:
 
         return RowOutputs.allocate(self.spec, self.accum, (len(self.logits),), new)
 
-    def call(self, tile: TileClasses, out: RowOutputs) -> TileCall:
-        return TileCall(self.inputs, self.spec, tile, out)
+    def call(self, tile: TileClasses, out: RowOutputs) -> StatisticsCall:
+        return StatisticsCall(self.inputs, self.spec, tile, out)
 
     def statistics(
         self, backend: Any, logits: Tensor, tile: TileClasses, state: Tensor | None, out: RowOutputs
@@ -76,15 +77,14 @@ class Rows:
         """Return the row gradient of the loss: the slots that the loss has."""
         out = normalizer.new_full((LOSS_GRADIENT_SLOTS, normalizer.shape[1]), -77.0)
         inputs = self.inputs._replace(upstream=upstream)
-        backend.row_gradient(TileCall(inputs, self.spec, tile, normalizer=normalizer), out)
+        backend.row_gradient(GradientCall(inputs, self.spec, tile, normalizer, out))
         return out if self.spec.label_smoothing else out[:CLASSES]
 
     def gradient(
         self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, normalizer: Tensor, row_gradient: Tensor
     ) -> None:
         inputs = self.inputs._replace(scales=None, token_weight=None)
-        call = TileCall(inputs, self.spec, tile, normalizer=normalizer, row_gradient=row_gradient)
-        backend.gradient(logits, grad, call)
+        backend.gradient(logits, grad, GradientCall(inputs, self.spec, tile, normalizer, row_gradient))
 
     def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: TileClasses, out: RowOutputs) -> None:
         backend.loss_and_gradient(logits, grad, self.call(tile, out))

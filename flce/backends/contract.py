@@ -3,9 +3,10 @@
 A *tile* has `rows` tokens and `cols` consecutive classes of the logits ``a = x W^T``. The matrix product or a user
 wrote these logits. A tile has the shape (rows, cols), or (outer, inner, cols) for outer * inner rows with two row
 strides. The stride between classes is 1. A backend computes row statistics, losses and gradients from one tile at a
-time. A `TileCall` contains everything except the logits. A backend multiplies matrices only where no logits are written
-to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponentials`), or no float32 sum of dW
-(`weight_gradient`, `unscaled_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
+time. A `StatisticsCall` or `GradientCall` contains everything except the logits. A backend multiplies matrices only
+where no logits are written to memory then (`Backend.fused_statistics`, `fused_gradient`, `fused_exponentials`), or no
+float32 sum of dW (`weight_gradient`, `unscaled_weight_gradient`). Everything is computed in float32 (float64 for
+float64 logits).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ LEAST_JACOBIAN_FACTOR = 1e-30
 NORMALIZER_SLOTS = 3
 OFFSET, LOG_SUM, LOGPROB = range(NORMALIZER_SLOTS)
 
-# Slots of `TileCall.row_gradient`. The gradient of a loss does not have the last two. Log-probabilities are clamped to
-# LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
+# Slots of `GradientCall.row_gradient`. The gradient of a loss does not have the last two. Log-probabilities are clamped
+# to LEAST_LOGPROB, so that the product of a log-probability of -inf and its probability is 0.
 ROW_GRADIENT_SLOTS = 5
 SOFTMAX, TARGET, CLASSES, ENTROPY, DIVERGENCE_FACTOR = range(ROW_GRADIENT_SLOTS)
 LOSS_GRADIENT_SLOTS = ENTROPY
@@ -166,11 +167,11 @@ class RowInputs(NamedTuple):
         return None if self.class_weight is None else self.class_weight[self.target.clamp(0, vocab_size - 1)]
 
     def select_rows(self, part: slice) -> RowInputs:
-        weight = None if self.token_weight is None else self.token_weight[part]
+        token_weight = None if self.token_weight is None else self.token_weight[part]
         factor = None if self.inverse_temperature is None else self.inverse_temperature[part]
         upstream = self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part]
         return self._replace(
-            target=self.target[part], token_weight=weight, inverse_temperature=factor, upstream=upstream
+            target=self.target[part], token_weight=token_weight, inverse_temperature=factor, upstream=upstream
         )
 
 
@@ -264,36 +265,48 @@ class TileClasses(NamedTuple):
         return not self.is_shard and self.start + self.cols == self.vocab_size
 
 
-class TileCall(NamedTuple):
-    """The call of an operation on a tile. Statistics read all `inputs` and write `out`. Gradients read `normalizer`,
-    `row_gradient` and, of the inputs, what changes logits and, with label smoothing, the class weights."""
+class StatisticsCall(NamedTuple):
+    """A call that computes statistics of a tile, or of all classes, and ends rows. It reads all `inputs`."""
 
     inputs: RowInputs
     spec: LossSpec
     tile: TileClasses
-    out: RowOutputs | None = None  # of statistics
-    normalizer: Tensor | None = None  # (slots, rows), of gradients
-    # (slots, rows) of gradients: factors of the gradient of each row's logits. They include scales, upstream gradients
-    # and token weights. With log-probabilities l and p = exp(l), the gradient in z is
+    out: RowOutputs  # memory for the results
+
+    def select_rows(self, part: slice) -> StatisticsCall:
+        if part.start == 0 and part.stop >= len(self.inputs.target):
+            return self
+        return self._replace(inputs=self.inputs.select_rows(part), out=self.out.select_rows(part))
+
+
+class GradientCall(NamedTuple):
+    """A call that computes the gradient of a tile. Of the inputs it reads what changes logits and, with label
+    smoothing, the class weights."""
+
+    inputs: RowInputs
+    spec: LossSpec
+    tile: TileClasses
+    normalizer: Tensor  # (slots, rows)
+    # (slots, rows): factors of the gradient of each row's logits. They include scales, upstream gradients and token
+    # weights. With log-probabilities l and p = exp(l), the gradient in z is
     #     row_gradient[SOFTMAX] * p
     #     - row_gradient[ENTROPY] * p * l, if there is this slot
     #     - row_gradient[TARGET] in the target's column
     #     - row_gradient[CLASSES] * class weight in each column, with label smoothing
-    row_gradient: Tensor | None = None
+    row_gradient: Tensor
 
     @property
     def has_entropy_gradient(self) -> bool:
-        return self.row_gradient is not None and len(self.row_gradient) > ENTROPY
+        return len(self.row_gradient) > ENTROPY
 
-    def select_rows(self, part: slice) -> TileCall:
+    def select_rows(self, part: slice) -> GradientCall:
         if part.start == 0 and part.stop >= len(self.inputs.target):
             return self
-        return self._replace(
-            inputs=self.inputs.select_rows(part),
-            out=None if self.out is None else self.out.select_rows(part),
-            normalizer=None if self.normalizer is None else self.normalizer[:, part],
-            row_gradient=None if self.row_gradient is None else self.row_gradient[:, part],
-        )
+        numbers = {"normalizer": self.normalizer[:, part], "row_gradient": self.row_gradient[:, part]}
+        return self._replace(inputs=self.inputs.select_rows(part), **numbers)
+
+
+TileCall: TypeAlias = StatisticsCall | GradientCall
 
 
 class Teacher(NamedTuple):
@@ -356,24 +369,24 @@ class QuantizedTile(NamedTuple):
 class Backend(Protocol):
     name: str
 
-    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
+    def statistics(self, logits: Tensor, call: StatisticsCall, state: Tensor | None) -> None:
         """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write ``call.out``.
 
         `state` may be None if one tile has all classes. `logits` may be overwritten, unless ``tile.keep_logits``.
         """
 
-    def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        """End rows again, from ``call.normalizer``. Write their row gradient to `out`, (LOSS_GRADIENT_SLOTS, rows): 0
-        for ignored rows, NaN for wrong targets."""
+    def row_gradient(self, call: GradientCall) -> None:
+        """End rows again, from all inputs and ``call.normalizer``. Write their row gradient to ``call.row_gradient``,
+        (LOSS_GRADIENT_SLOTS, rows): 0 for ignored rows, NaN for wrong targets."""
 
-    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: GradientCall) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself. It follows from
         ``call.normalizer`` and ``call.row_gradient``.
 
         `grad` has the dimensions of `logits`, and may have other strides.
         """
 
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: StatisticsCall) -> None:
         """Run `statistics` and `gradient` in one pass, for a tile that has all classes."""
 
     def divergence(
@@ -385,13 +398,13 @@ class Backend(Protocol):
         ``(1 - beta) p + beta q``. w is ``-q / p`` for "forward_kl", ``s - t`` for "reverse_kl" and
         ``(1 - beta) (s - log m)`` for "jsd".
 
-        * With `grad`: run `gradient`, and add ``f * p * w`` to the gradient in z. f is the slot DIVERGENCE_FACTOR of
-          ``call.row_gradient``. The slot SOFTMAX subtracts the mean of w under the student.
+        * With `grad`, and a `GradientCall`: run `gradient`, and add ``f * p * w`` to the gradient in z. f is the slot
+          DIVERGENCE_FACTOR of ``call.row_gradient``. The slot SOFTMAX subtracts the mean of w under the student.
         * Otherwise for "jsd": add the terms of the tile's classes to DIVERGENCE and MEAN_WEIGHT of ``teacher.rows``.
         * Otherwise: merge the tile's statistics into ``teacher.rows``.
         """
 
-    def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
+    def exponentials(self, logits: Tensor, exps: Tensor, call: StatisticsCall, state: Tensor, factors: Tensor) -> None:
         """Run `statistics`, and write exponentials and factors, from which the gradient of the logits is computed.
 
         The factors are the row gradient of exponentials, with the slots SOFTMAX and TARGET. The gradient is
@@ -406,13 +419,13 @@ class Backend(Protocol):
             factors: (2, rows) float32; written at the last tile, not in a shard.
         """
 
-    def fused_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
+    def fused_statistics(self, x: Tensor, weight: Tensor, call: StatisticsCall) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
 
         x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
         """
 
-    def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
+    def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> None:
         """Run `gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H)."""
 
     def fused_exponentials(
@@ -420,7 +433,7 @@ class Backend(Protocol):
         x: Tensor,
         weight: Tensor,
         exps: Sequence[Tensor],
-        call: TileCall,
+        call: StatisticsCall,
         factors: Tensor,
         count: Tensor | None,
         scales: Callable[[], Tensor | None],

@@ -34,6 +34,8 @@ from flce.backends.contract import (
     TARGET,
     TARGET_LOGIT,
     TEACHER,
+    GradientCall,
+    StatisticsCall,
     Teacher,
     TileCall,
 )
@@ -82,7 +84,7 @@ def temporary_bytes(
 class TorchBackend:
     name = "torch"
 
-    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
+    def statistics(self, logits: Tensor, call: StatisticsCall, state: Tensor | None) -> None:
         for part, slab_logits in _slabs(logits):
             slab = call.select_rows(part)
             z = _transform(slab_logits, slab, want_jacobian=False)[0]
@@ -95,14 +97,12 @@ class TorchBackend:
                     state[slot, part] = value
             del z  # before the next slab is allocated
 
-    def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        out.copy_(formulas.row_gradient(call))
+    def row_gradient(self, call: GradientCall) -> None:
+        call.row_gradient.copy_(formulas.row_gradient(call))
 
-    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: GradientCall) -> None:
         for part, slab_logits, out in _slabs(logits, grad):
             slab = call.select_rows(part)
-            assert slab.normalizer is not None
-            assert slab.row_gradient is not None
             z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
@@ -114,7 +114,7 @@ class TorchBackend:
             _gradient(term, jacobian, slab, factors, targets, out)
             del z, term, jacobian  # before the next slab is allocated
 
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: StatisticsCall) -> None:
         for part, slab_logits, out in _slabs(logits, grad):
             slab = call.select_rows(part)
             z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
@@ -148,8 +148,8 @@ class TorchBackend:
                 if merging:
                     model.rows.copy_(formulas.merge_divergences(torch.stack((model.rows, rows)), teacher.kind))
                 continue
+            assert isinstance(slab, GradientCall)
             factors = slab.row_gradient
-            assert factors is not None
             factor = factors[DIVERGENCE_FACTOR][:, None]
             if teacher.kind == "forward_kl":
                 added = t.exp_().mul_(-factor)
@@ -292,7 +292,7 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     return (z, jacobian) if factor is None else (z.mul_(factor), factor * jacobian)
 
 
-def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) -> tuple[dict[int, Tensor], Tensor]:
+def _merge(z: Tensor, call: StatisticsCall, targets: Targets, state: Tensor | None) -> tuple[dict[int, Tensor], Tensor]:
     """Merge the statistics of this tile with the statistics of earlier tiles. Return the used slots of the state, and
     exp(z - max), which overwrites `z`.
 

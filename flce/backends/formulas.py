@@ -35,9 +35,11 @@ from flce.backends.contract import (
     SUM,
     TARGET,
     TARGET_LOGIT,
+    GradientCall,
     RowInputs,
     RowOutputs,
     RowProblem,
+    StatisticsCall,
     TileCall,
     log_sum_exp,
 )
@@ -96,7 +98,7 @@ def finish_row(
     state: RowStatistics, inputs: RowInputs, spec: LossSpec, vocab_size: int, targets: Targets
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """End rows: return their results, by the names of `RowOutputs`, and their row gradient
-    (`TileCall.row_gradient`), (LOSS_GRADIENT_SLOTS, rows); None if the inputs have no scales.
+    (`GradientCall.row_gradient`), (LOSS_GRADIENT_SLOTS, rows); None if the inputs have no scales.
 
     `triton/math.py` has the same function for kernels. Results of ignored rows and their row gradient are 0. If the
     target is not a class, the loss and the row gradient are NaN.
@@ -153,9 +155,8 @@ def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Ten
     return at_target - (classes_factor if target_weight is None else classes_factor * target_weight)
 
 
-def row_gradient(call: TileCall) -> Tensor:
+def row_gradient(call: GradientCall) -> Tensor:
     """Return the result of `Backend.row_gradient`."""
-    assert call.normalizer is not None
     targets, nothing = Targets.from_call(call), [None] * (len(RowStatistics._fields) - NORMALIZER_SLOTS)
     state = RowStatistics(*call.normalizer, *nothing)
     _, result = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
@@ -351,9 +352,8 @@ def log_sum_exps(shards: RowStatistics, offset: Tensor) -> Tensor:
     return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where a logit is NaN
 
 
-def write_results(state: RowStatistics, call: TileCall, targets: Targets) -> Tensor | None:
+def write_results(state: RowStatistics, call: StatisticsCall, targets: Targets) -> Tensor | None:
     """End rows, and write their results to ``call.out``. Return their row gradient, see `finish_row`."""
-    assert call.out is not None
     results, gradient = finish_row(state, call.inputs, call.spec, call.tile.vocab_size, targets)
     for name, memory in call.out._asdict().items():
         if memory is not None:
@@ -362,7 +362,7 @@ def write_results(state: RowStatistics, call: TileCall, targets: Targets) -> Ten
 
 
 def write_state_results(
-    state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets
+    state: Mapping[int, Tensor] | Tensor, call: StatisticsCall, targets: Targets
 ) -> tuple[RowStatistics, Tensor | None]:
     """Run `write_results` from the state of all classes. Return the statistics and the row gradient."""
     vocab_size, scales = call.tile.vocab_size, call.inputs.scales

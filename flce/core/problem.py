@@ -222,7 +222,7 @@ class Needs(NamedTuple):
 
     @property
     def any(self) -> bool:
-        return any(self.flat)
+        return self.bias or True in self.inputs or True in self.weights
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class LinearCrossEntropyProblem:
     spec: LossSpec
     needs: Needs
     shift: int = 0
-    token_weight_grad: bool = False
+    needs_token_weight: bool = False  # True if the gradient of token_weight is needed
     inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
     shard: Shard | None = None  # classes of weights, bias and their gradients; targets and V refer to all classes
     # The teacher of a divergence, of the same tokens and classes. It gets no gradients.
@@ -282,7 +282,7 @@ class CrossEntropyProblem:
     spec: LossSpec
     shard: Shard | None  # None: cols is V
     shift: int = 0
-    token_weight_grad: bool = False
+    needs_token_weight: bool = False  # True if the gradient of token_weight is needed
 
     @property
     def start(self) -> int:

@@ -21,7 +21,7 @@ from flce.backends.contract import (
     TargetTerms,
 )
 from flce.core.slices import slice_columns, slice_rows
-from flce.engine.pass_context import PassContext
+from flce.engine.pass_context import GradientTile, PassContext
 
 # An `ignore_index` that no target has.
 NO_IGNORE_INDEX = -(2**31)
@@ -31,16 +31,16 @@ class Exponentials:
     """Exponentials of the logits of a pass, and their factors. The gradient of the logits is ``factors[0] *
     exponentials`` (0 in the target's column), and ``factors[1]`` in the target's column."""
 
-    def __init__(self, context: PassContext) -> None:
-        self._context = context
+    def __init__(self, context: PassContext, logits_per_block: int = 0) -> None:
+        """`logits_per_block`: number of logits in memory at a time, if they do not stay in registers."""
+        self._context, self._logits_per_block = context, logits_per_block
         self.factors = context.new((2, context.selection.max_num_rows), torch.float32)
 
-    def compute(
-        self, xs: Sequence[Tensor], tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None
-    ) -> None:
+    def compute(self, tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None) -> None:
         """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
         tile if logits do not stay in registers. `quantized`: output, the gradient, instead of `tiles`, then empty."""
         ctx, factors = self._context, slice_columns(self.factors, tokens)
+        xs = ctx.term_inputs(tokens)
         if ctx.in_registers:
             call, device_count = ctx.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
@@ -56,7 +56,8 @@ class Exponentials:
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
         ctx, previous_tokens = self._context, None
-        for block_tokens, classes, logits, exps in ctx.compute_logit_blocks(xs, tokens, ctx.all_classes, tile):
+        memory = GradientTile(tile, logits_per_block=self._logits_per_block)
+        for block_tokens, classes, logits, exps in ctx.compute_logit_blocks(xs, tokens, ctx.all_classes, memory):
             block_factors = slice_columns(self.factors, block_tokens)
             if block_tokens != previous_tokens:
                 previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, Teacher, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, Backend, GradientCall, StatisticsCall, Teacher, TileCall, TileClasses
 from flce.backends.formulas import finish_divergence
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
@@ -31,6 +31,17 @@ class CandidateGrads(NamedTuple):
     values: Tensor  # (rows, K)
 
 
+class GradientTile(NamedTuple):
+    """Memory for the gradients of the logits of tiles, or for their exponentials."""
+
+    memory: Tensor
+    """(rows, cols) of the largest tile."""
+    overlaps_logits: bool = False
+    """True: gradients overwrite the logits of their tile, which have more bytes (`Dtypes.can_overlap`)."""
+    logits_per_block: int = 0
+    """Number of logits that are computed at a time, beside the tile; 0: all, in the memory of the tile."""
+
+
 @dataclass
 class PassContext:
     """Tensors, buffers and steps of one forward or backward pass.
@@ -47,7 +58,7 @@ class PassContext:
         in_registers: see `Plan.in_registers`.
         gradient_scale: () number by which sums of gradients are divided when they are rounded, see
             `Dtypes.unscales_sums`; None: 1.
-        row_gradient: (slots, rows) factors, see `TileCall.row_gradient`; None: computed from the loss.
+        row_gradient: (slots, rows) factors, see `GradientCall.row_gradient`; None: computed from the loss.
         candidate_grads: complete gradients of candidates' logits, which overwrite the gradients of these logits.
         top_k: the largest logits of each row, collected in the statistics pass.
         teacher: the teacher of a divergence.
@@ -90,12 +101,8 @@ class PassContext:
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
         self._chunk_row_gradient: tuple[slice, Tensor] | None = None
-        self._gradient_calls: dict[tuple[int, int], TileCall] = {}
+        self._gradient_calls: dict[tuple[int, int], GradientCall] = {}
         """Calls of the chunk of `_chunk_row_gradient` by their tokens, for any classes."""
-        self._logits_per_block = 0
-        """Set by `start_gradient_tile` and `start_exponentials_tile`. 0: logits have the dtype of the tile."""
-        self._overlaps_logits = False
-        """Set by `start_gradient_tile`. True: gradients overwrite the logits of their tile, which have more bytes."""
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -179,22 +186,18 @@ class PassContext:
         logits = self.new((rows, padded_cols(cols)), self.dtypes.logits)
         return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
-    def start_gradient_tile(self, rows: int, cols: int) -> Tensor:
+    def new_gradient_tile(self, rows: int, cols: int) -> GradientTile:
         """Allocate a tile for gradients of logits. If logits have more bytes, a small tile has the size of its logits,
-        which their gradients overwrite (`Dtypes.can_overlap`). A larger tile has blocks, see
-        `start_exponentials_tile`."""
+        which their gradients overwrite. A larger tile has blocks, see `new_exponentials_tile`."""
         if not self.in_registers and self.dtypes.can_overlap(rows, cols):
-            self._overlaps_logits = True
-            return self.new_overlapping_tiles(rows, cols)[1]
-        return self.start_exponentials_tile(rows, cols)
+            return GradientTile(self.new_overlapping_tiles(rows, cols)[1], overlaps_logits=True)
+        return self.new_exponentials_tile(rows, cols)
 
-    def start_exponentials_tile(self, rows: int, cols: int) -> Tensor:
-        """Allocate a tile for exponentials. If logits have more bytes, set the size of the blocks in which
-        `compute_logit_blocks` computes logits."""
-        self._overlaps_logits = False
+    def new_exponentials_tile(self, rows: int, cols: int) -> GradientTile:
+        """Allocate a tile for exponentials. If logits have more bytes, they are computed in blocks beside the tile."""
         has_blocks = self.dtypes.has_wider_logits and not self.in_registers
-        self._logits_per_block = self.dtypes.logits_per_block(rows, cols) if has_blocks else 0
-        return self.new_tile(rows, cols, self.dtypes.logits_grad)
+        logits_per_block = self.dtypes.logits_per_block(rows, cols) if has_blocks else 0
+        return GradientTile(self.new_tile(rows, cols, self.dtypes.logits_grad), logits_per_block=logits_per_block)
 
     def term_inputs(self, tokens: slice) -> list[Tensor]:
         """Return some rows of the input of each term, (rows, H), then of each term of the teacher. If they are
@@ -276,20 +279,20 @@ class PassContext:
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
-        self, xs: Sequence[Tensor], tokens: slice, classes: slice, tile: Tensor
+        self, xs: Sequence[Tensor], tokens: slice, classes: slice, tile: GradientTile
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Compute the logits of some tokens and classes in blocks (`case.BLOCK_BYTES`). Yield the tokens and classes of
-        each block, its logits, and its memory in `tile`, the tile of gradients. Logits of the same dtype as `tile` are
-        computed in `tile`."""
-        if self._overlaps_logits or not self._logits_per_block:
-            logits = self._logits_under(tile) if self._overlaps_logits else tile
+        each block, its logits, and its memory in `tile`, whose memory has the size of these tokens and classes."""
+        memory, overlaps_logits, logits_per_block = tile
+        if not logits_per_block:
+            logits = self._logits_under(memory) if overlaps_logits else memory
             self.write_logits(xs, classes, logits)
-            yield tokens, classes, logits, tile
+            yield tokens, classes, logits, memory
             return
-        memory = self.new((self._logits_per_block,), self.dtypes.logits)
+        block = self.new((logits_per_block,), self.dtypes.logits)
         # `cols`, the classes of a block, is divisible by COLUMN_MULTIPLE. Blocks of fewer rows have more classes, and
         # blocks of a narrow tile more rows.
-        max_rows, rows_of_tile = self._logits_per_block // COLUMN_MULTIPLE, self._logits_per_block // tile.stride(0)
+        max_rows, rows_of_tile = logits_per_block // COLUMN_MULTIPLE, logits_per_block // memory.stride(0)
         rows = min(max(BLOCK_ROWS, rows_of_tile), tokens.stop - tokens.start, max_rows)
         cols = max_rows // rows * COLUMN_MULTIPLE
         for block_tokens in self.split_range(tokens, rows):
@@ -298,9 +301,10 @@ class PassContext:
             for block_classes in self.split_range(classes, cols):
                 size = block_classes.stop - block_classes.start
                 row_stride = padded_cols(size)
-                logits = memory[: len(block_inputs[0]) * row_stride].view(-1, row_stride)[:, :size]
+                logits = block[: len(block_inputs[0]) * row_stride].view(-1, row_stride)[:, :size]
                 self.write_logits(block_inputs, block_classes, logits)
-                yield block_tokens, block_classes, logits, tile[tile_rows, offset_slice(block_classes, -classes.start)]
+                grad = memory[tile_rows, offset_slice(block_classes, -classes.start)]
+                yield block_tokens, block_classes, logits, grad
 
     def _logits_under(self, tile: Tensor) -> Tensor:
         """Return the logits in the memory of a tile of gradients, whose row stride has room for them."""
@@ -321,10 +325,10 @@ class PassContext:
         self.rows.merge_results(tokens)
         self.backend.gradient(logits, dlogits, self._gradient_call(tokens, tokens, self.all_classes))
 
-    def compute_statistics(self, xs: Sequence[Tensor], tokens: slice, logits: Tensor | None) -> None:
+    def compute_statistics(self, tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
         (at least as many rows, some columns), one block after the other; or in registers."""
-        call, state, teacher = self.statistics_call(tokens), None, self.teacher
+        call, xs, state, teacher = self.statistics_call(tokens), self.term_inputs(tokens), None, self.teacher
         if self.in_registers:
             self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
@@ -360,14 +364,17 @@ class PassContext:
             finish_divergence(teacher.rows, "jsd")
             self.backend.divergence(logits, teacher_logits, call, teacher._replace(kind="jsd"))
 
-    def compute_gradient(self, xs: Sequence[Tensor], tokens: slice, classes: slice, dlogits: Tensor) -> None:
-        """Recompute the logits of a tile and write their gradient to `dlogits`, (rows, cols)."""
+    def compute_gradient(self, tokens: slice, classes: slice, tile: GradientTile) -> Tensor:
+        """Recompute the logits of some tokens and classes and write their gradient to `tile`. Return the gradient,
+        (rows, cols)."""
+        xs, size = self.term_inputs(tokens), slice(0, classes.stop - classes.start)
+        dlogits = slice_columns(slice_rows(tile.memory, slice(0, tokens.stop - tokens.start)), size)
         if self.in_registers:
-            self.backend.fused_gradient(
-                xs[0], slice_rows(self.terms[0].weight, classes), dlogits, self._gradient_call(tokens, tokens, classes)
-            )
+            weight = slice_rows(self.terms[0].weight, classes)
+            self.backend.fused_gradient(xs[0], weight, dlogits, self._gradient_call(tokens, tokens, classes))
         else:
-            for block_tokens, block_classes, logits, grad in self.compute_logit_blocks(xs, tokens, classes, dlogits):
+            blocks = self.compute_logit_blocks(xs, tokens, classes, tile._replace(memory=dlogits))
+            for block_tokens, block_classes, logits, grad in blocks:
                 call = self._gradient_call(tokens, block_tokens, block_classes)
                 if self.teacher is None:
                     self.backend.gradient(logits, grad, call)
@@ -378,6 +385,7 @@ class PassContext:
             self.backend.write_entries(
                 dlogits, self.candidate_grads.ids[tokens], self.candidate_grads.values[tokens], classes.start
             )
+        return dlogits
 
     def collect_top_k(self, logits: Tensor, tokens: slice, classes: slice) -> None:
         """Merge logits, (rows, cols), into the largest logits of their rows, if these are requested."""
@@ -387,11 +395,11 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, tokens: slice, scaled: bool = True) -> TileCall:
+    def statistics_call(self, tokens: slice, scaled: bool = True) -> StatisticsCall:
         """Return the call that writes statistics of some rows for all classes. `scaled`: with loss scales."""
         return self.rows.statistics_call(tokens, self.tile_classes(self.all_classes), scaled)
 
-    def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> TileCall:
+    def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> GradientCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
         row_gradient, first_row = self.row_gradient, 0
         if row_gradient is None:
@@ -402,18 +410,18 @@ class PassContext:
             inputs = self.rows.tile_inputs(tokens)
             if not self.rows.spec.label_smoothing:
                 inputs = inputs._replace(class_weight=None)
-            call = TileCall(
+            call = GradientCall(
                 inputs,
                 self.rows.spec,
                 self.tile_classes(classes),
-                normalizer=slice_columns(self.normalizer, tokens),
-                row_gradient=slice_columns(row_gradient, offset_slice(tokens, -first_row)),
+                slice_columns(self.normalizer, tokens),
+                slice_columns(row_gradient, offset_slice(tokens, -first_row)),
             )
             self._gradient_calls[tokens.start, tokens.stop] = call
         return call._replace(tile=self.tile_classes(classes))
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
-        """Return `TileCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
+        """Return `GradientCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
         if self._chunk_row_gradient is None or self._chunk_row_gradient[0] != chunk:
             self._chunk_row_gradient = None
             self._gradient_calls.clear()

@@ -42,15 +42,10 @@ class Plan:
     ("vocab") returns `DeferredChunks` ("tokens") if a block has all classes."""
     schedule: Schedule
 
-    @property
+    @functools.cached_property
     def deferred(self) -> bool:
         """True if gradients are computed in backward instead of forward."""
         return self.schedule.deferred
-
-    @functools.cached_property
-    def has_forward_gradients(self) -> bool:
-        """True if forward computes gradients."""
-        return self.case.needs.any and not self.deferred
 
     @functools.cached_property
     def dtypes(self) -> Dtypes:
@@ -82,17 +77,17 @@ class ForwardResult(NamedTuple):
     grads: list[Tensor]  # of the loss, times gradient_scale; empty if they were not requested
     gradient_scale: Tensor | None  # () divisor of the upstream gradient; None: 1
     # (N,) gradient of the loss, or of each row's loss, with respect to token weights; None: not requested
-    token_weight_gradient: Tensor | None
+    token_weight_grad: Tensor | None
 
 
 def forward(
-    problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
+    problem: LinearCrossEntropyProblem, plan: Plan, deferred: bool, runtime: Runtime | None = None
 ) -> ForwardResult:
-    """Compute losses and, if `gradients`, the gradients of inputs and weights, even if the schedule defers them."""
+    """Compute losses and, unless `deferred`, the needed gradients, even if the schedule defers them."""
     problem = problem if problem.shard is None else gather_class_weights(problem, problem.shard)
     none_ignored = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
-    with_gradients = gradients and not schedule.deferred
+    with_gradients = problem.needs.any and not (deferred or schedule.deferred)
     has_gradient_scale = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, has_gradient_scale)
     skip_ignored = not none_ignored and plan.case.skip_ignored
@@ -107,14 +102,14 @@ def forward(
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
         context.rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
-    outputs, weight = selection.scatter_outputs(outputs), problem.token_weight
-    results, _, token_weight_gradient = vectors.reduce(
-        problem, runtime.backend, outputs, scales.for_loss, problem.target, weight
+    outputs = selection.scatter_outputs(outputs)
+    results, _, token_weight_grad = vectors.reduce(
+        problem, runtime.backend, outputs, scales.for_loss, problem.target, problem.token_weight
     )
-    if gradients and schedule.deferred:
+    if problem.needs.any and schedule.deferred and not deferred:
         del context
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
-    return ForwardResult(results, grads, scales.gradient_scale, token_weight_gradient)
+    return ForwardResult(results, grads, scales.gradient_scale, token_weight_grad)
 
 
 def backward(

@@ -196,7 +196,7 @@ def backward(
 def _compute_row_gradient(
     runtime: Runtime, selection: Selection, saved: SavedRows, upstream: UpstreamGradients
 ) -> Tensor:
-    """Return `TileCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slots ENTROPY and
+    """Return `GradientCall.row_gradient`: (slots, rows) factors, NaN for wrong targets. The slots ENTROPY and
     DIVERGENCE_FACTOR are included if entropies or divergences have a gradient."""
     is_loss = upstream.entropy is None and upstream.divergence is None
     slots = LOSS_GRADIENT_SLOTS if is_loss else ROW_GRADIENT_SLOTS

@@ -99,8 +99,8 @@ class Selection:
     @functools.cached_property
     def token_weight(self) -> Tensor | None:
         """(rows,) token weights of the selected rows."""
-        weight = self.problem.token_weight
-        return None if weight is None else self.take(weight)
+        token_weight = self.problem.token_weight
+        return None if token_weight is None else self.take(token_weight)
 
     @functools.cached_property
     def inverse_temperature(self) -> Tensor | None:
@@ -115,10 +115,11 @@ class Selection:
     def row_inputs(self, tokens: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
         """Return the inputs of some of the selected rows. `weighted`: with token weights, if there are any."""
         p = self.problem
-        weight = self.token_weight if weighted and p.token_weight is not None else None
+        token_weight = self.token_weight if weighted and p.token_weight is not None else None
         factor = self.inverse_temperature if p.inverse_temperature is not None else None
-        weight, factor = (None if x is None else slice_columns(x, tokens) for x in (weight, factor))
-        return RowInputs(slice_columns(self.target, tokens), weight, p.class_weight, p.linear_bias, scales, factor)
+        token_weight, factor = (None if x is None else slice_columns(x, tokens) for x in (token_weight, factor))
+        target = slice_columns(self.target, tokens)
+        return RowInputs(target, token_weight, p.class_weight, p.linear_bias, scales, factor)
 
     def scatter_outputs(self, out: RowOutputs) -> RowOutputs:
         """Return results of all N rows from results of the selected rows. Other rows get the results of ignored

@@ -30,9 +30,10 @@ from flce.backends.contract import (
     SOFTMAX,
     STUDENT,
     TARGET,
+    GradientCall,
     RowInputs,
     RowOutputs,
-    TileCall,
+    StatisticsCall,
     TileClasses,
 )
 from flce.backends.formulas import (
@@ -104,7 +105,7 @@ class Rows:
         inputs = self.selection.row_inputs(tokens, self.scales.for_gradient() if scaled else None)
         if self.upstream is not None:
             return inputs._replace(upstream=self.upstream[tokens])
-        if self.problem.token_weight_grad and self.out is not None:
+        if self.problem.needs_token_weight and self.out is not None:
             return inputs._replace(token_weight=None, upstream=inputs.token_weight)
         return inputs
 
@@ -113,10 +114,10 @@ class Rows:
         inputs = self.selection.row_inputs(tokens, None, weighted=False)
         return inputs._replace(target=slice_columns(self.target, tokens), class_weight=self.class_weight)
 
-    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> TileCall:
+    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> StatisticsCall:
         """Return the call that writes statistics of some rows for all classes of this process."""
         assert self.out is not None
-        return TileCall(self.inputs(tokens, scaled), self.spec, tile, self.out.select_rows(tokens))
+        return StatisticsCall(self.inputs(tokens, scaled), self.spec, tile, self.out.select_rows(tokens))
 
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
         """Keep the statistics of some rows of a shard until they are merged. state: (STATE_SLOTS, rows)."""
@@ -134,11 +135,12 @@ class Rows:
         """
 
     def compute_row_gradient(self, tokens: slice) -> Tensor:
-        """Compute `TileCall.row_gradient` of some rows from the normalizer of all classes."""
+        """Compute `GradientCall.row_gradient` of some rows from the normalizer of all classes."""
         factors = self.arena.new((LOSS_GRADIENT_SLOTS, tokens.stop - tokens.start), self.normalizer.dtype)
         size = self.problem.vocab_size
-        call = TileCall(self.inputs(tokens, True), self.problem.spec, TileClasses(0, size, size, size))
-        self.scales.backend.row_gradient(call._replace(normalizer=slice_columns(self.normalizer, tokens)), factors)
+        tile, normalizer = TileClasses(0, size, size, size), slice_columns(self.normalizer, tokens)
+        call = GradientCall(self.inputs(tokens, True), self.problem.spec, tile, normalizer, factors)
+        self.scales.backend.row_gradient(call)
         return factors
 
     def local_ids(self, ids: Tensor) -> Tensor:
@@ -198,13 +200,13 @@ class ShardRows(Rows):
         memory = dict(zip(self._names, slice_columns(self._statistics, tokens), strict=True))
         return RowStatistics(*(memory.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
 
-    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> TileCall:
+    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> StatisticsCall:
         own = self._own_statistics(tokens)._asdict()
         normalizer = slice_columns(self._statistics[:NORMALIZER_SLOTS], tokens)
         out = RowOutputs(*(own.get(name) for name in RowOutputs._fields))._replace(  # type: ignore[arg-type]
             loss=normalizer[0], normalizer=normalizer, logprob=None
         )
-        return TileCall(self.tile_inputs(tokens), self.spec, tile, out)
+        return StatisticsCall(self.tile_inputs(tokens), self.spec, tile, out)
 
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
         if state is None:  # The kernels of fused products have written the statistics.
@@ -232,7 +234,7 @@ class ShardRows(Rows):
         merged = merge_shard_results(shards, inputs.target, p.class_weight, shard)
         assert self.out is not None
         tile = TileClasses(0, p.vocab_size, p.vocab_size, p.vocab_size)
-        call = TileCall(inputs, p.spec, tile, self.out.select_rows(tokens))
+        call = StatisticsCall(inputs, p.spec, tile, self.out.select_rows(tokens))
         return shards, merged, write_results(merged, call, Targets.from_call(call))
 
     def merge_factors(self, tokens: slice, factors: Tensor) -> None:

@@ -118,7 +118,7 @@ def floor_power_of_two(x: Tensor) -> Tensor:
 
 
 def reduce(
-    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, weight: Tensor | None
+    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, token_weight: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
     """Return the results with the reduced loss; the scales, if they were computed; the gradient of the token weights,
     if it is needed.
@@ -127,20 +127,20 @@ def reduce(
     the losses of `out` do not contain the token weights: they are multiplied here, in place.
 
     Args:
-        target, weight: targets and token weights of these rows.
+        target, token_weight: of these rows.
     """
     grad = None
-    if p.token_weight_grad:
-        assert weight is not None
+    if p.needs_token_weight:
+        assert token_weight is not None
         if scales is None and p.spec.reduction != "none":
             scales = backend.loss_scales(p)
         ignored = target == p.spec.ignore_index
         grad = _token_weight_gradient(p.spec, out, scales, ignored)
         # Losses of ignored rows are 0. They must stay 0 for weights of inf or NaN.
-        weight = weight.masked_fill(ignored, 0.0)
+        token_weight = token_weight.masked_fill(ignored, 0.0)
         for losses in (out.loss, out.z_loss):
             if losses is not None:
-                losses.mul_(weight)
+                losses.mul_(token_weight)
     if p.spec.reduction == "none":
         loss, z_loss = out.loss if out.z_loss is None else out.loss + out.z_loss, out.z_loss
     else:

@@ -213,8 +213,8 @@ def check_logits_arguments(
         refuse_class_weight_gradient(weight)
         weight = weight.detach().to(accum).contiguous()
     token_weight = None if token_weight is None else token_weight.to(accum)
-    token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
-    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, token_weight_grad)
+    needs_token_weight = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
+    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, needs_token_weight)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ from flce.backends.contract import (
     LOSS_GRADIENT_SLOTS,
     STATE_SLOTS,
     Backend,
+    GradientCall,
     RowInputs,
     RowOutputs,
-    TileCall,
+    StatisticsCall,
     TileClasses,
 )
 from flce.backends.formulas import Targets, write_empty_state, write_results
@@ -110,8 +111,8 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
     logits, order = as_rows(p.logits)
     out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
-    inputs = _row_inputs(p, order, scales, not p.token_weight_grad)
-    _compute_statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep_logits=True), out))
+    inputs = _row_inputs(p, order, scales, not p.needs_token_weight)
+    _compute_statistics(p, backend, logits, StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out))
     return _reduce_outputs(p, backend, order, out, scales)
 
 
@@ -123,18 +124,17 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     scales = vectors.LossScales(p, backend, needs_scales=True, has_gradient_scale=p.dtype == torch.float16)
     logits, order = as_rows(p.logits)
     inputs = _row_inputs(p, order, scales.for_gradient())
-    if p.token_weight_grad:  # It is computed from unweighted losses.
+    if p.needs_token_weight:  # It is computed from unweighted losses.
         inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
     out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
     if not p.shard:
         vectors.check_targets(p)
-        backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))
+        backend.loss_and_gradient(logits, logits, StatisticsCall(inputs, p.spec, _tile(p), out))
     else:
-        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), out)
+        call = StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out)
         row_gradient = _compute_statistics(p, backend, logits, call)
-        if logits.shape[-1]:
-            call = TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer, row_gradient=row_gradient)
-            backend.gradient(logits, logits, call)
+        if logits.shape[-1] and row_gradient is not None:
+            backend.gradient(logits, logits, GradientCall(inputs, p.spec, _tile(p), out.normalizer, row_gradient))
     return _reduce_outputs(p, backend, order, out, scales.for_loss), scales.gradient_scale
 
 
@@ -146,20 +146,22 @@ def _compute_gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor
         backend = get_backend(p.device)
         inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
         inputs = inputs._replace(upstream=order.flatten(upstream) if upstream.dim() else upstream)
-        call = TileCall(inputs, p.spec, _tile(p, keep_logits=True), normalizer=order.flatten(normalizer))
         row_gradient = upstream.new_empty(LOSS_GRADIENT_SLOTS, len(inputs.target))
-        backend.row_gradient(call, row_gradient)
-        backend.gradient(logits, grad_rows, call._replace(row_gradient=row_gradient))
+        tile = _tile(p, keep_logits=True)
+        call = GradientCall(inputs, p.spec, tile, order.flatten(normalizer), row_gradient)
+        backend.row_gradient(call)
+        backend.gradient(logits, grad_rows, call)
     return grad
 
 
-def _compute_statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> Tensor | None:
+def _compute_statistics(
+    p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: StatisticsCall
+) -> Tensor | None:
     """Compute losses and statistics. If the vocabulary is divided, return the row gradient."""
     if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
         return None
-    assert call.out is not None
     state = call.out.loss.new_empty(STATE_SLOTS, len(call.inputs.target))
     if logits.shape[-1]:
         backend.statistics(logits, call, state)
@@ -181,16 +183,16 @@ def _tile(p: CrossEntropyProblem, keep_logits: bool = False) -> TileClasses:
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
-    weight = order.flatten(p.token_weight) if weighted and p.token_weight is not None else None
-    return RowInputs(order.flatten(p.target), weight, p.class_weight, None, scales)
+    token_weight = order.flatten(p.token_weight) if weighted and p.token_weight is not None else None
+    return RowInputs(order.flatten(p.target), token_weight, p.class_weight, None, scales)
 
 
 def _reduce_outputs(
     p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return the results of the operator, as `_RESULTS` lists them, from the outputs of all rows."""
-    weight = None if p.token_weight is None else order.flatten(p.token_weight)
-    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), weight)
+    token_weight = None if p.token_weight is None else order.flatten(p.token_weight)
+    results, scales, token_weight_grad = vectors.reduce(p, backend, out, scales, order.flatten(p.target), token_weight)
     results = results.map(lambda t: order.unflatten(t) if t.dim() else t)
     others = (scales, None if token_weight_grad is None else order.unflatten(token_weight_grad))
     return *vectors.pack_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
@@ -216,7 +218,7 @@ class _InPlace(torch.autograd.Function):
         else:
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(logits.detach(), gradient_scale, problem.target, out[-1])
-        ctx.returns_logits, ctx.needs_token_weight = returns_logits, problem.token_weight_grad
+        ctx.returns_logits, ctx.needs_token_weight = returns_logits, problem.needs_token_weight
         ctx.ignore_index = problem.spec.ignore_index
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
@@ -272,7 +274,7 @@ class _Arguments(NamedTuple):
 
     @staticmethod
     def from_problem(p: CrossEntropyProblem) -> _Arguments:
-        others = {"shift": p.shift, "token_weight_grad": p.token_weight_grad}
+        others = {"shift": p.shift, "needs_token_weight": p.needs_token_weight}
         tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
         return _Arguments(*tensors, to_json(others, spec=p.spec, shard=p.shard))
 
@@ -284,7 +286,7 @@ class _Arguments(NamedTuple):
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).to_problem()
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
-    shapes = (num_scales,), p.target.shape if p.token_weight_grad else (0,)
+    shapes = (num_scales,), p.target.shape if p.needs_token_weight else (0,)
     others = (p.logits.new_empty(shape, dtype=accumulation_dtype(p.dtype)) for shape in shapes)
     return *vectors.fake_outputs(p, p.logits), *others
 

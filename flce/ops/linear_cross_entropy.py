@@ -27,7 +27,7 @@ from flce.ops.linear_operators import (
     OperatorArguments,
     count_flops,
     fake_gradients,
-    has_forward_gradients,
+    is_deferred,
     make_case,
     plan_for_problem,
     problem_tensors,
@@ -66,26 +66,26 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
 def _forward(*args: Any) -> tuple[Any, ...]:
     problem = OperatorArguments(*args).to_problem()
     result = _run_forward(problem, new_shapes.IN_GRAPH if problem.is_traced else new_shapes.DISPATCHED)
-    optional = result.gradient_scale, result.token_weight_gradient
+    optional = result.gradient_scale, result.token_weight_grad
     gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
     return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad
 
 
 def _run_forward(problem: LinearCrossEntropyProblem, route: str) -> passes.ForwardResult:
     plan = plan_for_problem(problem)
-    gradients = has_forward_gradients(plan.case, True) if problem.is_traced else plan.has_forward_gradients
+    deferred = is_deferred(plan.case, True) if problem.is_traced else plan.deferred
     if log.is_debug_enabled():
         new_shapes.log_new_shape(plan, route)
-    return run_plan(lambda plan: passes.forward(problem, plan, gradients), plan)
+    return run_plan(lambda plan: passes.forward(problem, plan, deferred), plan)
 
 
 def _fake_outputs(p: LinearCrossEntropyProblem, c: Case) -> tuple[Any, ...]:
     c.check()
-    gradients, dtypes = has_forward_gradients(c, p.is_traced), c.dtypes(deferred=False)
+    gradients, dtypes = c.needs.any and not is_deferred(c, p.is_traced), c.dtypes(deferred=False)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     scaled = gradients and dtypes.logits_grad == torch.float16
     gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
-    token_weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
+    token_weight_grad = like.new_empty(p.num_tokens if p.needs_token_weight else 0, dtype=accum)
     grads = fake_gradients(p, dtypes) if gradients else []
     return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad
 
@@ -129,8 +129,8 @@ def _save_for_backward(
     normalizer: Tensor,
 ) -> None:
     """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the problem's tensors."""
-    ctx.needs, ctx.needs_token_weight = p.needs.flat, p.token_weight_grad
-    ctx.dtype, ctx.has_forward_gradients = p.dtype, bool(grads)
+    ctx.needs, ctx.needs_token_weight = p.needs.flat, p.needs_token_weight
+    ctx.dtype, ctx.deferred = p.dtype, not grads
     # Otherwise autograd allocates a zero gradient for every output, also for an output as large as the head.
     ctx.set_materialize_grads(False)
     if grads:
@@ -163,7 +163,7 @@ def _compute_gradients(
 ) -> Sequence[Tensor]:
     """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
     `in_place`: True if the memory of saved gradients may be overwritten."""
-    if not ctx.has_forward_gradients:
+    if ctx.deferred:
         normalizer, *tensors = saved
         backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward
         return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.constants))

@@ -81,7 +81,7 @@ class OperatorArguments(NamedTuple):
 
     @staticmethod
     def from_problem(p: LinearCrossEntropyProblem) -> OperatorArguments:
-        others = {name: getattr(p, name) for name in ("shift", "token_weight_grad", "is_traced")}
+        others = {name: getattr(p, name) for name in ("shift", "needs_token_weight", "is_traced")}
         constants = to_json({**others, "needs": p.needs.flat}, spec=p.spec, options=p.options, shard=p.shard)
         return OperatorArguments.from_tensors(problem_tensors(p), constants)
 
@@ -137,26 +137,28 @@ def make_case(p: LinearCrossEntropyProblem, gpu: DescribedDevice | None = None) 
     )
 
 
-def has_forward_gradients(c: Case, is_traced: bool) -> bool:
-    """Return True if forward computes the gradients; False if backward computes them, or if there are none.
+def is_deferred(c: Case, is_traced: bool) -> bool:
+    """Return True if backward computes the gradients; False if forward computes them.
 
     The number of results of the operator depends on it. Outside of a graph the plan decides. A graph needs the value
     without a plan, for any number of tokens: therefore, with ``strategy="auto"``, forward in a graph always computes
     the gradients, also with a schedule that otherwise defers them.
     """
-    if not c.needs.any or c.spec.reduction == "none":
+    if not c.needs.any:
         return False
-    if c.options.strategy != "auto":
-        return c.options.strategy == "tokens"
-    if is_traced:
+    if c.spec.reduction == "none":
         return True
+    if c.options.strategy != "auto":
+        return c.options.strategy == "vocab"
+    if is_traced:
+        return False
     try:
         # Sizes may be symbols of a tracer other than `torch.compile`. The graph of such a tracer has fixed sizes.
         hidden_sizes = tuple(map(int, c.hidden_sizes))
         fixed = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
-        return not plan_for_case(fixed).deferred
+        return plan_for_case(fixed).deferred
     except BudgetError:  # the call itself raises the error
-        return True
+        return False
 
 
 def fake_gradients(p: LinearCrossEntropyProblem, dtypes: Dtypes) -> list[Tensor]:

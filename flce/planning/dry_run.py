@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import contract, e4m3, eager
-from flce.backends.contract import RowOutputs, TileCall
+from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
 from flce.engine import per_token
@@ -94,7 +94,7 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
         count = c.spec.candidates
         candidates = arena.new((n, count), torch.int64) if count else None
         return _dry_run_token_passes(replace(problem, candidates=candidates), plan, runtime)
-    result = forward(problem, plan, plan.has_forward_gradients, runtime)
+    result = forward(problem, plan, plan.deferred, runtime)
     if plan.deferred:
         upstream = new_operand(*([n] if c.spec.reduction == "none" else []), dtype=accum)
         return backward(problem, plan, result.outputs.normalizer, upstream, runtime)
@@ -198,10 +198,10 @@ class CountingBackend:
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return rows.loss, rows.z_loss, None
 
-    def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        self.add_pass(out)
+    def row_gradient(self, call: GradientCall) -> None:
+        self.add_pass(call.row_gradient)
 
-    def statistics(self, logits: Tensor, call: TileCall, *args: Any) -> None:
+    def statistics(self, logits: Tensor, call: StatisticsCall, *args: Any) -> None:
         self._pass(logits, keep_logits=call.tile.keep_logits)
 
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:

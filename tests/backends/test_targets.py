@@ -13,7 +13,7 @@ import torch
 
 import flce
 from flce import backends
-from flce.backends.contract import RowInputs, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import RowInputs, RowOutputs, StatisticsCall, TileClasses
 from flce.core.device_record import KNOWN_KINDS
 from flce.core.problem import LossSpec
 
@@ -121,7 +121,7 @@ def test_launches_refuse_what_a_kernel_would_ignore(
     kernel = type("Kernel", (), {"arg_names": names, "__name__": "kernel"})()
     spec = LossSpec(z_loss=0.1, logit_scale=2.0, temperature=3.0, reduction="sum", stats=("entropy",))
     out = RowOutputs.allocate(spec, torch.float32, (4,), lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    call = TileCall(RowInputs(torch.zeros(4, dtype=torch.int64), None, None, None, None), spec, TILE, out)
+    call = StatisticsCall(RowInputs(torch.zeros(4, dtype=torch.int64), None, None, None, None), spec, TILE, out)
     expected: Any = nullcontext() if error is None else pytest.raises((TypeError, NotImplementedError), match=error)
     with expected:
         launch.build_launch(kernel, (1,), call, {}, leaves_out, state=None)

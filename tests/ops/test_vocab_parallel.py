@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flce
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, StatisticsCall, TileClasses
 from flce.backends.formulas import (
     RowStatistics,
     Targets,
@@ -67,7 +67,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     whole, merged = (RowOutputs.allocate(spec, z.dtype, (rows,), Arena(device).new) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(
-        z, TileCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None
+        z, StatisticsCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37, keep_logits=True), whole), None
     )
     shards = []
     for start, stop in itertools.pairwise(edges):
@@ -78,14 +78,14 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
             tile = TileClasses(
                 start, stop - start, 37, accessible_cols=stop - start, is_shard=True, first=start, keep_logits=True
             )
-            kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
+            kernels.statistics(z[:, start:stop], StatisticsCall(inputs, spec, tile, merged), state)
         made = results_from_state(state, spec, stop - start, weight[start:stop].sum())
         shards.append(made)
     stacked = RowStatistics._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
     widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
     sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
     owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1
-    call = TileCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37), merged)
+    call = StatisticsCall(inputs, spec, TileClasses(0, 37, 37, accessible_cols=37), merged)
     write_results(merge_shards(stacked, widths, sums, owner), call, Targets.from_call(call))
     defined = has_softmax(z)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax", "mean_logit", "log_sum_sq_prob"):

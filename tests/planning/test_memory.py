@@ -240,20 +240,19 @@ class InBlocks(Schedule):
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: PassContext) -> None:
-        tile = s.start_gradient_tile(self.rows, self.cols)
+        tile = s.new_gradient_tile(self.rows, self.cols)
         sums = [DxSum(s, k, self.rows, self.cols) for k in s.dx_terms]
         for chunk in s.chunks(self.rows):
             rows = chunk.stop - chunk.start
-            s.compute_statistics(s.term_inputs(chunk), chunk, tile[:rows])
+            s.compute_statistics(chunk, tile.memory[:rows])
             for block in s.blocks(self.cols):
-                dlogits = tile[:rows, : block.stop - block.start]
-                s.compute_gradient(s.term_inputs(chunk), chunk, block, dlogits)
+                dlogits = s.compute_gradient(chunk, block, tile)
                 for total in sums:
                     total.add(dlogits, chunk, block)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """A traced graph depends on `linear_operators.has_forward_gradients`, which assumes deferred gradients for "vocab"."""
+    """A traced graph depends on `linear_operators.is_deferred`, which assumes deferred gradients for "vocab"."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import TileCall
+from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
 from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.triton import (
     divergence,
@@ -48,7 +48,7 @@ from flce.backends.triton.launch import (
 from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
 from flce.core.devices import device_record
-from flce.core.problem import accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 
 
 class LaunchShape(NamedTuple):
@@ -153,29 +153,30 @@ def _replayed(list_launches: Callable[_Args, Iterable[Launch]]) -> Callable[_Arg
     return functools.partial(run, list_launches)
 
 
-def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
+def _row_gradient(call: GradientCall) -> Iterator[Launch]:
+    out = call.row_gradient
     options = {
         "ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32,
         "ROWS": ROW_GRADIENT_BLOCK_ROWS,
         **overlap_options(out.device),
     }
     grid = (triton.cdiv(out.shape[1], ROW_GRADIENT_BLOCK_ROWS),)
-    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS, row_gradient=out)
+    yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS)
 
 
 class TritonBackend:
     name = "triton"
 
-    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
+    def statistics(self, logits: Tensor, call: StatisticsCall, state: Tensor | None) -> None:
         run(_cross_entropy, logits, None, call, state)
 
-    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: GradientCall) -> None:
         run(_cross_entropy, logits, grad, call, None)
 
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: StatisticsCall) -> None:
         run(_cross_entropy, logits, grad, call, None)
 
-    def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
+    def exponentials(self, logits: Tensor, exps: Tensor, call: StatisticsCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
     divergence = staticmethod(_replayed(divergence.divergence))
@@ -225,7 +226,8 @@ def _cross_entropy(
     state: Tensor | None,
     factors: Tensor | None = None,  # given: `grad` receives exponentials instead of the gradient
 ) -> Iterator[Launch]:
-    inputs, spec, tile, out, *_ = call
+    inputs, spec, tile, *_ = call
+    out = call.out if isinstance(call, StatisticsCall) else None
     num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
     extras = (
         spec.softcap is not None
@@ -236,7 +238,7 @@ def _cross_entropy(
     grad_dtype = None if grad is None else grad.dtype
     edges = (tile.is_first or out is None) and _rows_have_edges(logits, grad, tile.accessible_cols)
     narrower = grad_dtype is not None and grad_dtype.itemsize < logits.element_size()
-    most_parts = _max_parts(call, narrower, logits.device)
+    most_parts = _max_parts(spec, inputs, out, narrower, logits.device)
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges, most_parts)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
@@ -308,15 +310,15 @@ def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
     return 0
 
 
-def _max_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
+def _max_parts(spec: LossSpec, inputs: RowInputs, out: RowOutputs | None, narrower: bool, device: torch.device) -> int:
     """Return the maximum number of parts of a block. `narrower`: the gradient has a narrower dtype than the logits."""
-    smoothing = call.spec.label_smoothing != 0.0
-    weighted = smoothing and call.inputs.class_weight is not None
-    if call.out is None:
+    smoothing = spec.label_smoothing != 0.0
+    weighted = smoothing and inputs.class_weight is not None
+    if out is None:
         most = MOST_WEIGHTED_PARTS if weighted else MOST_PARTS[0]
     else:
-        num_sums = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
-        most = MOST_PARTS[min(2, num_sums + (num_sums > 0 and call.out.argmax is not None))]
+        num_sums = smoothing + weighted + any(getattr(out, name) is not None for name in SUMS)
+        most = MOST_PARTS[min(2, num_sums + (num_sums > 0 and out.argmax is not None))]
     return min(most, MOST_NARROWER_PARTS) if narrower and spills_more(device) else most
 
 

@@ -28,7 +28,7 @@ from flce.backends.contract import (
     LARGE_SHARE,
     Entries,
     QuantizedTile,
-    TileCall,
+    StatisticsCall,
 )
 from flce.backends.e4m3 import LEAST_SUM, row_factors
 from flce.backends.triton.entries import row_products
@@ -273,7 +273,7 @@ def find_large(
     )  # fmt: skip
 
 
-def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: TileCall, entries: Entries) -> None:
+def compute_exponentials(x: Tensor, weight: Tensor, reference: Tensor, call: StatisticsCall, entries: Entries) -> None:
     """Compute the exponentials of large entries as the product does."""
     bias, spec, z = call.inputs.bias, call.spec, entries.values
     if bias is None:

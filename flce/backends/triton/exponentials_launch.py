@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import E4M3_SAMPLES, QuantizedTile, TargetTerms, TileCall, TileClasses
+from flce.backends.contract import E4M3_SAMPLES, QuantizedTile, StatisticsCall, TargetTerms, TileClasses
 from flce.backends.triton import e4m3, product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
@@ -53,7 +53,7 @@ def fused_exponentials(
     x: Tensor,
     weight: Tensor,
     exps: Sequence[Tensor],
-    call: TileCall,
+    call: StatisticsCall,
     factors: Tensor,
     count: Tensor | None,
     scales: Callable[[], Tensor | None],
@@ -62,7 +62,6 @@ def fused_exponentials(
     num_rows, vocab_size = x.shape[0], weight.shape[0]
     if num_rows == 0:
         return
-    assert call.out is not None
     new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
     samples, planes, row_factor = (SAMPLES, 1, None) if quantized is None else (E4M3_SAMPLES, 2, new(num_rows))
     sampled = _sample_classes(weight, samples)
@@ -114,7 +113,7 @@ def _sample_step(weight: Tensor, samples: int) -> int:
     return -(-weight.shape[0] // samples)
 
 
-def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
+def _first_products(memory: _Memory, call: StatisticsCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
     yield build_launch(
         reference_kernel,
         (len(memory.x),),
@@ -135,13 +134,13 @@ def _first_products(memory: _Memory, call: TileCall, sample: Tensor, count: Tens
     yield from _products(memory, call, is_retry=False)
 
 
-def _finish_and_retry(memory: _Memory, call: TileCall, factors: Tensor) -> Iterator[Launch]:
+def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) -> Iterator[Launch]:
     yield from _finish(memory, call, factors, is_retry=False)
     yield from _products(memory, call, is_retry=True)
     yield from _finish(memory, call, factors, is_retry=True)
 
 
-def _products(memory: _Memory, call: TileCall, *, is_retry: bool) -> Iterator[Launch]:
+def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
     weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
     transposed = None if memory.quantized is None else memory.quantized.transposed
     for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
@@ -158,7 +157,7 @@ def _products(memory: _Memory, call: TileCall, *, is_retry: bool) -> Iterator[La
         )
 
 
-def _finish(memory: _Memory, call: TileCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
+def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
     _, blocks, num_rows = memory.partial.shape
     yield build_launch(
         finish_kernel,

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import RowOutputs, TileCall
+from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall, TileCall
 from flce.core.device_record import DeviceRecord
 from flce.core.devices import device_record
 from flce.core.problem import NUMERIC_FIELDS, LossSpec
@@ -145,7 +145,8 @@ def build_launch(
 def _requested(call: TileCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the fields of `LossSpec` that are not at their defaults, and the requested results."""
     options = [f.name for f in fields(LossSpec) if getattr(call.spec, f.name) != f.default]
-    results = () if call.out is None else [name for name, x in call.out._asdict().items() if x is not None]
+    out = call.out._asdict() if isinstance(call, StatisticsCall) else {}
+    results = [name for name, x in out.items() if x is not None]
     return tuple(name for name in options if name not in _HOST_OPTIONS), tuple(results)
 
 
@@ -168,20 +169,21 @@ def _refuse_ignored_arguments(
 
 def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, bool]]:
     """Return the tensors of the call, its numbers, and the flags of its numbers."""
-    inputs, spec, tile, out, normalizer, row_gradient = call
+    inputs, spec, tile, *_ = call
+    if isinstance(call, GradientCall):
+        results = {name: getattr(call, name, None) for name in (*RowOutputs._fields, "row_gradient")}
+    else:
+        results = {**call.out._asdict(), "row_gradient": None}
     tensors: dict[str, Tensor | None] = {
         "target": inputs.target,
         "bias": inputs.tile_bias(tile),
         "class_weight": inputs.class_weight,
         "token_weight": inputs.token_weight,
         "inverse_temperature": inputs.inverse_temperature,
-        "row_gradient": row_gradient,
         "scales": inputs.scales,
         "upstream": inputs.upstream,
-        "normalizer": normalizer if out is None else out.normalizer,
+        **results,
     }
-    for name in RowOutputs._fields:
-        tensors.setdefault(name, None if out is None else getattr(out, name))
     numbers = {
         "rows": len(inputs.target),
         "cols": tile.cols,
@@ -195,7 +197,7 @@ def _call_arguments(call: TileCall) -> tuple[dict[str, Tensor | None], dict[str,
     }
     flags = {f"HAS_{name.upper()}": numbers[name] != getattr(LossSpec, name) for name in NUMERIC_FIELDS}
     flags["HAS_SCALE"] = spec.scale != 1.0 or inputs.inverse_temperature is not None
-    flags["HAS_ENTROPY_GRADIENT"] = call.has_entropy_gradient
+    flags["HAS_ENTROPY_GRADIENT"] = isinstance(call, GradientCall) and call.has_entropy_gradient
     return tensors, numbers, flags
 
 

@@ -35,6 +35,8 @@ from flce.backends.contract import (
     FUSED_PRODUCT_BLOCK,
     FUSED_PRODUCT_ROWS,
     LEAST_LOGPROB,
+    GradientCall,
+    StatisticsCall,
     TileCall,
     TileClasses,
     num_partial_statistics,
@@ -393,8 +395,7 @@ def classes_per_launch(weight: Tensor) -> int:
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // COLS) * COLS
 
 
-def fused_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
-    assert call.out is not None
+def fused_statistics(x: Tensor, weight: Tensor, call: StatisticsCall) -> None:
     planes, blocks = num_partial_statistics(call.spec), triton.cdiv(len(weight), COLS)
     partial = call.out.loss.new_empty(planes, blocks, len(x))
     target_logit = call.out.loss.new_empty(len(x))
@@ -404,7 +405,7 @@ def fused_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
 def _statistics(
     x: Tensor,
     weight: Tensor,
-    call: TileCall,
+    call: StatisticsCall,
     partial: Tensor,  # (planes, blocks of classes, rows)
     target_logit: Tensor,  # (rows,)
 ) -> Iterator[Launch]:
@@ -435,11 +436,11 @@ def tiles(first: int, end: int, vocab_size: int, max_cols: int) -> list[TileClas
     return [TileClasses(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
-def fused_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
+def fused_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> None:
     run(_gradient, align_for_descriptor(x), weight, grad, call)
 
 
-def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> Iterator[Launch]:
+def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> Iterator[Launch]:
     step, tile = classes_per_launch(weight), call.tile
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))

@@ -114,12 +114,11 @@ class ChunksOfBlocks(Deferred):
         return ChunksOfBlocks(statistics_schedule(c, size, min(c.vocab_size, cols + cols // 2)), size, cols)
 
     def backward(self, ctx: PassContext) -> None:
-        tile = ctx.start_gradient_tile(self.rows, self.cols)
+        tile = ctx.new_gradient_tile(self.rows, self.cols)
         dx_sums = [DxSum(ctx, k, self.rows, self.cols) for k in ctx.dx_terms]
         for chunk in ctx.chunks(self.rows):
             for block in ctx.blocks(self.cols):
-                dlogits = tile[: chunk.stop - chunk.start, : block.stop - block.start]
-                ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
+                dlogits = ctx.compute_gradient(chunk, block, tile)
                 for dx_sum in dx_sums:
                     dx_sum.add(dlogits, chunk, block)
 
@@ -183,17 +182,16 @@ def compute_blocks(
     ctx: PassContext, layout: BlockLayout, start: int, stop: int, with_dx: bool = True, with_dw: bool = True
 ) -> None:
     """Compute dW and the gradient of the bias of the classes from `start` to `stop`, and add these classes to dX."""
-    separate_tile = ctx.start_gradient_tile(layout.rows, layout.cols)
+    separate_tile = ctx.new_gradient_tile(layout.rows, layout.cols)
     sums_of_block = block_sum_builder(ctx, layout.rows, layout.cols)
     for block in ctx.blocks(layout.cols, start, stop, leading_blocks=layout.borrowed_blocks(start, stop)):
         cols, dw_sums = block.stop - block.start, sums_of_block(block) if with_dw else {}
-        tile = separate_tile[:, :cols]
         for chunk in ctx.chunks(layout.rows):
-            rows = chunk.stop - chunk.start
+            tile = separate_tile
             if cols > layout.cols:  # The tile of this block is borrowed.
-                tile = borrow(ctx.dw_memory()[block.stop :], rows, cols, layout.entry_size)
-            dlogits = tile[:rows]
-            ctx.compute_gradient(ctx.term_inputs(chunk), chunk, block, dlogits)
+                rows, behind = chunk.stop - chunk.start, ctx.dw_memory()[block.stop :]
+                tile = tile._replace(memory=borrow(behind, rows, cols, layout.entry_size))
+            dlogits = ctx.compute_gradient(chunk, block, tile)
             if with_dx:
                 add_to_dx(ctx, dlogits, chunk, block)
             if with_dw:

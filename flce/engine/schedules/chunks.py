@@ -60,10 +60,9 @@ class DeferredChunks(Deferred):
         return DeferredChunks(statistics_schedule(c, size, c.vocab_size), size)
 
     def backward(self, ctx: PassContext) -> None:
-        tile = ctx.start_gradient_tile(self.rows, ctx.vocab_size)
+        tile = ctx.new_gradient_tile(self.rows, ctx.vocab_size)
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
-            dlogits = slice_rows(tile, slice(0, chunk.stop - chunk.start))
-            ctx.compute_gradient(ctx.term_inputs(chunk), chunk, ctx.all_classes, dlogits)
+            dlogits = ctx.compute_gradient(chunk, ctx.all_classes, tile)
             add_tile(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
         finish_sums(dw_sums)

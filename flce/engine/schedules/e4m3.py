@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flce.backends.contract import QuantizedTile
-from flce.core.slices import slice_rows
 from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
 from flce.engine.e4m3 import ChunkSizes, compute_gradients
 from flce.engine.exponentials import Exponentials
@@ -61,7 +60,7 @@ class E4M3Exponentials(E4M3Schedule):
 
     def forward(self, ctx: PassContext) -> None:
         compute = Exponentials(ctx).compute
-        compute_gradients(ctx, self.chunks, lambda tokens, out: compute(ctx.term_inputs(tokens), [], tokens, out))
+        compute_gradients(ctx, self.chunks, lambda tokens, out: compute([], tokens, out))
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,9 @@ class E4M3DeferredChunks(Deferred, E4M3Schedule):
         return cls(chunks, statistics_schedule(c, chunks.tile_rows, c.vocab_size))
 
     def backward(self, ctx: PassContext) -> None:
-        memory = ctx.start_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
+        tile = ctx.new_gradient_tile(self.chunks.tile_rows, ctx.vocab_size)
 
         def compute_tile(tokens: slice, out: QuantizedTile) -> None:
-            dlogits = slice_rows(memory, slice(0, tokens.stop - tokens.start))
-            ctx.compute_gradient(ctx.term_inputs(tokens), tokens, ctx.all_classes, dlogits)
-            ctx.backend.quantize_tile(dlogits, out)
+            ctx.backend.quantize_tile(ctx.compute_gradient(tokens, ctx.all_classes, tile), out)
 
         compute_gradients(ctx, self.chunks, compute_tile)

@@ -44,7 +44,7 @@ class Statistics(Schedule):
     def forward(self, ctx: PassContext) -> None:
         logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.cols, ctx.dtypes.logits)
         for chunk in ctx.chunks(self.rows):
-            ctx.compute_statistics(ctx.term_inputs(chunk), chunk, logits)
+            ctx.compute_statistics(chunk, logits)
         if self.top_k is not None:
             self.top_k.forward(ctx)
 

@@ -70,11 +70,12 @@ class Unnormalized(Schedule):
 
     def _run_chunks(self, ctx: PassContext, stop: int) -> None:
         """Compute losses, dX, and dW of the classes before `stop`."""
-        tile, exponentials = ctx.start_exponentials_tile(self.rows, ctx.vocab_size), Exponentials(ctx)
+        tile, _, logits_per_block = ctx.new_exponentials_tile(self.rows, ctx.vocab_size)
+        exponentials = Exponentials(ctx, logits_per_block)
         dw_sums = build_dw_sums(ctx, self.rows, stop)
         for chunk in ctx.chunks(self.rows):
             xs = ctx.term_inputs(chunk)
-            exponentials.compute(xs, [slice_rows(tile, slice(0, len(xs[0])))], chunk)
+            exponentials.compute([slice_rows(tile, slice(0, len(xs[0])))], chunk)
             # If the host does not know the number of rows yet, it waits here, while the device is busy.
             chunk = slice(chunk.start, max(chunk.start, min(chunk.stop, ctx.selection.num_rows)))
             valid_rows = slice(0, chunk.stop - chunk.start)
@@ -188,7 +189,7 @@ class Borrowed(Schedule):
         tiles = [ctx.new_tile(rows, separate.stop - separate.start, ctx.dtypes.logits_grad)]
         tiles += [borrow(dW[place.borrowed_class :], rows, place.stop - place.start) for place in borrowed]
         exponentials = Exponentials(ctx)
-        exponentials.compute([x], tiles, chunk)
+        exponentials.compute(tiles, chunk)
         scaled = residual = None
         if ctx.problem.needs.inputs[0]:
             product = ctx.new((rows, x.shape[1]), torch.float32)
