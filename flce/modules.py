@@ -1,18 +1,16 @@
-"""The public losses as modules: `flce.functional` with fixed options, with or without a head."""
+"""The public functions as modules with fixed arguments, with or without a head."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flce.core.numbers import check_bool, check_dtype, check_int
-from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs
 from flce.ops.arguments import check_options, check_shift, check_tensor, names_replacements
@@ -20,29 +18,19 @@ from flce.ops.arguments import check_options, check_shift, check_tensor, names_r
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flce.core.signatures import FixedLinearArguments, FixedLogitsArguments
+    from flce.core.signatures import FixedLinearArguments, FixedLogitsArguments, FixedLogprobArguments
 
 InitT = TypeVar("InitT", bound=Callable[..., None])
 
-# `forward` has these arguments of the functions. A module fixes all others.
-_FORWARD_ARGUMENTS = {
-    "input",
-    "linear_weight",
-    "logits",
-    "target",
-    "linear_bias",
-    "adapters",
-    "token_weight",
-    "num_items",
-}
-
 
 def _fixed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [p for p in inspect.signature(function).parameters.values() if p.name not in _FORWARD_ARGUMENTS]
+    """Return the parameters that a module fixes: class weights, and all that are not tensors."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.name == "weight" or "Tensor" not in p.annotation]
 
 
 def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
-    """Return a decorator that replaces ``**loss`` by the arguments of `function` in the signature that `help` shows."""
+    """Return a decorator that replaces ``**fixed`` by arguments of `function` in the signature that `help` shows."""
 
     def decorate(init: InitT) -> InitT:
         *own, _ = inspect.signature(init).parameters.values()
@@ -54,41 +42,45 @@ def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
     return decorate
 
 
-class _Loss(nn.Module):
-    """Base class of the losses: fixed arguments of a function, checked once, and class weights as a buffer."""
+class _FixedArguments(nn.Module):
+    """Base class of the modules: the fixed arguments of a public function, which are checked once, as attributes. Class
+    weights are a buffer."""
 
     weight: Tensor | None
-    shift: int
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
 
-    def __init__(self, function: Callable[..., Any], loss: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
         super().__init__()
-        bound = inspect.Signature(_fixed_parameters(function)).bind(**loss)
+        bound = inspect.Signature(_fixed_parameters(function)).bind(**arguments)
         bound.apply_defaults()
         fixed = bound.arguments
-        weight = fixed.pop("weight")
-        if weight is not None:
-            check_tensor("weight", weight)
-        self.register_buffer("weight", weight)
-        spec = {field.name: fixed.pop(field.name) for field in fields(LossSpec)}
-        spec["ignore_index"] = -100 if spec["ignore_index"] is None else spec["ignore_index"]
-        self.spec = LossSpec(**spec)
+        if "weight" in fixed:
+            if fixed["weight"] is not None:
+                check_tensor("weight", fixed["weight"])
+            self.register_buffer("weight", fixed["weight"])
+        if fixed["ignore_index"] is None:
+            fixed["ignore_index"] = -100
+        spec_type = LogprobSpec if "outputs" in fixed else LossSpec
+        values = {"stats": fixed.get("outputs"), **fixed}
+        spec = spec_type(**{f.name: values[f.name] for f in fields(spec_type) if f.name in values})
         fixed["shift"] = check_shift(fixed["shift"])
         check_options(fixed.get("options"))
         check_bool("inplace", fixed.get("inplace", False))
-        self._others = tuple(fixed)
+        self._names = tuple(fixed)
         for name, value in fixed.items():
-            setattr(self, name, value)
+            setattr(self, name, getattr(spec, "stats" if name == "outputs" else name, value))
 
-    def _arguments(self) -> dict[str, Any]:
-        spec = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
-        return {**spec, "weight": self.weight, **{name: getattr(self, name) for name in self._others}}
+    def _fixed(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
 
     def extra_repr(self) -> str:
-        others = [f"{name}={getattr(self, name)}" for name in self._others if getattr(self, name) is not None]
-        return ", ".join([str(self.spec), f"weight={self.weight is not None}", *others])
+        values = {name: value is not None if name == "weight" else value for name, value in self._fixed().items()}
+        return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-class FusedLinearCrossEntropyLoss(_Loss):
+class FusedLinearCrossEntropyLoss(_FixedArguments):
     """Loss module: `flce.fused_linear_cross_entropy` with fixed scalar arguments. The module does not own the head.
 
     Args: the arguments of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in `torch.nn.CrossEntropyLoss`.
@@ -100,11 +92,9 @@ class FusedLinearCrossEntropyLoss(_Loss):
         TypeError, ValueError: in the constructor, for a scalar out of its range; in a call, as the function.
     """
 
-    options: ChunkOptions | None
-
     @_signature_of(fused_linear_cross_entropy)
-    def __init__(self, **loss: Unpack[FixedLinearArguments]) -> None:
-        super().__init__(fused_linear_cross_entropy, loss)
+    def __init__(self, **fixed: Unpack[FixedLinearArguments]) -> None:
+        super().__init__(fused_linear_cross_entropy, fixed)
 
     @names_replacements
     def forward(
@@ -120,7 +110,7 @@ class FusedLinearCrossEntropyLoss(_Loss):
     ) -> Tensor | LinearCrossEntropyOutput:
         return fused_linear_cross_entropy(
             input, linear_weight, target, linear_bias=linear_bias, adapters=adapters, token_weight=token_weight,
-            num_items=num_items, **self._arguments(),
+            num_items=num_items, **self._fixed(),
         )  # fmt: skip
 
 
@@ -132,7 +122,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         num_classes: V.
         bias: True if the head has a bias.
         device, dtype: device and dtype of the head.
-        loss: the keyword arguments of `FusedLinearCrossEntropyLoss`.
+        fixed: the keyword arguments of `FusedLinearCrossEntropyLoss`.
 
     Attributes:
         linear: the head, an `nn.Linear` with weight (V, H).
@@ -153,9 +143,9 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **loss: Unpack[FixedLinearArguments],
+        **fixed: Unpack[FixedLinearArguments],
     ) -> None:
-        super().__init__(**loss)
+        super().__init__(**fixed)
         sizes = {"in_features": in_features, "num_classes": num_classes}
         for name, size in sizes.items():
             if check_int(name, size) <= 0:
@@ -178,10 +168,10 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         return super().forward(input, *head, adapters=adapters, token_weight=token_weight, num_items=num_items)
 
 
-class LinearLogprobs(nn.Module):
+class LinearLogprobs(_FixedArguments):
     """Module: `flce.linear_logprobs` with fixed options. The module does not own the head.
 
-    Args: `outputs`, `top_k`, `softcap`, `logit_scale`, `ignore_index`, `shift` and `options` of `flce.linear_logprobs`.
+    Args: the arguments of `flce.linear_logprobs` that are not tensors, except the temperature.
 
     Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); other tensors and the temperature
     as in `flce.linear_logprobs`.
@@ -190,24 +180,9 @@ class LinearLogprobs(nn.Module):
         TypeError, ValueError: in the constructor, for an option out of its range; in a call, as the function.
     """
 
-    def __init__(
-        self,
-        *,
-        outputs: Sequence[str] = ("logprob", "entropy"),
-        top_k: int = 0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        ignore_index: int | None = -100,
-        shift: int = 0,
-        options: ChunkOptions | None = None,
-    ) -> None:
-        super().__init__()
-        ignore_index = -100 if ignore_index is None else ignore_index
-        spec = LogprobSpec("none", ignore_index, 0.0, softcap, logit_scale, stats=outputs, top_k=top_k)  # type: ignore[arg-type]
-        self.outputs, self.top_k, self.shift = spec.stats, spec.top_k, check_shift(shift)
-        self.softcap, self.logit_scale, self.ignore_index = spec.softcap, spec.logit_scale, spec.ignore_index
-        check_options(options)
-        self.options = options
+    @_signature_of(linear_logprobs)
+    def __init__(self, **fixed: Unpack[FixedLogprobArguments]) -> None:
+        super().__init__(linear_logprobs, fixed)
 
     def forward(
         self,
@@ -222,18 +197,11 @@ class LinearLogprobs(nn.Module):
     ) -> LinearLogprobsOutput:
         return linear_logprobs(
             input, linear_weight, target, candidates=candidates, linear_bias=linear_bias, adapters=adapters,
-            temperature=temperature, **self._fixed_arguments(),
+            temperature=temperature, **self._fixed(),
         )  # fmt: skip
 
-    def _fixed_arguments(self) -> dict[str, Any]:
-        names = ["outputs", "top_k", "softcap", "logit_scale", "ignore_index", "shift", "options"]
-        return {name: getattr(self, name) for name in names}
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._fixed_arguments().items() if value is not None)
-
-
-class CrossEntropyLoss(_Loss):
+class CrossEntropyLoss(_FixedArguments):
     """Loss module: `flce.cross_entropy` with fixed options, as `torch.nn.CrossEntropyLoss`.
 
     Args: the arguments of `flce.cross_entropy`. `weight` is a buffer.
@@ -244,13 +212,9 @@ class CrossEntropyLoss(_Loss):
         TypeError, ValueError: in the constructor, for a scalar out of its range; in a call, as the function.
     """
 
-    inplace: bool
-    process_group: dist.ProcessGroup | None
-    vocab_size: int | None
-
     @_signature_of(cross_entropy)
-    def __init__(self, weight: Tensor | None = None, **loss: Unpack[FixedLogitsArguments]) -> None:
-        super().__init__(cross_entropy, {"weight": weight, **loss})
+    def __init__(self, weight: Tensor | None = None, **fixed: Unpack[FixedLogitsArguments]) -> None:
+        super().__init__(cross_entropy, {"weight": weight, **fixed})
 
     def forward(
         self,
@@ -260,19 +224,4 @@ class CrossEntropyLoss(_Loss):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        return cross_entropy(logits, target, token_weight=token_weight, num_items=num_items, **self._arguments())
-
-    @property
-    def reduction(self) -> str:
-        """The `reduction` argument. It is read-only: construct another module to change it."""
-        return self.spec.reduction
-
-    @property
-    def ignore_index(self) -> int:
-        """The `ignore_index` argument."""
-        return self.spec.ignore_index
-
-    @property
-    def label_smoothing(self) -> float:
-        """The `label_smoothing` argument."""
-        return self.spec.label_smoothing
+        return cross_entropy(logits, target, token_weight=token_weight, num_items=num_items, **self._fixed())

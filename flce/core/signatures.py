@@ -14,55 +14,79 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import SpecArguments
 
 SomeStats: TypeAlias = tuple[str, Unpack[tuple[str, ...]]]
 
 
-class LossArguments(SpecArguments, total=False):
-    """Arguments of both losses."""
+class SpecArguments(TypedDict, total=False):
+    """Fields of `LossSpec`, and `shift`."""
+
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    z_loss: float
+    shift: int
+    empty_loss: str
+
+
+class TokenArguments(TypedDict, total=False):
+    """Arguments of both losses that a module does not fix."""
 
     token_weight: Tensor | None
     num_items: int | Tensor | None
 
 
-class SplitArguments(TypedDict, total=False):
-    """Arguments that divide classes, and tokens, over processes."""
+class DividedLogits(TypedDict, total=False):
+    """Arguments that divide classes over processes."""
 
     process_group: dist.ProcessGroup | None
     vocab_size: int | None
+
+
+class HeadArguments(DividedLogits, total=False):
+    """Arguments of all functions with a head."""
+
     sequence_parallel: bool
+    options: ChunkOptions | None
 
 
-class LinearLossArguments(LossArguments, SplitArguments, total=False):
-    """Arguments of `flce.fused_linear_cross_entropy`."""
+class LinearLossArguments(SpecArguments, TokenArguments, HeadArguments, total=False):
+    """Arguments of `flce.fused_linear_cross_entropy` except `stats`."""
 
     linear_bias: Tensor | None
     adapters: Sequence[tuple[Tensor, Tensor]]
     weight: Tensor | None
-    options: ChunkOptions | None
 
 
-class LogitsLossArguments(LossArguments, total=False):
-    """Arguments of `flce.cross_entropy`."""
+class LogitsLossArguments(SpecArguments, TokenArguments, DividedLogits, total=False):
+    """Arguments of `flce.cross_entropy` except `stats`."""
 
     inplace: bool
-    process_group: dist.ProcessGroup | None
-    vocab_size: int | None
 
 
-class FixedLinearArguments(SpecArguments, SplitArguments, total=False):
+class FixedLinearArguments(SpecArguments, HeadArguments, total=False):
     """Arguments of `flce.FusedLinearCrossEntropyLoss`."""
 
     weight: Tensor | None
     stats: tuple[str, ...]
-    options: ChunkOptions | None
 
 
-class FixedLogitsArguments(SpecArguments, total=False):
+class FixedLogitsArguments(SpecArguments, DividedLogits, total=False):
     """Arguments of `flce.CrossEntropyLoss` after `weight`."""
 
     stats: tuple[str, ...]
     inplace: bool
-    process_group: dist.ProcessGroup | None
-    vocab_size: int | None
+
+
+class FixedLogprobArguments(HeadArguments, total=False):
+    """Arguments of `flce.LinearLogprobs`."""
+
+    outputs: Sequence[str]
+    top_k: int
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int | None
+    shift: int

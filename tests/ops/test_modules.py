@@ -47,7 +47,7 @@ def test_modules_with_a_head(kwargs: dict[str, Any], bias: bool, torch_backend: 
     owner = flce.LinearCrossEntropyLoss(8, 30, bias, weight=weight, device=device, **kwargs)
     w, b = owner.linear.weight, owner.linear.bias
     assert (b is not None) == bias
-    more = {**arguments_of_calls(p, owner.spec.reduction), "adapters": p.adapters}
+    more = {**arguments_of_calls(p, owner.reduction), "adapters": p.adapters}
     expected = flce.fused_linear_cross_entropy(p.input, w, p.target, linear_bias=b, weight=weight, **more, **kwargs)
     check_module(owner, (p.input, p.target), more, expected)
     stateless = flce.FusedLinearCrossEntropyLoss(weight=weight, **kwargs)
