@@ -153,10 +153,6 @@ class PassContext:
         assert self.gradient_scale is not None
         return 1.0 / self.gradient_scale
 
-    def has_to_unscale(self, memory: Tensor) -> bool:
-        """Return True if gradients must be divided by the gradient scale before they are written to this memory."""
-        return self.dtypes.unscales_sums and memory.dtype == self.dtypes.grads
-
     def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:
         """Write some of the selected rows of `x`, (N, H), to `out`."""
         assert self.selection.index is not None

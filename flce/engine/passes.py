@@ -29,7 +29,7 @@ from flce.engine.case import Case, Dtypes
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import Rows, build_rows, gather_class_weights
+from flce.engine.shards import Rows, ShardRows, gather_class_weights
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,8 @@ def forward(
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
     accum, num_rows = accumulation_dtype(problem.dtype), selection.max_num_rows
     outputs = RowOutputs.allocate(problem.spec, accum, (num_rows,), runtime.arena.new)
-    context = build_context(
-        plan, runtime, build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
-    )
+    rows = problem, selection, scales, runtime.arena, outputs.normalizer, outputs
+    context = build_context(plan, runtime, rows)
     schedule.forward(context)
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
         context.rows.merge_results(slice(0, selection.num_rows))
@@ -134,12 +133,15 @@ def backward(
         problem, runtime.backend, needs_scales=True, has_gradient_scale=has_gradient_scale, upstream=upstream
     )
     normalizer = selection.take(normalizer, dim=1)
-    rows = build_rows(problem, selection, scales, runtime.arena, normalizer, None, row_upstream)
+    rows = problem, selection, scales, runtime.arena, normalizer, None, row_upstream
     context = build_context(plan, runtime, rows, gradient_scale=scales.gradient_scale)
     plan.schedule.backward(context)
     return context.finish_gradients()
 
 
-def build_context(plan: Plan, runtime: Runtime, rows: Rows, **more: Any) -> PassContext:
-    """Return the context of a pass. `more`: other fields of `PassContext`."""
-    return runtime.context_type(rows, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)
+def build_context(plan: Plan, runtime: Runtime, rows: tuple[Any, ...], **more: Any) -> PassContext:
+    """Return the context of a pass. `rows`: the fields of `Rows`. `more`: other fields of `PassContext`."""
+    rows_type = Rows if rows[0].shard is None else ShardRows
+    return runtime.context_type(
+        rows_type(*rows), runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more
+    )

@@ -40,7 +40,6 @@ from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
 from flce.engine.selection import Selection
-from flce.engine.shards import build_rows
 from flce.engine.top_k import TopK
 
 # The id that is not a class.
@@ -93,13 +92,13 @@ def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | N
     outputs = RowOutputs.allocate(spec, accum, (selection.max_num_rows,), runtime.arena.new)
     top_k = TopK.allocate(selection.max_num_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    pass_rows = build_rows(problem, selection, scales, runtime.arena, outputs.normalizer, outputs)
     teacher = None
     if problem.teacher_terms:
         rows = runtime.arena.new((contract.DIVERGENCE_SLOTS, selection.max_num_rows), accum, zero=True)
         rows[: contract.DIVERGENCE : contract.STUDENT] = -torch.inf  # the offsets
         teacher = Teacher.from_problem(problem, rows, "forward_kl" if spec.divergence == "jsd" else None)
-    context = build_context(plan, runtime, pass_rows, top_k=top_k, teacher=teacher)
+    fields = problem, selection, scales, runtime.arena, outputs.normalizer, outputs
+    context = build_context(plan, runtime, fields, top_k=top_k, teacher=teacher)
     plan.schedule.forward(context)
     context.rows.merge_results(slice(0, selection.num_rows))
 
@@ -182,13 +181,12 @@ def backward(
             if gradients is not None:
                 gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
-    rows = build_rows(problem, selection, scales, runtime.arena, saved.normalizer)
-    if candidate_grads is not None:
-        candidate_grads = candidate_grads._replace(ids=rows.local_ids(candidate_grads.ids))
+    rows = problem, selection, scales, runtime.arena, saved.normalizer
     context = build_context(
-        plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient,
-        candidate_grads=candidate_grads, teacher=teacher,
-    )  # fmt: skip
+        plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient, teacher=teacher
+    )
+    if candidate_grads is not None:
+        context.candidate_grads = candidate_grads._replace(ids=context.rows.local_ids(candidate_grads.ids))
     plan.schedule.backward(context)
     return context.finish_gradients()
 

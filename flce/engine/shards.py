@@ -298,11 +298,6 @@ def statistics_shape(spec: LossSpec, rows: int) -> tuple[int, int]:
     return len(RowStatistics.requested_names(spec)), padded_cols(rows)
 
 
-def build_rows(problem: LinearCrossEntropyProblem, *rest: Any) -> Rows:
-    """Return the rows of a pass in this process. The arguments are the fields of `Rows`."""
-    return (Rows if problem.shard is None else ShardRows)(problem, *rest)
-
-
 def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCrossEntropyProblem:
     """Return the problem with the weights of all classes. If it has only the weights of this shard, they are gathered
     with one collective."""

@@ -47,10 +47,11 @@ def add_to_dw(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, 
 
 def _add_to_dx_of_term(ctx: PassContext, term: int, dlogits: Tensor, tokens: slice, classes: slice) -> None:
     grad, weight = ctx.dx_memory(term), slice_rows(ctx.terms[term].weight, classes)
-    if ctx.dx_has_selected_rows and not ctx.has_to_unscale(grad):
+    has_to_unscale = ctx.dtypes.unscales_sums and grad.dtype == ctx.dtypes.grads
+    if ctx.dx_has_selected_rows and not has_to_unscale:
         ctx.matmul(dlogits, weight, out=slice_rows(grad, tokens), accumulate=classes.start > 0)
         return
-    product = ctx.new((len(dlogits), grad.shape[1]), ctx.dtypes.sums if ctx.has_to_unscale(grad) else grad.dtype)
+    product = ctx.new((len(dlogits), grad.shape[1]), ctx.dtypes.sums if has_to_unscale else grad.dtype)
     ctx.matmul(dlogits, weight, out=product)
     _store_dx(ctx, product, grad, tokens, add=classes.start > 0)
 
@@ -105,18 +106,13 @@ class DwSum:
         return self._sums(), was_started
 
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """Call `before_rounding` with the sums of consecutive classes, and round them, after the last chunk. If no tile
-        was added, do nothing: dW was written directly (`compute_weight_gradient`)."""
-        if self._is_started:
-            if before_rounding is not None:
-                before_rounding(self._sums())
-            self._round()
+        """Call `before_rounding` with the sums of consecutive classes, and round sums that have separate memory, after
+        the last chunk. If no tile was added, do nothing: dW was written directly (`compute_weight_gradient`)."""
+        if self._is_started and before_rounding is not None:
+            before_rounding(self._sums())
 
     def _sums(self) -> list[Tensor]:
         return [slice_rows(self._context.dw_memory(self._term), self._classes)]
-
-    def _round(self) -> None:
-        pass
 
 
 class BlockSum(DwSum):
@@ -130,8 +126,10 @@ class BlockSum(DwSum):
     def _sums(self) -> list[Tensor]:
         return [self._sum]
 
-    def _round(self) -> None:
-        self._context.unscale_and_round(self._sum, self._context.dw_memory(self._term)[self._classes])
+    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        super().finish(before_rounding)
+        if self._is_started:
+            self._context.unscale_and_round(self._sum, self._context.dw_memory(self._term)[self._classes])
 
 
 class UnscaledSum(DwSum):
@@ -197,7 +195,10 @@ class SumInTwoParts(DwSum):
         first_half = borrow_as(grad, (half, hidden), torch.float32)
         return [first_half, self._second_half] if len(self._second_half) else [first_half]
 
-    def _round(self) -> None:
+    def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        super().finish(before_rounding)
+        if not self._is_started:
+            return
         ctx, half, (first_half, *second_half) = self._context, self._half, self._sums()
         grad = ctx.dw_memory(self._term)
         # Classes [a, 2a) of the gradient lie where classes [a / 2, a) of the sums were, which are rounded already.

@@ -14,7 +14,7 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,12 +97,9 @@ class HeadModules:
         """True if adapters have parameters outside of linear layers (LoHa, VBLoRA). A disabled or merged adapter does
         not compute its product, so a call without such a product shows nothing about the next call."""
 
-    def heads(self) -> Iterator[nn.Module]:
-        """Yield the heads that still exist."""
-        for ref, is_head in self._modules:
-            head = ref() if is_head else None
-            if head is not None:
-                yield head
+    def heads(self) -> list[nn.Module]:
+        """Return the heads that still exist."""
+        return [head for ref, is_head in self._modules if is_head and (head := ref()) is not None]
 
     def still_match(self, embedding: Any, patch: Any) -> bool:
         """Return True if the output embedding has the same modules as before, and its heads still have this patch."""

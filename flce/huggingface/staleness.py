@@ -42,31 +42,34 @@ class TensorSnapshot:
         self.tensor = tensor
         self.parameter = tensor if parameter is None else parameter
         self._name = name
-        self._version = versions_of(self.parameter)
-        values = tensor.detach()
-        self._layout_and_address = _layout_and_address(values)
+        self._record = self._read()
         self._sample_index = _sample_slices(tensor.shape)
         # A meta tensor has no values.
         self._sample = (
-            None if tensor.is_meta else values[self._sample_index].clone(memory_format=torch.contiguous_format)
+            None if tensor.is_meta else tensor.detach()[self._sample_index].clone(memory_format=torch.contiguous_format)
         )
+
+    def _read(self) -> tuple[Any, Any, int | None]:
+        """Return the version, as `version_of` does; shape, dtype and device; and the address."""
+        tensor, parameter = self.tensor, self.parameter
+        version = None if torch.compiler.is_compiling() or parameter.is_inference() else parameter._version
+        address = None if tensor.is_meta else tensor.detach().data_ptr()
+        return version, (tensor.shape, tensor.dtype, tensor.device), address
 
     def check_unchanged(self, can_synchronize: bool) -> None:
         """Raise `StaleLogitsError` if the tensor has changed.
 
         ``can_synchronize``: compare values on a GPU, for which the host waits, even if nothing indicates a change.
         """
-        tensor = self.tensor
-        if self._version != versions_of(self.parameter):
+        tensor, (version, layout, address), record = self.tensor, self._record, self._read()
+        if record[0] != version:
             raise self.stale_error("in place")
-        values = tensor.detach()
-        layout_and_address = _layout_and_address(values)
-        if layout_and_address[:3] != self._layout_and_address[:3]:
+        if record[1] != layout:
             raise self.stale_error(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
-        compare = can_synchronize or tensor.is_cpu or layout_and_address != self._layout_and_address
+        compare = can_synchronize or tensor.is_cpu or record[2] != address
         if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        sample = values[self._sample_index]
+        sample = tensor.detach()[self._sample_index]
         # NaN != NaN, so equal samples with NaN are found by their bytes.
         if not (torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample))):
             raise self.stale_error(
@@ -88,20 +91,9 @@ class TensorSnapshot:
         )
 
 
-def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
-    """Return the version of each tensor, or None in a graph and for tensors of inference mode, which have none."""
-    if torch.compiler.is_compiling():
-        return None
-    versions = []
-    for tensor in tensors:
-        if tensor.is_inference():
-            return None
-        versions.append(tensor._version)
-    return tuple(versions)
-
-
-def _layout_and_address(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, None if tensor.is_meta else tensor.data_ptr()
+def version_of(tensor: Tensor) -> int | None:
+    """Return the version of a tensor, or None in a graph and for a tensor of inference mode, which has none."""
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
 @functools.lru_cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from flce.core.log import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
-from flce.huggingface.staleness import StaleLogitsError, versions_of
+from flce.huggingface.staleness import StaleLogitsError, version_of
 from flce.huggingface.usage import EXPLICIT_MATERIALIZE, report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
@@ -151,16 +151,20 @@ class LazyBase:
     def _get_real(self) -> Tensor | None:
         """Return the real logits, or None if they do not exist."""
         if self._real is None and self._view is not None and self._view.root._get_real() is not None:
-            missing: list[Any] = [self]
-            while missing[-1]._view.parent._real is None:
-                missing.append(missing[-1]._view.parent)
-            # A view is computed from its parent, so that hooks on the parent receive the gradient of the view.
-            with outside_checkpoint(self._view.root._state):
-                for lazy in reversed(missing):
-                    view = lazy._view
-                    with contextlib.nullcontext() if view.mode is None else grad_mode(*view.mode):
-                        lazy._real = view.cut(view.parent._real)
+            self._compute_view()
         return self._real
+
+    def _compute_view(self) -> None:
+        """Compute this view, and the views between it and the root, from the real logits of the root."""
+        missing: list[Any] = [self]
+        while missing[-1]._view.parent._real is None:
+            missing.append(missing[-1]._view.parent)
+        # A view is computed from its parent, so that hooks on the parent receive the gradient of the view.
+        with outside_checkpoint(self._root()._state):
+            for lazy in reversed(missing):
+                view = lazy._view
+                with contextlib.nullcontext() if view.mode is None else grad_mode(*view.mode):
+                    lazy._real = view.cut(view.parent._real)
 
     def _materialize(self) -> Tensor:
         if self._get_real() is None:
@@ -173,7 +177,7 @@ class LazyBase:
     def _set_real(self, real: Tensor) -> None:
         self._real = real
         if self._view is None:
-            self._family.seen = versions_of(real)
+            self._family.seen = version_of(real)
             self._leave_origin()
 
     def _leave_origin(self) -> None:
@@ -223,7 +227,7 @@ class LazyBase:
         ``writers``: arguments of the operation. Nodes of views of other tokens stay: their gradients do not change.
         """
         root, family = self._root(), self._family
-        version = None if root._real is None else versions_of(root._real)
+        version = None if root._real is None else version_of(root._real)
         is_written, family.seen = version != family.seen, version
         if is_written:
             family.forget_copies()

@@ -87,7 +87,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
     state, states, keyword_states = lazy._state, args, kwargs
     items = [item for value in args for item in (value if type(value) is tuple else (value,))]
     has_plain_arguments = not kwargs and all([isinstance(item, _PLAIN_TYPES) for item in items])  # noqa: C419 - faster
-    if not has_plain_arguments:
+    if not all([type(item) in _FLAT_TYPES for item in (*items, *kwargs.values())]):  # noqa: C419 - faster
         states, keyword_states = _states_or_real(args), _states_or_real(kwargs)
         if any(isinstance(x, LazyState) and x.class_dim != -1 for x in (*states, *keyword_states.values())):
             return NotImplemented

@@ -6,6 +6,7 @@ fused loss, and other results without logits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from flce.huggingface.lazy.normal_form import (
     require_lazy,
     to_normal_form,
 )
-from flce.huggingface.staleness import TensorSnapshot, versions_of
+from flce.huggingface.staleness import TensorSnapshot, version_of
 from flce.huggingface.wrappers import is_partitioned, make_stand_in, resolve_stand_in, stand_in_parameters
 from flce.ops.arguments import autocast_dtype, autocast_operand_dtype, autocast_result_dtype, check_options
 
@@ -79,7 +80,7 @@ class Term:
 
     @property
     def factor(self) -> float:
-        return to_normal_form(self.ops).logit_scale  # type: ignore[union-attr]
+        return to_normal_form(self.ops).logit_scale if self.ops else 1.0  # type: ignore[union-attr]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Term:
         """Return the term with ``function`` applied to the named tensors that exist, and with other fields replaced."""
@@ -107,13 +108,14 @@ class Term:
 
     def resolve_stand_ins(self) -> Term:
         """Return the term with gathered ZeRO-3 parameters instead of their stand-ins."""
-        return self.map_tensors(resolve_stand_in, "weight", "bias") if stand_in_parameters(self.tensors) else self
+        return self.map_tensors(resolve_stand_in, "weight", "bias")
 
     def with_snapshot(self) -> Term:
         """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
-        aliases = [alias_in_graph(tensor) for tensor in self.tensors]
+        tensors = {name: getattr(self, name) for name in TENSOR_NAMES}
+        aliases = {name: alias_in_graph(tensor) for name, tensor in tensors.items() if tensor is not None}
         name = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
-        return replace(self.with_tensors(iter(aliases)), snapshot=TensorSnapshot(aliases[0], name))
+        return replace(self, **aliases, snapshot=TensorSnapshot(next(iter(aliases.values())), name))
 
 
 def alias_in_graph(tensor: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ class LazyState:
         """The device of the products."""
         return self.terms[0].hidden.device  # type: ignore[union-attr]
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         tensors = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
         return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors.values())
@@ -212,7 +214,11 @@ class LazyState:
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
         """The terms with gathered ZeRO-3 parameters instead of stand-ins. Read it within :meth:`gathered_weights`."""
-        return tuple([term.resolve_stand_ins() for term in self.terms])
+        return (
+            tuple([term.resolve_stand_ins() for term in self.terms])
+            if stand_in_parameters(self.tensors)
+            else self.terms
+        )
 
     @property
     def requires_grad(self) -> bool:
@@ -280,7 +286,8 @@ class LazyState:
 
     def with_calls(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """Return the state with snapshots. Later changes of ``requires_grad`` have no effect, others raise errors."""
-        return self.with_terms([term.with_snapshot() for term in self.terms], calls=calls)
+        terms = tuple([term.with_snapshot() for term in self.terms])
+        return replace(self, terms=terms, calls=calls, cached_results={})
 
     # -- results
 
@@ -379,7 +386,7 @@ class LazyState:
     def is_own_logsumexp(self, vector: Tensor) -> bool:
         """Return True if a vector is an unchanged result of ``logsumexp`` for these logits."""
         results = self.cached_results.get("logsumexp", ())
-        return any([vector is own and version == versions_of(own) for own, version in results])  # noqa: C419 - faster
+        return any([vector is own and version == version_of(own) for own, version in results])  # noqa: C419 - faster
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """Compute the loss without logits in memory. ``target``: class indices, of the tokens' shape."""

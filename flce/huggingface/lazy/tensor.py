@@ -53,7 +53,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             node = (self.grad_fn or True) if self.requires_grad else None
         if node is not self._node and not self._adopt_wrapper_copy(node):
             self._handle_function_output(node)
-        return self._real if self._view is None else LazyBase._get_real(self)
+        # As in the base class, which is not called to save host time.
+        if self._real is None and self._view is not None and self._view.root._get_real() is not None:
+            self._compute_view()
+        return self._real
 
     def _handle_function_output(self, node: Any) -> None:
         """Compute real logits, because an autograd.Function has returned this tensor without ``__torch_function__``."""

@@ -15,7 +15,7 @@ from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
 from flce.huggingface.lazy.normal_form import Op, require_lazy, to_normal_form
 from flce.huggingface.lazy.state import LazyState, is_class_dim
-from flce.huggingface.staleness import versions_of
+from flce.huggingface.staleness import version_of
 from flce.ops.arguments import autocast_result_dtype
 
 
@@ -64,7 +64,7 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
     if lse.is_cpu and not torch.compiler.is_compiling():
         require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
     result = _with_kept_dim(state, lse.to(to_autocast_dtype(state).dtype), keepdim)
-    state.cached_results.setdefault("logsumexp", []).append((result, versions_of(result)))
+    state.cached_results.setdefault("logsumexp", []).append((result, version_of(result)))
     return result
 
 
@@ -176,9 +176,9 @@ def cross_entropy(
         require_lazy(normal_form.has_loss and state.ndim <= 2 and weight is None and reduction in get_args(Reduction))
         require_lazy(label_smoothing == 0.0 and isinstance(ignore_index, int) and ignore_index < 0)
         return divergences.cross_entropy(state, target, reduction)
-    require_lazy(not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0 and ignore_index is not None)
     require_lazy(
-        isinstance(target, Tensor)
+        (not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0 and ignore_index is not None)
+        and isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
         and (weight is None or (weight.shape == (state.vocab_size,) and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, autocast_result_dtype(state.dtype, state.device.type)))
