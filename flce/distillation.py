@@ -21,7 +21,7 @@ from flce.ops.arguments import check_tensors
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
-from flce.ops.vocabulary_parallel import ShardedHeadArguments
+from flce.ops.vocabulary_parallel import DivisionArguments
 
 
 @supports_divided_heads
@@ -69,7 +69,7 @@ def linear_divergence(
             of the teacher and its head. All other classes count as one more class, whose probability is the rest. -1
             and -inf are an empty entry. `temperature` divides only the student's logits.
         outputs: any of "divergence", "logprob" (needs `target`) and "entropy". The last two are of the student.
-        process_group, vocab_size, sequence_parallel: as in `linear_logprobs`. Each process has a slice of the classes
+        process_group, vocab_size, sequence_parallel: as in `linear_logprobs`. Each process has a shard of the classes
             of both heads. With `sequence_parallel`, `student` and `teacher` are the shares of this process.
 
     DTensors are supported as in `linear_logprobs`: `teacher` and `teacher_weight` are then DTensors, too.
@@ -106,7 +106,7 @@ def linear_divergence(
     given = [name for name, value in teachers.items() if value is not None]
     if given not in (["teacher", "teacher_weight"], ["teacher_topk"]):
         raise ValueError(f"give either teacher and teacher_weight, or teacher_topk, got {' and '.join(given) or None}")
-    sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
+    division = DivisionArguments(process_group, vocab_size, sequence_parallel)
     with _renamed_errors("teacher"):
         theirs = LogprobSpec(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
     ids, teacher_logprob = None, None
@@ -128,15 +128,15 @@ def linear_divergence(
             student, student_weight, target, candidates=ids, outputs=[name for name in outputs if name != "divergence"],
             linear_bias=student_bias, adapters=student_adapters, temperature=temperature, softcap=student_softcap,
             logit_scale=student_logit_scale, ignore_index=ignore_index, shift=shift, options=options,
-            sharded_head=sharded_head,
+            division=division,
         )  # fmt: skip
-    tokens, ids = sharded_head.tokens(student), problem.candidates
+    tokens, ids = division.tokens(student), problem.candidates
     if "divergence" in outputs and teacher is not None and teacher_weight is not None:
         bias = None if teacher_bias is None else teacher_bias.detach()
         with _renamed_errors("teacher"):
             other = make_linear_problem(
                 teacher.detach(), teacher_weight.detach(), problem.target.view(tokens), theirs, linear_bias=bias,
-                adapters=teacher_adapters, shift=0, options=options, sharded_head=sharded_head,
+                adapters=teacher_adapters, shift=0, options=options, division=division,
             )  # fmt: skip
         spec = replace(
             problem.spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap,

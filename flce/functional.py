@@ -34,7 +34,7 @@ from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
-from flce.ops.vocabulary_parallel import ShardedHeadArguments
+from flce.ops.vocabulary_parallel import DivisionArguments
 from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
 from flce.planning.plan import ChunkPlan
@@ -136,13 +136,13 @@ def fused_linear_cross_entropy(
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": results of each token without gradient.
         options: memory and precision, see `ChunkOptions`.
         process_group: a group over which the head is divided (vocabulary parallelism). All processes have the same
-            tokens, and each process has one slice of the head, in the order of the ranks: `linear_weight`,
-            `linear_bias` and the B of `adapters` are (V_local, ...), `weight` has all classes or the slice. All other
+            tokens, and each process has one shard of the head, in the order of the ranks: `linear_weight`,
+            `linear_bias` and the B of `adapters` are (V_local, ...), `weight` has all classes or the shard. All other
             arguments are the same in all processes. Each process gets the same loss and statistics, the gradients of
-            its slice, and the gradients of `input` and of the a of `adapters` summed over the processes. Call
+            its shard, and the gradients of `input` and of the a of `adapters` summed over the processes. Call
             ``backward`` on the loss in each process. See "Several GPUs".
-        vocab_size: V, with `process_group`. None: all processes have the same number of classes. Otherwise slices must
-            be the slices of `torch.chunk`: ceil(V / processes) classes; the last slices have fewer or none.
+        vocab_size: V, with `process_group`. None: all processes have the same number of classes. Otherwise shards must
+            be the chunks of `torch.chunk`: ceil(V / processes) classes; the last shards have fewer or none.
         sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is the share of the tokens of this
             process, (..., S / processes, H). The shares are gathered along dimension -2. Their gradient is summed over
             the processes, and each process gets the gradient of its share. `target`, `token_weight`, results and
@@ -164,7 +164,7 @@ def fused_linear_cross_entropy(
             differ in dtype outside of autocast.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan fits into
             ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, placements of DTensors do
-            not fit, a slice does not have the number of classes that follows from `vocab_size`, or (on a CPU or with
+            not fit, a shard does not have the number of classes that follows from `vocab_size`, or (on a CPU or with
             ``FLCE_DEBUG=1``; otherwise results are undefined) processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``. Otherwise the loss of that token is
             NaN, and no memory is read out of bounds.
@@ -184,7 +184,7 @@ def fused_linear_cross_entropy(
     problem = make_linear_problem(
         input, linear_weight, target, spec, linear_bias=linear_bias, adapters=adapters, weight=weight,
         token_weight=token_weight, num_items=num_items, shift=shift, options=options,
-        sharded_head=ShardedHeadArguments(process_group, vocab_size, sequence_parallel),
+        division=DivisionArguments(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     return _make_output(linear_cross_entropy(problem), problem.target, target.shape, spec)
 
@@ -294,13 +294,13 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    sharded_head = ShardedHeadArguments(process_group, vocab_size, sequence_parallel)
+    division = DivisionArguments(process_group, vocab_size, sequence_parallel)
     problem = make_logprob_problem(
         input, linear_weight, target, candidates=candidates, top_k=top_k, outputs=outputs, linear_bias=linear_bias,
         adapters=adapters, temperature=temperature, softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
-        shift=shift, options=options, sharded_head=sharded_head,
+        shift=shift, options=options, division=division,
     )  # fmt: skip
-    results, tokens = run_linear_logprobs(problem), sharded_head.tokens(input)
+    results, tokens = run_linear_logprobs(problem), division.tokens(input)
     shaped = _reshape_results(results, problem.target, tokens, problem.spec)
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _LOGPROB_FIELDS})
 
@@ -398,13 +398,13 @@ def cross_entropy(
             Do not call this with ``inplace=True`` in a function under `torch.utils.checkpoint.checkpoint` that gets the
             logits as an argument: the function would run again on the overwritten logits.
         process_group: a group over which the classes are divided. All processes have the logits of the same tokens, and
-            each process has one slice of the vocabulary, in the order of the ranks. `target`, `weight`, `token_weight`
+            each process has one shard of the vocabulary, in the order of the ranks. `target`, `weight`, `token_weight`
             and `num_items` are the same in all processes. Each process gets the loss (and statistics) over all classes,
             and the gradient of its columns. Forward runs one collective, of 3 to 7 numbers for each token; backward
             runs none.
-        vocab_size: V, with `process_group`. None: all processes have the same number of columns. Otherwise slices must
-            be the slices of `torch.chunk`: ceil(V / processes) columns; the last slices have fewer or none. If the
-            slices are different, statistics, loss and gradient are NaN in all processes (on a CPU, and with
+        vocab_size: V, with `process_group`. None: all processes have the same number of columns. Otherwise shards must
+            be the chunks of `torch.chunk`: ceil(V / processes) columns; the last shards have fewer or none. If the
+            shards are different, statistics, loss and gradient are NaN in all processes (on a CPU, and with
             ``FLCE_DEBUG=1``, a ValueError is raised).
 
     Returns:

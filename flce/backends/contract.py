@@ -166,12 +166,12 @@ class RowInputs(NamedTuple):
         """Return the class weight of each target, (rows,)."""
         return None if self.class_weight is None else self.class_weight[self.target.clamp(0, vocab_size - 1)]
 
-    def select_rows(self, part: slice) -> RowInputs:
-        token_weight = None if self.token_weight is None else self.token_weight[part]
-        factor = None if self.inverse_temperature is None else self.inverse_temperature[part]
-        upstream = self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part]
+    def select_rows(self, rows: slice) -> RowInputs:
+        token_weight = None if self.token_weight is None else self.token_weight[rows]
+        factor = None if self.inverse_temperature is None else self.inverse_temperature[rows]
+        upstream = self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[rows]
         return self._replace(
-            target=self.target[part], token_weight=token_weight, inverse_temperature=factor, upstream=upstream
+            target=self.target[rows], token_weight=token_weight, inverse_temperature=factor, upstream=upstream
         )
 
 
@@ -225,9 +225,9 @@ class RowOutputs(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
-    def select_rows(self, part: slice) -> RowOutputs:
-        is_full = part.start == 0 and part.stop >= self.loss.shape[-1]
-        return self if is_full else self.map(lambda t: t[..., part])
+    def select_rows(self, rows: slice) -> RowOutputs:
+        is_full = rows.start == 0 and rows.stop >= self.loss.shape[-1]
+        return self if is_full else self.map(lambda t: t[..., rows])
 
 
 class TileClasses(NamedTuple):
@@ -273,10 +273,10 @@ class StatisticsCall(NamedTuple):
     tile: TileClasses
     out: RowOutputs  # memory for the results
 
-    def select_rows(self, part: slice) -> StatisticsCall:
-        if part.start == 0 and part.stop >= len(self.inputs.target):
+    def select_rows(self, rows: slice) -> StatisticsCall:
+        if rows.start == 0 and rows.stop >= len(self.inputs.target):
             return self
-        return self._replace(inputs=self.inputs.select_rows(part), out=self.out.select_rows(part))
+        return self._replace(inputs=self.inputs.select_rows(rows), out=self.out.select_rows(rows))
 
 
 class GradientCall(NamedTuple):
@@ -299,11 +299,11 @@ class GradientCall(NamedTuple):
     def has_entropy_gradient(self) -> bool:
         return len(self.row_gradient) > ENTROPY
 
-    def select_rows(self, part: slice) -> GradientCall:
-        if part.start == 0 and part.stop >= len(self.inputs.target):
+    def select_rows(self, rows: slice) -> GradientCall:
+        if rows.start == 0 and rows.stop >= len(self.inputs.target):
             return self
-        numbers = {"normalizer": self.normalizer[:, part], "row_gradient": self.row_gradient[:, part]}
-        return self._replace(inputs=self.inputs.select_rows(part), **numbers)
+        numbers = {"normalizer": self.normalizer[:, rows], "row_gradient": self.row_gradient[:, rows]}
+        return self._replace(inputs=self.inputs.select_rows(rows), **numbers)
 
 
 TileCall: TypeAlias = StatisticsCall | GradientCall
@@ -326,8 +326,8 @@ class Teacher(NamedTuple):
         spec = replace(p.spec, softcap=p.spec.teacher_softcap, logit_scale=p.spec.teacher_logit_scale)
         return Teacher(p.teacher_terms, p.teacher_bias, spec, kind or str(p.spec.divergence), p.spec.beta, rows)
 
-    def select_rows(self, part: slice) -> Teacher:
-        return self._replace(rows=slice_columns(self.rows, part))
+    def select_rows(self, rows: slice) -> Teacher:
+        return self._replace(rows=slice_columns(self.rows, rows))
 
     def tile_call(self, call: TileCall) -> TileCall:
         """Return the call of the teacher's logits for the tile of `call`."""
@@ -413,7 +413,7 @@ class Backend(Protocol):
 
         Args:
             logits: float32.
-            exps: bfloat16, the tile's part of contiguous columns of all classes. Columns of earlier tiles may be
+            exps: bfloat16, the tile's columns of contiguous columns of all classes. Columns of earlier tiles may be
                 written, too.
             state: (EXPONENTIAL_SLOTS, rows).
             factors: (2, rows) float32; written at the last tile, not in a shard.
@@ -445,8 +445,8 @@ class Backend(Protocol):
         Args:
             x: (rows, H) bfloat16.
             weight: (V, H) bfloat16.
-            exps: (rows, V) bfloat16, in one or several pieces of consecutive classes. The number of classes of each
-                piece except the last is divisible by `FUSED_PRODUCT_BLOCK`.
+            exps: (rows, V) bfloat16, in one or several tiles of consecutive classes. The number of classes of each
+                tile except the last is divisible by `FUSED_PRODUCT_BLOCK`.
             factors: (2, rows) float32. In a shard the derivative of the shard's log-sum-exp is ``factors[SOFTMAX] *
                 exps``, and ``factors[TARGET]`` is dz/da of the target.
             count: () if all rows from this number on are ignored: their `exps` are not written.
@@ -475,8 +475,8 @@ class Backend(Protocol):
     ) -> None:
         """Write ``grad = exps^T scaled`` plus `terms`, as one sum that is rounded once. It is deterministic.
 
-        grad: (V, H); exps: (rows, V), in pieces of consecutive classes; scaled: (rows, H). The last piece is used
-            first, because `exps` of a later piece may lie in the memory of `grad` of the classes before it.
+        grad: (V, H); exps: (rows, V), in tiles of consecutive classes; scaled: (rows, H). The last tile is used
+            first, because `exps` of a later tile may lie in the memory of `grad` of the classes before it.
         residual: (rows, H), contiguous, of grad's dtype: temporary memory.
         """
 

@@ -92,12 +92,12 @@ def add_entries(
         row, slot = (entries.numbers < len(table)).nonzero(as_tuple=True)
         numbers, values = entries.numbers[row, slot], entries.values[row, slot]
     else:
-        part = slice(int(entries.bounds[0]), int(entries.bounds[-1]))
-        numbers, values = entries.numbers[part], entries.values[part]
+        block = slice(int(entries.bounds[0]), int(entries.bounds[-1]))
+        numbers, values = entries.numbers[block], entries.values[block]
         row = torch.arange(len(product), device=out.device).repeat_interleave(entries.bounds.diff().long())
     for start in range(0, len(numbers), ENTRIES_AT_ONCE):
-        part = slice(start, start + ENTRIES_AT_ONCE)
-        product.index_add_(0, row[part], table[numbers[part]].float().mul_(values[part, None]))
+        block = slice(start, start + ENTRIES_AT_ONCE)
+        product.index_add_(0, row[block], table[numbers[block]].float().mul_(values[block, None]))
     if accumulate:
         product.add_(out)
     if index is None:

@@ -85,24 +85,24 @@ class TorchBackend:
     name = "torch"
 
     def statistics(self, logits: Tensor, call: StatisticsCall, state: Tensor | None) -> None:
-        for part, slab_logits in _slabs(logits):
-            slab = call.select_rows(part)
+        for rows, slab_logits in _slabs(logits):
+            slab = call.select_rows(rows)
             z = _transform(slab_logits, slab, want_jacobian=False)[0]
             targets = Targets.from_call(slab)
-            merged = _merge(z, slab, targets, None if state is None else state[:, part])[0]
+            merged = _merge(z, slab, targets, None if state is None else state[:, rows])[0]
             if call.tile.is_last:
                 write_state_results(merged, slab, targets)
             elif state is not None:
                 for slot, value in merged.items():
-                    state[slot, part] = value
+                    state[slot, rows] = value
             del z  # before the next slab is allocated
 
     def row_gradient(self, call: GradientCall) -> None:
         call.row_gradient.copy_(formulas.row_gradient(call))
 
     def gradient(self, logits: Tensor, grad: Tensor, call: GradientCall) -> None:
-        for part, slab_logits, out in _slabs(logits, grad):
-            slab = call.select_rows(part)
+        for rows, slab_logits, out in _slabs(logits, grad):
+            slab = call.select_rows(rows)
             z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
@@ -115,8 +115,8 @@ class TorchBackend:
             del z, term, jacobian  # before the next slab is allocated
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: StatisticsCall) -> None:
-        for part, slab_logits, out in _slabs(logits, grad):
-            slab = call.select_rows(part)
+        for rows, slab_logits, out in _slabs(logits, grad):
+            slab = call.select_rows(rows)
             z, jacobian = _transform(slab_logits, slab, want_jacobian=True)
             targets = Targets.from_call(slab)
             merged, exps = _merge(z, slab, targets, None)
@@ -129,8 +129,10 @@ class TorchBackend:
     def divergence(
         self, logits: Tensor, teacher_logits: Tensor, call: TileCall, teacher: Teacher, grad: Tensor | None = None
     ) -> None:
-        for part, student_slab, teacher_slab, *out in _slabs(logits, teacher_logits, *([] if grad is None else [grad])):
-            slab, model = call.select_rows(part), teacher.select_rows(part)
+        for selected, student_slab, teacher_slab, *out in _slabs(
+            logits, teacher_logits, *([] if grad is None else [grad])
+        ):
+            slab, model = call.select_rows(selected), teacher.select_rows(selected)
             merging = grad is None and teacher.kind != "jsd"
             s, jacobian = _transform(student_slab, slab, grad is not None)
             t = _transform(teacher_slab, model.tile_call(slab), False)[0]
@@ -172,15 +174,15 @@ class TorchBackend:
     add_entries = staticmethod(e4m3.add_entries)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
-        for part in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
-            rows = weight[ids[part].clamp(0, len(weight) - 1)].to(out.dtype)
-            products = torch.einsum("nkh,nh->nk", rows, x[part].to(out.dtype))
-            out[part] += products.masked_fill_(~is_class(ids[part], len(weight)), 0.0)
+        for rows in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
+            weights = weight[ids[rows].clamp(0, len(weight) - 1)].to(out.dtype)
+            products = torch.einsum("nkh,nh->nk", weights, x[rows].to(out.dtype))
+            out[rows] += products.masked_fill_(~is_class(ids[rows], len(weight)), 0.0)
 
     def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
-        for part in _row_slabs(ids, ids.shape[1] ** 2 * values.element_size()):
-            equal = ids[part, :, None] == ids[part, None, :]
-            out[part] = torch.einsum("nkj,nj->nk", equal.to(values.dtype), values[part])
+        for rows in _row_slabs(ids, ids.shape[1] ** 2 * values.element_size()):
+            equal = ids[rows, :, None] == ids[rows, None, :]
+            out[rows] = torch.einsum("nkj,nj->nk", equal.to(values.dtype), values[rows])
 
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
         column = ids - start
@@ -200,12 +202,12 @@ class TorchBackend:
         if x.device.type == "cpu" and bool((factor == 1.0).all()):
             return
         per_row = torch.where(target == ignore_index, 1.0, factor)
-        for part, rows in _slabs(x):
-            column = per_row[part].reshape(*rows.shape[:-1], 1)
+        for rows, slab in _slabs(x):
+            column = per_row[rows].reshape(*slab.shape[:-1], 1)
             if x.dtype == factor.dtype:
-                rows.mul_(column)
+                slab.mul_(column)
             else:
-                rows.copy_(rows.to(factor.dtype).mul_(column))
+                slab.copy_(slab.to(factor.dtype).mul_(column))
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
@@ -231,9 +233,9 @@ class TorchBackend:
             return
         source, target = (t.view(-1) for t in (x, out))
         for start in range(0, source.numel(), SCALE_SLAB):
-            part = slice(start, start + SCALE_SLAB)
+            slab = slice(start, start + SCALE_SLAB)
             # The product is computed in float32: `x * factor` would first round the factor to the dtype of x.
-            target[part] = source[part].to(factor.dtype) * factor
+            target[slab] = source[slab].to(factor.dtype) * factor
 
 
 def divergence_bytes(tile: Tensor, device_type: str) -> int:
@@ -258,13 +260,13 @@ def _slabs(*tiles: Tensor) -> list[tuple[Any, ...]]:
     if not outer and 0 < rows <= step:
         return [(slice(0, rows), *tiles)]
     slabs = []
-    groups = max(1, step // max(1, rows))  # more than one only if each is complete
-    for begin in range(0, outer[0] if outer else 1, groups):
-        end = min(begin + groups, outer[0]) if outer else 1
+    outer_step = max(1, step // max(1, rows))  # more than one only if each is complete
+    for begin in range(0, outer[0] if outer else 1, outer_step):
+        end = min(begin + outer_step, outer[0]) if outer else 1
         for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            places = slice(begin * rows + part.start, (end - 1) * rows + part.stop)
-            index = (slice(begin, end), part) if outer else part
+            inner = slice(start, min(start + step, rows))
+            places = slice(begin * rows + inner.start, (end - 1) * rows + inner.stop)
+            index = (slice(begin, end), inner) if outer else inner
             slabs.append((places, *[x[index] for x in tiles]))
     return slabs
 

@@ -298,7 +298,7 @@ _OFFSETS, _SUMS = (slice(slot, DIVERGENCE, STUDENT) for slot in (OFFSET, LOG_SUM
 
 
 def merge_divergences(states: Tensor, kind: str) -> Tensor:
-    """Merge the statistics of `Backend.divergence` of several tiles or shards, (parts, DIVERGENCE_SLOTS, rows)."""
+    """Merge the statistics of `Backend.divergence` of several tiles or shards, (tiles, DIVERGENCE_SLOTS, rows)."""
     merged, (weights, other) = states.amax(0), (0, 1) if kind == "forward_kl" else (1, 0)
     shifts = states[:, _OFFSETS] - torch.where(merged[_OFFSETS] == -torch.inf, 0.0, merged[_OFFSETS])
     decays, sums = shifts.exp(), states[:, _SUMS]

@@ -19,29 +19,29 @@ ALIGNMENT = 8
 # Products of E4M3 operands need inner dimensions and numbers of columns that are divisible by this.
 E4M3_ALIGNMENT = 16
 # If a result has few blocks, cuBLAS divides the inner dimension among programs. It omits the end of the inner dimension
-# if the size of a part, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
-# parts of 10816 (cuBLAS 13.0, H100, half precision). Inner dimensions that are multiples of 64 are not affected.
+# if the share of a program, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
+# shares of 10816 (cuBLAS 13.0, H100, half precision). Inner dimensions that are multiples of 64 are not affected.
 # MAX_DIVIDED_ENTRIES is the number of entries of the largest such result.
 INNER_MULTIPLE = 64
 MIN_DIVIDED_INNER = 1024
 MAX_DIVIDED_ENTRIES = 1 << 22
-# Bytes of a float32 piece of such a result. Plans for the smallest budgets include this memory.
-DIVIDED_PIECE_BYTES = 2 << 20
+# Bytes of a float32 slab of such a result. Plans for the smallest budgets include this memory.
+DIVIDED_SLAB_BYTES = 2 << 20
 # Row stride of a buffer for logits, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
-# An operand may be cast to float32 in pieces. The bytes of a piece are a quarter of the bytes of the larger of the
-# other two matrices, within these bounds. A piece is large enough for full speed on 2 and on 16 cores, and small
+# An operand may be cast to float32 in slabs. The bytes of a slab are a quarter of the bytes of the larger of the
+# other two matrices, within these bounds. A slab is large enough for full speed on 2 and on 16 cores, and small
 # compared with a chunk of logits.
 #
 # | forward and backward of 4096 x 2048 x 32000 in bfloat16, 16 cores | times the float32 products |
 # |--------------------------------------------------------------------|----------------------------|
-# | chunks of  64 MiB, pieces of  8 MiB                                | 1.30 to 1.50               |
-# | chunks of 128 MiB, pieces of 32 MiB                                | 1.15 to 1.29               |
+# | chunks of  64 MiB, slabs of  8 MiB                                 | 1.30 to 1.50               |
+# | chunks of 128 MiB, slabs of 32 MiB                                 | 1.15 to 1.29               |
 MIN_CAST_BYTES, MAX_CAST_BYTES = 8 << 20, 32 << 20
 
 
 def _cast_bytes(m: int, k: int, n: int) -> int:
-    """Return the bytes of a float32 piece of the second operand of an m x k x n product."""
+    """Return the bytes of a float32 slab of the second operand of an m x k x n product."""
     return min(MAX_CAST_BYTES, max(MIN_CAST_BYTES, m * max(k, n)))
 
 
@@ -54,7 +54,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """Compute ``out = a @ b``, or ``out += a @ b``. a: (m, k), b: (k, n), out: (m, n), any strides and float dtypes.
 
     Sums are float32 or wider. On CUDA, tensor cores multiply half-precision operands, and the result is rounded at most
-    once, into `out`. On other devices the operands are cast to float32 in pieces.
+    once, into `out`. On other devices the operands are cast to float32 in slabs.
 
     E4M3 operands: `a` has contiguous rows, `b` contiguous columns; k and n are divisible by E4M3_ALIGNMENT; `out` is
     float32, or float16 for ``out = e4m3_scale(k) * a @ b``. Products are not accumulated.
@@ -74,7 +74,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     elif out.dtype.itemsize < 4:
         _matmul_in_float32(a, b, out, accumulate)
     else:
-        _matmul_by_pieces(a, b, out, accumulate)
+        _matmul_by_slabs(a, b, out, accumulate)
 
 
 def e4m3_scale(inner: int) -> float:
@@ -147,39 +147,39 @@ def _aligned_inner_size(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Compute `matmul` with float32 sums, rounded to `out` at the end; in pieces, except for large results on CUDA."""
+    """Compute `matmul` with float32 sums, rounded to `out` at the end; in slabs, except for large results on CUDA."""
     (m, k), n = a.shape, b.shape[1]
-    rows, multiply = _float32_piece_rows(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_pieces
+    rows, multiply = _float32_slab_rows(m, k, n, out.is_cuda), matmul if out.is_cuda else _matmul_by_slabs
     for start in range(0, m, rows):
-        part = out[start : start + rows]
-        result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
+        slab = out[start : start + rows]
+        result = slab.float() if accumulate else torch.empty_like(slab, dtype=torch.float32)
         multiply(a[start : start + rows], b, result, accumulate)
-        part.copy_(result)
-        del result  # free the memory before the next piece is allocated
+        slab.copy_(result)
+        del result  # free the memory before the next slab is allocated
 
 
-def _float32_piece_rows(m: int, k: int, n: int, is_cuda: bool) -> int:
-    """Return the number of rows of a float32 piece of a result."""
+def _float32_slab_rows(m: int, k: int, n: int, is_cuda: bool) -> int:
+    """Return the number of rows of a float32 slab of a result."""
     if is_cuda and not _can_lose_inner_end(m, n, k):
         return max(1, m)
-    most = (DIVIDED_PIECE_BYTES if is_cuda else MIN_CAST_BYTES) // (4 * max(1, n))
+    most = (DIVIDED_SLAB_BYTES if is_cuda else MIN_CAST_BYTES) // (4 * max(1, n))
     return max(1, min(m, most // COLUMN_MULTIPLE * COLUMN_MULTIPLE or most))
 
 
-def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Compute `matmul` with `b`, which may be as large as the head, cast to the dtype of `out` in pieces."""
+def _matmul_by_slabs(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Compute `matmul` with `b`, which may be as large as the head, cast to the dtype of `out` in slabs."""
     a = a.to(out.dtype)
     k, n = b.shape
     if k * n * out.dtype.itemsize <= MIN_CAST_BYTES:
         torch.addmm(out, a, b.to(out.dtype), beta=int(accumulate), out=out)
         return
     most = _cast_bytes(len(a), k, n)
-    if n > k:  # pieces of columns: each computes some columns of the result
+    if n > k:  # slabs of columns: each computes some columns of the result
         step = max(1, most // (k * out.dtype.itemsize))
         for start in range(0, n, step):
             columns = slice(start, start + step)
             _vendor_matmul(a, b[:, columns].to(out.dtype), out[:, columns], accumulate)
-    else:  # pieces of the inner dimension: each adds to all of the result
+    else:  # slabs of the inner dimension: each adds to all of the result
         step = max(1, most // (n * out.dtype.itemsize))
         for start in range(0, k, step):
             inner = slice(start, start + step)
@@ -193,10 +193,10 @@ def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_ty
         return 0
     if device_type == "cuda" and (out.dtype == a.dtype or can_output_dtype(out.dtype)):
         in_float32 = out.element_size() < 4 and _aligned_inner_size(a, b, out.dtype, accumulate) < k
-        return 4 * n * _float32_piece_rows(m, k, n, True) if in_float32 else 0
+        return 4 * n * _float32_slab_rows(m, k, n, True) if in_float32 else 0
     rounded = 0
     if out.element_size() < 4:  # `_matmul_in_float32`
-        m = _float32_piece_rows(m, k, n, False)
+        m = _float32_slab_rows(m, k, n, False)
         rounded = 4 * m * n
     cast = 4 * m * k if a.element_size() < 4 else 0
     if b.element_size() < 4:

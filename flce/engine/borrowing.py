@@ -137,5 +137,5 @@ def dx_sum_start(num_tokens: int, vocab_size: int, sum_dtype: torch.dtype, dtype
 
 
 def second_half_start(vocab_size: int) -> int:
-    """Return the first class whose dW is summed in separate memory, see `sums.SumInTwoParts`."""
+    """Return the first class whose dW is summed in separate memory, see `sums.SumInTwoHalves`."""
     return vocab_size // 2 // ALIGNMENT * ALIGNMENT

@@ -64,30 +64,30 @@ class _Gradients:
 
     def tile(self, chunk: slice, group: slice, tokens: slice) -> QuantizedTile:
         """Return the memory of a tile."""
-        part, stop = offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
+        rows, stop = offset_slice(tokens, -chunk.start), tokens.stop - chunk.start
         if tokens.stop == chunk.stop:
             stop = padded_cols(stop)  # The padding is filled with zeros.
         matrix = slice_rows(self._group, offset_slice(tokens, -group.start))
-        transposed = None if self._transposed is None else slice_columns(self._transposed, slice(part.start, stop))
-        return QuantizedTile(matrix, transposed, slice_rows(self._row_scales, part), self._entries(part))
+        transposed = None if self._transposed is None else slice_columns(self._transposed, slice(rows.start, stop))
+        return QuantizedTile(matrix, transposed, slice_rows(self._row_scales, rows), self._entries(rows))
 
-    def _entries(self, part: slice) -> Entries:
+    def _entries(self, rows: slice) -> Entries:
         """Return the entries of some tokens of the chunk."""
-        return Entries(None, slice_rows(self._classes, part), slice_rows(self._values, part))
+        return Entries(None, slice_rows(self._classes, rows), slice_rows(self._values, rows))
 
     def finish_group(self, chunk: slice, tokens: slice) -> None:
         """Compute dX of a group of tiles."""
         if not self._context.dx_terms:
             return
-        ctx, part = self._context, offset_slice(tokens, -chunk.start)
-        quantized = slice_rows(self._group, slice(0, part.stop - part.start))
+        ctx, rows = self._context, offset_slice(tokens, -chunk.start)
+        quantized = slice_rows(self._group, slice(0, rows.stop - rows.start))
         slice_columns(quantized, slice(ctx.vocab_size, quantized.shape[1])).view(torch.uint8).zero_()
         product = ctx.new((len(quantized), len(self._weight_scales)), torch.float32)
         ctx.matmul(quantized, self._quantized_weight().t(), out=product)
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         out = slice_rows(ctx.dx_memory(0), tokens) if index is None else ctx.dx_memory(0)
-        scales, weight = slice_rows(self._row_scales, part), ctx.terms[0].weight
-        ctx.backend.add_entries(product, scales, self._weight_scales, self._entries(part), weight, out, index)
+        scales, weight = slice_rows(self._row_scales, rows), ctx.terms[0].weight
+        ctx.backend.add_entries(product, scales, self._weight_scales, self._entries(rows), weight, out, index)
         if index is None:
             ctx.rows.start_dx_sum(0, out)
 
@@ -106,16 +106,16 @@ class _Gradients:
         """Add dW of a chunk."""
         if self._dw_sum is None or self._transposed is None:
             return
-        ctx, part, x = self._context, slice(0, chunk.stop - chunk.start), self._context.terms[0].input
-        hidden, inner, num_entries = x.shape[1], padded_cols(part.stop), part.stop * ENTRY_SLOTS
+        ctx, rows, x = self._context, slice(0, chunk.stop - chunk.start), self._context.terms[0].input
+        hidden, inner, num_entries = x.shape[1], padded_cols(rows.stop), rows.stop * ENTRY_SLOTS
         index = None if ctx.selection.index is None else ctx.selection.index[chunk]
         x = slice_rows(x, chunk) if index is None else x
         scaled, scales = ctx.new((hidden, inner), E4M3), ctx.new((hidden,), torch.float32)
-        ctx.backend.quantize_transposed(x, index, self._row_scales[part], scaled, scales)
+        ctx.backend.quantize_transposed(x, index, self._row_scales[rows], scaled, scales)
         scales.mul_(1.0 / e4m3_scale(inner))
         bounds = ctx.new((ctx.vocab_size + 1,), torch.int32)
         numbers, values = (ctx.new((num_entries,), dtype) for dtype in (torch.int64, torch.float32))
-        ctx.backend.sort_entries(self._entries(part), index, Entries(bounds, numbers, values))
+        ctx.backend.sort_entries(self._entries(rows), index, Entries(bounds, numbers, values))
         sums, is_started = self._dw_sum.start()
         # The group is not needed anymore. One chunk has its products in the memory of dW.
         first_class, memory = 0, self._group

@@ -64,7 +64,7 @@ class Exponentials:
                 state = ctx.new((EXPONENTIAL_SLOTS, len(logits)), ctx.normalizer.dtype)
             call = call._replace(tile=ctx.tile_classes(classes))
             ctx.backend.exponentials(logits, exps, call, state, block_factors)
-            if ctx.rows.is_sharded and classes.stop == ctx.vocab_size:
+            if ctx.rows.is_shard and classes.stop == ctx.vocab_size:
                 ctx.rows.keep_state(block_tokens, state)
                 block_factors[SOFTMAX] = self._shard_factor(state)
                 block_factors[TARGET] = state[TARGET_JACOBIAN]

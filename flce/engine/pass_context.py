@@ -312,7 +312,7 @@ class PassContext:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be
         `logits`."""
         call = self.statistics_call(tokens)
-        if not self.rows.is_sharded:
+        if not self.rows.is_shard:
             self.backend.loss_and_gradient(logits, dlogits, call)
             return
         state = self.new((STATE_SLOTS, len(logits)), self.normalizer.dtype)
@@ -331,7 +331,7 @@ class PassContext:
         assert logits is not None
         rows = tokens.stop - tokens.start
         needs_statistics = teacher is None or (self.problem.spec.stats and teacher.kind != "jsd")  # "jsd" repeats none
-        if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_sharded):
+        if needs_statistics and (logits.shape[1] < self.vocab_size or self.rows.is_shard):
             state = self.new((STATE_SLOTS, rows), self.normalizer.dtype)
         for block in self.blocks(logits.shape[1]):
             block_logits = logits[:rows, : block.stop - block.start]
@@ -354,7 +354,7 @@ class PassContext:
         self.write_logits(xs, call.tile.columns, teacher_logits, self.teacher)
         teacher = self.teacher.select_rows(tokens)
         self.backend.divergence(logits, teacher_logits, call, teacher, grad)
-        has_rows = call.tile.cols == self.vocab_size and not self.rows.is_sharded
+        has_rows = call.tile.cols == self.vocab_size and not self.rows.is_shard
         self.has_mixture = has_rows and teacher.kind != self.problem.spec.divergence  # type: ignore[attr-defined]
         if self.has_mixture:  # The statistics for "jsd" are complete.
             finish_divergence(teacher.rows, "jsd")
@@ -426,4 +426,4 @@ class PassContext:
 
     def tile_classes(self, classes: slice) -> TileClasses:
         size = classes.stop - classes.start
-        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size), is_shard=self.rows.is_sharded)
+        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size), is_shard=self.rows.is_shard)

@@ -62,7 +62,7 @@ OFFSET_OF_EMPTY_SHARD = 1e30
 
 @dataclass
 class Rows:
-    """Rows of a pass in this process, and their results. `ShardRows` has a part of the classes: it overrides the
+    """Rows of a pass in this process, and their results. `ShardRows` has a shard of the classes: it overrides the
     methods that merge statistics of processes.
 
     Attributes:
@@ -82,7 +82,7 @@ class Rows:
     out: RowOutputs | None = None
     upstream: Tensor | None = None
 
-    is_sharded = False
+    is_shard = False
     """True if this process has only some of the classes."""
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class Rows:
 class ShardRows(Rows):
     """Rows of a pass whose classes are divided over processes. This process has one shard."""
 
-    is_sharded = True
+    is_shard = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,8 +307,8 @@ def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCr
     if len(weight) == p.vocab_size:
         if shard.max_local_vocab_size < p.vocab_size:
             return p
-        # The first process has all classes, so its weight of length V may be its slice or the weights of all classes.
-        # If it is the slice, the other processes gave empty slices and call the collective. So all call it. An empty
+        # The first process has all classes, so its weight of length V may be its shard or the weights of all classes.
+        # If it is the shard, the other processes gave empty shards and call the collective. So all call it. An empty
         # shard sends nothing.
         weight = weight[:0] if shard.is_empty else weight
     return replace(p, class_weight=shard.gather_full(weight))

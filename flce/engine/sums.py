@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flce.core.gemm import DIVIDED_PIECE_BYTES
+from flce.core.gemm import DIVIDED_SLAB_BYTES
 from flce.core.slices import slice_rows
 from flce.engine.borrowing import borrow_as, second_half_start
 from flce.engine.case import BLOCK_BYTES
 from flce.engine.pass_context import PassContext
 
-# Number of classes whose sums are rounded first when sums are rounded in place, see `SumInTwoParts`.
+# Number of classes whose sums are rounded first when sums are rounded in place, see `SumInTwoHalves`.
 FIRST_ROUNDED_CLASSES = 256
 # The host launches at most this many products for dW of a block of few tokens, see `UnscaledSum`.
 MAX_SUB_BLOCKS = 16
@@ -158,16 +158,16 @@ class UnscaledSum(DwSum):
         """Allocate memory for a sub-block of blocks of at most `cols` classes, or of wider blocks with borrowed tiles.
 
         A sub-block has at most half of the bytes of the gradients of a block's logits, or 1 / MAX_SUB_BLOCKS of the
-        sums of the block, or DIVIDED_PIECE_BYTES, which `gemm` allocates for some products anyway. With larger
+        sums of the block, or DIVIDED_SLAB_BYTES, which `gemm` allocates for some products anyway. With larger
         sub-blocks one block of all classes would exceed some budgets, and the planner would choose several.
         """
         (num_tokens, hidden), size = ctx.terms[term].input.shape, ctx.dtypes.logits_grad.itemsize
         wanted_bytes = max(num_tokens * cols * size // 2, 4 * cols * hidden // MAX_SUB_BLOCKS)
-        sub_block_bytes = max(DIVIDED_PIECE_BYTES, min(BLOCK_BYTES, wanted_bytes))
+        sub_block_bytes = max(DIVIDED_SLAB_BYTES, min(BLOCK_BYTES, wanted_bytes))
         return ctx.new((max(1, min(cols, sub_block_bytes // (4 * hidden))), hidden), ctx.dtypes.sums)
 
 
-class SumInTwoParts(DwSum):
+class SumInTwoHalves(DwSum):
     """Float32 sum of a half-precision dW over chunks, for the classes before `stop`. The sums of the first half of all
     classes fill the memory of dW. The sums of the other classes have separate memory.
 
@@ -221,7 +221,7 @@ def build_dw_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[
     if is_single and dtypes.unscales_sums:
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
     if not is_single and dtypes.grads == ctx.problem.dtype != dtypes.sums:
-        return {k: SumInTwoParts(ctx, k, stop) for k in ctx.dw_terms}
+        return {k: SumInTwoHalves(ctx, k, stop) for k in ctx.dw_terms}
     return {k: DwSum(ctx, k, slice(0, stop)) for k in ctx.dw_terms}
 
 

@@ -53,8 +53,8 @@ class HeadDivision:
     def sum_over_processes(self, local: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        parts = DTensor.from_local(local, self.mesh, [Partial()], run_check=False)
-        return wait_for(parts.redistribute(placements=[Replicate()]).to_local())
+        shares = DTensor.from_local(local, self.mesh, [Partial()], run_check=False)
+        return wait_for(shares.redistribute(placements=[Replicate()]).to_local())
 
     def sum_gradient(self, hidden: Tensor) -> Tensor:
         """Return the same tensor. Its gradient, from one process's classes, is summed over the processes."""

@@ -91,8 +91,8 @@ class HeadModules:
         modules = modules_except(embedding)
         self._modules = [(weakref.ref(module), id(module) in head_ids) for module in modules]
         # Modules within a head, such as its parametrisations.
-        parts = {id(part) for head in heads for part in modules_except(head) if part is not head}
-        others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
+        inner = {id(module) for head in heads for module in modules_except(head) if module is not head}
+        others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in inner]
         self.has_adapter_parameters = any(module._parameters for module in others)
         """True if adapters have parameters outside of linear layers (LoHa, VBLoRA). A disabled or merged adapter does
         not compute its product, so a call without such a product shows nothing about the next call."""

@@ -19,7 +19,7 @@ from flce.core.numbers import check_bool, check_float, check_int
 from flce.core.options import ChunkOptions
 from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.ops import vocabulary_parallel
-from flce.ops.vocabulary_parallel import ShardedHeadArguments
+from flce.ops.vocabulary_parallel import DivisionArguments
 from flce.torch_ops import is_in_forward_ad, is_in_transform
 
 P = ParamSpec("P")
@@ -107,14 +107,14 @@ def check_logprob_tensors(
     target: Tensor | None,
     candidates: Tensor | None,
     row_temperature: Tensor | None,
-    sharded_head: ShardedHeadArguments,
+    division: DivisionArguments,
 ) -> None:
     """Check the tensors of `flce.linear_logprobs`, which documents the errors, except what its head has in common with
     the loss. `row_temperature`: the temperature, if it is a tensor with one number for each token."""
     tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
     check_tensors({**tensors, "temperature": row_temperature}, optional={"target", "candidates", "temperature"})
     refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, row_temperature), refuse_vmap=True)
-    tokens = sharded_head.tokens(input)
+    tokens = division.tokens(input)
     if candidates is not None:
         if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
             raise ValueError(

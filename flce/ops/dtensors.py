@@ -36,7 +36,7 @@ from flce.ops.vocabulary_parallel import check_group, has_classes, has_hidden_st
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Rows and columns of the sample of a slice that is compared.
+# Rows and columns of the sample of a shard that is compared.
 _SAMPLES = 16
 # Arguments with one entry or row for each token, if they are tensors with dimensions.
 _TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature", "teacher_topk[0]", "teacher_topk[1]")
@@ -71,7 +71,7 @@ def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
 
 def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], groups: Sequence[Any]) -> None:
     """Raise ValueError, in all processes, if their calls do not fit together: different functions, arguments or
-    autocast, or equal slices of a weight or of logits. Numbers of classes may differ, and floating numbers of tensors
+    autocast, or equal shards of a weight or of logits. Numbers of classes may differ, and floating numbers of tensors
     are not compared. One collective, on a CPU and with ``FLCE_DEBUG=1``; otherwise, and if a compiler traces, none.
 
     Called before all checks, so that no process raises an error while the others wait for its results. `groups`: the
@@ -81,16 +81,16 @@ def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], grou
     if not groups or torch.compiler.is_compiling() or not vocabulary_parallel.can_read_values(device):
         return
     check_group(groups[0])
-    call, slices = {"function": function.__name__, "autocast": str(autocast_dtype(device.type))}, {}
+    call, shards = {"function": function.__name__, "autocast": str(autocast_dtype(device.type))}, {}
     for name, value in arguments.items():
         try:
             call.update(_describe(name, value, arguments, groups[0]))
             if has_classes(name) and "bias" not in name and type(value) in PLAIN_TENSORS:
-                slices[name] = _fingerprint_of_slice(name, value)
+                shards[name] = _fingerprint_of_shard(name, value)
         except Exception as error:  # The checks of the arguments refuse a value that cannot be described.
             call[name] = repr(error)
     data = json.dumps(call).encode()
-    numbers = torch.tensor([_hash(data), len(data), *[*slices.values(), 0, 0][:2]], device=device)
+    numbers = torch.tensor([_hash(data), len(data), *[*shards.values(), 0, 0][:2]], device=device)
     hashes, sizes, *columns = functools.reduce(all_gather, groups, numbers).view(-1, len(numbers)).T.tolist()
     if len(set(hashes)) > 1:
         text = torch.tensor([*data.ljust(max(sizes))], dtype=torch.uint8, device=device)
@@ -102,20 +102,20 @@ def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], grou
         raise ValueError(
             f"the processes of the group were given different arguments or options: ranks 0 and {rank} have {differ}"
         )
-    for name, fingerprints in zip(slices, columns, strict=False):
-        if b"not its slice" not in data:  # otherwise each process raises an error that names its number of classes
-            vocabulary_parallel.refuse_equal_slices(fingerprints, name)
+    for name, fingerprints in zip(shards, columns, strict=False):
+        if b"not its shard" not in data:  # otherwise each process raises an error that names its number of classes
+            vocabulary_parallel.refuse_equal_shards(fingerprints, name)
 
 
 def _text_of_classes(name: str, size: int, arguments: Mapping[str, Any], group: Any) -> str:
-    """Return a text of the number of classes of a tensor, which is equal for the slices of all processes."""
+    """Return a text of the number of classes of a tensor, which is equal for the shards of all processes."""
     vocab_size = arguments["vocab_size"]
-    if vocab_size is None:  # All slices have one length. `merge_results` compares the lengths of logits.
-        return "its slice" if name == "logits" and arguments["weight"] is None else f"{size} of V"
+    if vocab_size is None:  # All shards have one length. `merge_results` compares the lengths of logits.
+        return "its shard" if name == "logits" and arguments["weight"] is None else f"{size} of V"
     start, stop = shard_bounds(vocab_size, group.size(), group.rank())
-    if name == "weight" and (size == vocab_size or size < vocab_size == 1):  # a slice of one class has all or none
+    if name == "weight" and (size == vocab_size or size < vocab_size == 1):  # a shard of one class has all or none
         return "all"
-    return f"{'' if size == stop - start else 'not '}its slice of {vocab_size}"
+    return f"{'' if size == stop - start else 'not '}its shard of {vocab_size}"
 
 
 def _describe(name: str, value: Any, arguments: Mapping[str, Any], group: Any) -> Iterator[tuple[str, str]]:
@@ -147,8 +147,8 @@ def _describe(name: str, value: Any, arguments: Mapping[str, Any], group: Any) -
         yield f"required gradients of {name}", str(torch.is_grad_enabled() and value.requires_grad)
 
 
-def _fingerprint_of_slice(name: str, x: Tensor) -> int:
-    """Return a hash of some entries of the slice; 0, for no comparison, if its classes are equal or have a NaN."""
+def _fingerprint_of_shard(name: str, x: Tensor) -> int:
+    """Return a hash of some entries of the shard; 0, for no comparison, if its classes are equal or have a NaN."""
     classes = x.detach().movedim(-1 if name == "logits" else 0, 0).unsqueeze(-1)
     classes = classes[:: 1 + len(classes) // _SAMPLES].flatten(1)
     classes = classes[:, :: 1 + classes.shape[1] // _SAMPLES]
@@ -225,26 +225,26 @@ class _Layout(NamedTuple):
     shape: torch.Size  # of all tokens
 
     def partial(self, placements: Sequence[Any]) -> list[Any]:
-        """Return placements for values that are sums over tokens, of which each process has a part."""
+        """Return placements for values that are sums over tokens, of which each process has a share."""
         from torch.distributed.tensor import Partial
 
         return [Partial() if k in self.token_dims else placement for k, placement in enumerate(placements)]
 
-    def sum(self, part: Tensor) -> Tensor:
+    def sum(self, share: Tensor) -> Tensor:
         """Return the sum of 0-d tensors over the dimensions that divide the tokens. Each process calls backward on the
-        sum, so the gradient of its part is the gradient of the sum."""
+        sum, so the gradient of its share is the gradient of the sum."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if not self.token_dims:
-            return part
+            return share
         placements = self.partial([Replicate()] * self.mesh.ndim)
-        return wait_for(DTensor.from_local(part, self.mesh, placements, run_check=False).full_tensor())
+        return wait_for(DTensor.from_local(share, self.mesh, placements, run_check=False).full_tensor())
 
     def local_input(self, name: str, x: Any) -> Tensor:
         return wait_for(self._require_dtensor(name, x, self.head[0]).redistribute(placements=self.input).to_local())
 
     def local_weight(self, name: str, weight: Any) -> Tensor:
-        """Return the slice of this process. Its gradient is summed over the dimensions that divide the tokens."""
+        """Return the shard of this process. Its gradient is summed over the dimensions that divide the tokens."""
         # Without this redistribute the gradient would stay Partial.
         divided = self._require_dtensor(name, weight, self.head[1]).redistribute(placements=self.weight)
         return wait_for(divided.to_local(grad_placements=self.partial(self.weight)))

@@ -32,7 +32,7 @@ from flce.ops.arguments import (
     num_items_tensor,
     shift_target,
 )
-from flce.ops.vocabulary_parallel import NOT_SHARDED, ShardedHeadArguments, gather_tokens, pad_shard, shard_of_head
+from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, gather_tokens, pad_shard, shard_of_head
 
 
 def make_linear_problem(
@@ -48,7 +48,7 @@ def make_linear_problem(
     num_items: int | Tensor | None = None,
     shift: int,
     options: ChunkOptions | None,
-    sharded_head: ShardedHeadArguments,
+    division: DivisionArguments,
 ) -> LinearCrossEntropyProblem:
     """Return the problem of a call of `flce.fused_linear_cross_entropy`, which documents the arguments and the errors.
     `spec`: the checked scalar arguments; a `LogprobSpec` for the arguments of `flce.linear_logprobs`."""
@@ -59,10 +59,10 @@ def make_linear_problem(
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
     shard, num_class_weights = None, len(linear_weight)
-    if sharded_head != NOT_SHARDED:
-        shard = shard_of_head(operands, sharded_head)
+    if division != NOT_DIVIDED:
+        shard = shard_of_head(operands, division)
         operands, linear_bias = pad_shard(gather_tokens(operands, shard), linear_bias, shard)
-        # Class weights cover the slice or all classes.
+        # Class weights cover the shard or all classes.
         if weight is None or weight.shape != (num_class_weights,):
             num_class_weights = shard.vocab_size
     if autocast_dtype(input.device.type) is not None:
@@ -121,12 +121,12 @@ def make_logprob_problem(
     ignore_index: int | None,
     shift: int,
     options: ChunkOptions | None,
-    sharded_head: ShardedHeadArguments,
+    division: DivisionArguments,
 ) -> LinearCrossEntropyProblem:
     """Return the problem of a call of `flce.linear_logprobs`, which documents the arguments and the errors."""
     row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
-    check_logprob_tensors(input, linear_weight, target, candidates, row_temperature, sharded_head)
-    tokens = sharded_head.tokens(input)
+    check_logprob_tensors(input, linear_weight, target, candidates, row_temperature, division)
+    tokens = division.tokens(input)
     if candidates is not None:
         size = candidates.shape[-1]
         candidates = candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
@@ -144,9 +144,9 @@ def make_logprob_problem(
     classes = torch.zeros(tokens, dtype=torch.int64, device=input.device) if target is None else target
     problem = make_linear_problem(
         input, linear_weight, classes, spec, linear_bias=linear_bias, adapters=adapters, shift=shift, options=options,
-        sharded_head=sharded_head,
+        division=division,
     )  # fmt: skip
-    of = "linear_weight" if sharded_head == NOT_SHARDED else "all processes"
+    of = "linear_weight" if division == NOT_DIVIDED else "all processes"
     check_logprob_arguments(target, shift, options, spec, problem.vocab_size, of)
     if row_temperature is not None:
         row_temperature = 1.0 / row_temperature.to(accumulation_dtype(problem.dtype)).reshape(-1)

@@ -22,7 +22,7 @@ def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     flce.gathered(head.weight), y)``. Backward reduce-scatters the gradients of all processes, in float32 (float64 for
     float64), and divides them by the number of processes, as FSDP does. Every backward reduces: gradients of several
     passes add up in the shards. On a mesh of two dimensions, replicated and sharded (HSDP), the average is over both.
-    (The backward of ``weight.full_tensor()`` is different: each process keeps its slice of its local gradient, and no
+    (The backward of ``weight.full_tensor()`` is different: each process keeps its shard of its local gradient, and no
     gradient is summed over processes.)
 
     Forward allocates the full weight in `dtype`. Backward allocates the gradient of the full weight and a float32 copy

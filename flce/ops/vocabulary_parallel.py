@@ -1,7 +1,7 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
-All processes have the same tokens, and each process has one slice of the classes. `ops.linear_problem` calls this
-module to check the slices, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
+All processes have the same tokens, and each process has one shard of the classes. `ops.linear_problem` calls this
+module to check the shards, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
 which merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the
 results of a divided head.
 """
@@ -26,7 +26,7 @@ from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops import register_operator
 
 
-class ShardedHeadArguments(NamedTuple):
+class DivisionArguments(NamedTuple):
     """Arguments that divide a head; documented by `flce.fused_linear_cross_entropy`."""
 
     process_group: dist.ProcessGroup | None = None
@@ -42,12 +42,12 @@ class ShardedHeadArguments(NamedTuple):
         return (*batch, length * self.process_group.size())
 
 
-NOT_SHARDED = ShardedHeadArguments()
+NOT_DIVIDED = DivisionArguments()
 
 
-def shard_of_head(operands: Mapping[str, Tensor], sharded_head: ShardedHeadArguments) -> Shard:
+def shard_of_head(operands: Mapping[str, Tensor], division: DivisionArguments) -> Shard:
     """Check the division of a head. Return the shard of this process. operands: by argument name."""
-    group, vocab_size, sequence_parallel = sharded_head
+    group, vocab_size, sequence_parallel = division
     check_bool("sequence_parallel", sequence_parallel)
     if group is None:
         refuse_without_group(vocab_size, sequence_parallel)
@@ -75,7 +75,7 @@ def pad_shard(
         if shard.is_empty and has_classes(name):
             # A call needs at least one class. A process without classes computes one class of zeros and discards it.
             x = F.pad(x, (0, 0, 0, 1))
-        # A plan depends on whether rows are contiguous, and a slice of one class or none has no stride that shows this.
+        # A plan depends on whether rows are contiguous, and a shard of one class or none has no stride that shows this.
         # So that all processes have the same plan, rows are contiguous in each of them.
         padded[name] = x if x.dim() < 2 or x.stride(-1) == 1 else x.contiguous()
     return padded, F.pad(linear_bias, (0, 1)) if shard.is_empty and linear_bias is not None else linear_bias
@@ -136,14 +136,14 @@ def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool 
     )
 
 
-def refuse_equal_slices(fingerprints: Sequence[int], name: str) -> None:
-    """Raise ValueError, in all processes, if two processes have the same fingerprint of their slice of the argument
+def refuse_equal_shards(fingerprints: Sequence[int], name: str) -> None:
+    """Raise ValueError, in all processes, if two processes have the same fingerprint of their shard of the argument
     `name`. Fingerprints of 0 are not compared."""
     for rank, fingerprint in enumerate(fingerprints):
         first = fingerprints.index(fingerprint)
         if fingerprint and first < rank:
             raise ValueError(
-                f"ranks {first} and {rank} of the group were given equal slices of {name}, probably all classes in "
+                f"ranks {first} and {rank} of the group were given equal shards of {name}, probably all classes in "
                 f"each. Give each process its own classes, {name}.chunk(n{', -1' * (name == 'logits')})[rank], and the "
                 "number of all classes as vocab_size"
             )

@@ -102,7 +102,7 @@ class CountingShard(Rows):
     sharding: HeadSharding = field(kw_only=True)
     tally: Tally = field(kw_only=True)
 
-    is_sharded = True
+    is_shard = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

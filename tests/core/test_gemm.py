@@ -1,4 +1,4 @@
-"""Matrix products against float64: operands in pieces, sums, and the ends of unaligned extents."""
+"""Matrix products against float64: operands in slabs, sums, and the ends of unaligned extents."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def assert_product(a: Tensor, b: Tensor, before: Tensor, out: Tensor, accumulate
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtypes", [(HALF, HALF, FLOAT), (HALF, HALF, HALF), (FLOAT, HALF, FLOAT), (FLOAT,) * 3])
-def test_operands_that_are_cast_in_pieces(
+def test_operands_that_are_cast_in_slabs(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Operands are cast in pieces of columns, of the inner dimension, and of rows."""
+    """Operands are cast in slabs of columns, of the inner dimension, and of rows."""
     for bound in ("MIN_CAST_BYTES", "MAX_CAST_BYTES"):
         monkeypatch.setattr(gemm, bound, 5 * 4 * N)
     a, b, out = operands(*dtypes)
@@ -107,7 +107,7 @@ def test_products_of_all_of_a_long_inner_dimension(k: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("refused", ["float16 sums", "ROCm"])
 def test_where_pytorch_has_no_float32_results_of_halves(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands are cast in pieces, and the scratch bytes include these pieces."""
+    """Operands are cast in slabs, and the scratch bytes include these slabs."""
     a, b, out = torch.empty(4, 8, dtype=HALF), torch.empty(8, 16, dtype=HALF), torch.empty(4, 16)
     assert gemm.can_output_dtype(FLOAT)
     assert gemm.scratch_bytes(a, b, out, False, "cuda") == 0

@@ -311,7 +311,7 @@ def test_wrong_arguments() -> None:
             shares.loss()
     os.environ["FLCE_DEBUG"] = "1"
     # The same shard in all processes, with and without vocab_size.
-    equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
+    equal = "ranks 0 and 1 of the group were given equal shards of linear_weight"
     for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
         with pytest.raises(ValueError, match=equal):
             function(local.input, p.linear_weight, p.target, process_group=group)

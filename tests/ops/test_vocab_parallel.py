@@ -220,7 +220,7 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
             flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
     for inplace in INPLACE:
-        with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal slices of logits"):
+        with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal shards of logits"):
             flce.cross_entropy(p.input.clone().requires_grad_() * 1, p.target, inplace=inplace, process_group=world)
     constant = p.input[:, :1].expand(3, 4)  # as with a head of zeros
     loss = flce.cross_entropy(constant, p.target, process_group=world, reduction="sum")

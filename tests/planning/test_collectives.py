@@ -66,7 +66,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
         "all_reduce": all_reduce,
     }.items():
         monkeypatch.setattr(dist, name, replacement, raising=False)
-    monkeypatch.setattr("flce.ops.vocabulary_parallel.refuse_equal_slices", lambda *args: None)
+    monkeypatch.setattr("flce.ops.vocabulary_parallel.refuse_equal_shards", lambda *args: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
     yield counts
     dist.destroy_process_group()

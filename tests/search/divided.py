@@ -109,7 +109,7 @@ def program(call: Call) -> str | None:
             out = local.loss(stats=each["stats"], options=flce.ChunkOptions(**given))
         except ValueError as error:  # in all processes, before a collective
             # Slices of few columns may be equal.
-            if "is too small" not in str(error) and "equal slices" not in str(error):
+            if "is too small" not in str(error) and "equal shards" not in str(error):
                 raise
             return "refused"
         running.append((each, p, local, out))

@@ -189,11 +189,11 @@ def _tiles(
     """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: few launches, because
     retries are rare."""
     start = 0
-    for piece in exps:
-        stop = start + piece.shape[1]
+    for exps_tile in exps:
+        stop = start + exps_tile.shape[1]
         single = [TileClasses(start, stop - start, vocab_size, stop - start)]
         for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
-            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
+            yield tile, exps_tile[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
 

@@ -24,7 +24,7 @@ from flce.core.problem import NUMERIC_FIELDS, LossSpec
 WARP = 32
 # Bytes of one load instruction of a thread.
 VECTOR_BYTES = 16
-# A cache line, and a sector of memory. If two threads write parts of a sector, the device reads it before it writes.
+# A cache line, and a sector of memory. If two threads write to one sector, the device reads it before it writes.
 LINE_BYTES = 128
 SECTOR_BYTES = 32
 # Registers of a thread: a multiprocessor with 65,536 registers then has 1,024 threads to hide the latency of memory.
@@ -137,7 +137,7 @@ def build_launch(
     values |= {name: value for name, value in args.items() if name not in tensors}
     _refuse_ignored_arguments(kernel, tuple(args), ((), ()) if call is None else _requested(call), tuple(leaves_out))
     values, flags = (
-        {name: group[name] for name in _matching_parameters(kernel, tuple(group))} for group in (values, flags)
+        {name: named[name] for name in _matching_parameters(kernel, tuple(named))} for named in (values, flags)
     )
     return Launch(kernel, grid, values, {**flags, **options})
 

@@ -114,7 +114,7 @@ def softmax_update(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr)
 
 @triton.jit
 def softmax_merge(largest, total, other_largest, other_total):
-    """Merge the maxima and sums of exponentials of two parts of a row, for `tl.reduce`."""
+    """Merge the maxima and sums of exponentials of two blocks of a row, for `tl.reduce`."""
     new_largest = tl.maximum(largest, other_largest)
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     left = total * tl.exp2((largest - reference) * LOG2_E)

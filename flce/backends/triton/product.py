@@ -444,8 +444,8 @@ def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> It
     step, tile = classes_per_launch(weight), call.tile
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
-        part_call = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
-        yield launch(x, weight[cols], part_call, grad[:, cols])
+        tile_call = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
+        yield launch(x, weight[cols], tile_call, grad[:, cols])
 
 
 def launch(

@@ -135,9 +135,9 @@ class Recomputed(Unnormalized):
     def sizes(cls, c: Case) -> range:
         dtypes = c.dtypes(False)
         has_first_half = second_half_start(c.vocab_size) > 0
-        has_sum_in_two_parts = has_first_half and c.needs.weights[0] and dtypes.grads == c.dtype != dtypes.sums
+        has_sum_in_two_halves = has_first_half and c.needs.weights[0] and dtypes.grads == c.dtype != dtypes.sums
         # One chunk needs no sum.
-        return super().sizes(c)[:-1] if has_sum_in_two_parts else NO_SIZES
+        return super().sizes(c)[:-1] if has_sum_in_two_halves else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:

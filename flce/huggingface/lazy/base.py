@@ -212,7 +212,7 @@ class LazyBase:
                     family.views_of_token.setdefault(token, []).append(weakref.ref(view))
 
     def _token_numbers(self) -> set[int]:
-        """Return the numbers of the tokens whose logits share memory with this view, or with parts of it."""
+        """Return the numbers of the tokens whose logits share memory with this view."""
         root: Any = self._root()
         meta_tensor, vocab_size = cast(Tensor, self._meta_tensor), root._state.vocab_size
         numbers = {(meta_tensor.storage_offset() - root._meta_tensor.storage_offset()) // vocab_size}

@@ -104,11 +104,11 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
             return NotImplemented
         raise
     if type(result) is tuple:
-        pieces: Any = lambda x: func(x, *states, **keyword_states)  # noqa: E731
-        if not torch.compiler.is_compiling():  # compute all pieces in one call
-            pieces = functools.lru_cache(maxsize=1)(pieces)
-        cuts = [lambda x, index=index: pieces(x)[index] for index in range(len(result))]
-        return tuple([_make_view(lazy, part, cut, is_part=True) for part, cut in zip(result, cuts, strict=True)])
+        views: Any = lambda x: func(x, *states, **keyword_states)  # noqa: E731
+        if not torch.compiler.is_compiling():  # compute all views in one call
+            views = functools.lru_cache(maxsize=1)(views)
+        cuts = [lambda x, index=index: views(x)[index] for index in range(len(result))]
+        return tuple([_make_view(lazy, view, cut, is_single=False) for view, cut in zip(result, cuts, strict=True)])
     if type(result) is not LazyState:
         register_results(state, (result,))
         return result if state.division is None else state.division.place_result(result)
@@ -284,8 +284,8 @@ def _make_copy(lazy: LazyBase, state: LazyState, copy: Callable[[Tensor], Tensor
     return copied
 
 
-def _make_view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], is_part: bool = False) -> Any:
-    """Return a view, or a copy if the strides do not allow a view. ``is_part``: whether it is one of several views."""
+def _make_view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor], is_single: bool = True) -> Any:
+    """Return a view, or a copy if the strides do not allow a view. ``is_single``: False for one of several views."""
     root, is_full = (lazy, True) if lazy._view is None else (lazy._view.root, lazy._view.is_full)
     before = lazy._meta_tensor
     if before is None:
@@ -297,7 +297,7 @@ def _make_view(lazy: LazyBase, state: LazyState, cut: Callable[[Tensor], Tensor]
         return _make_copy(lazy, state.as_copy(), cut)
     has_all_entries = meta_tensor.is_contiguous() and meta_tensor.numel() == before.numel()
     has_all_entries &= meta_tensor.shape[-1:] == before.shape[-1:]  # also if there are no tokens
-    is_full = is_full and not is_part and state.class_dim == -1 and has_all_entries
+    is_full = is_full and is_single and state.class_dim == -1 and has_all_entries
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return make_lazy(state, View(root, lazy, cut, mode, is_full), meta_tensor)
 

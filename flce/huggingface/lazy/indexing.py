@@ -59,7 +59,7 @@ def cat(state: LazyState, others: Sequence[Any], dim: int = 0) -> Any:
     states = [state, *others]
     require_lazy(not is_class_dim(state, dim) and all([isinstance(other, LazyState) for other in others]))  # noqa: C419
     require_lazy(all([each.weight is state.weight and each.class_dim == -1 for each in states]))  # noqa: C419
-    joined = iter([torch.cat(parts, dim) for parts in zip(*map(_token_tensors, states), strict=True)])
+    joined = iter([torch.cat(tensors, dim) for tensors in zip(*map(_token_tensors, states), strict=True)])
     # A state with a snapshot of the hidden states finds earlier changes.
     first = next((each for each in states if each.terms[0].snapshot is not None), state)
     return first.with_hidden(lambda _: next(joined))
@@ -86,8 +86,8 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 def _split_tokens(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
     """Split the tokens along ``dim``."""
     require_lazy(not is_class_dim(state, dim))
-    pieces = [iter(tensors_of_piece) for tensors_of_piece in zip(*map(cut, _token_tensors(state)), strict=True)]
-    return tuple(state.with_hidden(lambda _, piece=piece: next(piece)) for piece in pieces)  # type: ignore[misc]
+    views = [iter(tensors_of_view) for tensors_of_view in zip(*map(cut, _token_tensors(state)), strict=True)]
+    return tuple(state.with_hidden(lambda _, view=view: next(view)) for view in views)  # type: ignore[misc]
 
 
 def getitem(state: LazyState, index: Any) -> Any:

@@ -51,7 +51,7 @@ _TABLE: dict[str, Operation] = {
     "squeeze": Operation(indexing.reshaped(Tensor.squeeze), "verl: sequences without padding", "view"),
     "unsqueeze": Operation(indexing.reshaped(Tensor.unsqueeze), "verl: sequences without padding", "view"),
     "transpose": Operation(indexing.transpose, "ProphetNet; loops whose loss has the classes in dimension 1", "view"),
-    "split": Operation(indexing.split, "TRL: entropies, piece by piece", "view"),
+    "split": Operation(indexing.split, "TRL: entropies, one chunk after the other", "view"),
     "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
     "unbind": Operation(indexing.unbind, "TRL: a loop over sequences", "view"),
     "__getitem__": Operation(indexing.getitem, "Transformers: shifted logits, logits_to_keep", "view"),
