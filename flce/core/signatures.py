@@ -18,8 +18,8 @@ from flce.core.options import ChunkOptions
 SomeStats: TypeAlias = tuple[str, Unpack[tuple[str, ...]]]
 
 
-class SpecArguments(TypedDict, total=False):
-    """Fields of `LossSpec`, and `shift`."""
+class LossArguments(TypedDict, total=False):
+    """Arguments of both losses that modules fix, except `stats`."""
 
     ignore_index: int | None
     reduction: str
@@ -30,58 +30,47 @@ class SpecArguments(TypedDict, total=False):
     z_loss: float
     shift: int
     empty_loss: str
-
-
-class TokenArguments(TypedDict, total=False):
-    """Arguments of both losses that a module does not fix."""
-
-    token_weight: Tensor | None
-    num_items: int | Tensor | None
-
-
-class DividedLogits(TypedDict, total=False):
-    """Arguments that divide classes over processes."""
-
     process_group: dist.ProcessGroup | None
     vocab_size: int | None
 
 
-class HeadArguments(DividedLogits, total=False):
-    """Arguments of all functions with a head."""
-
-    sequence_parallel: bool
-    options: ChunkOptions | None
-
-
-class LinearLossArguments(SpecArguments, TokenArguments, HeadArguments, total=False):
+class LinearLossArguments(LossArguments, total=False):
     """Arguments of `flce.fused_linear_cross_entropy` except `stats`."""
 
     linear_bias: Tensor | None
     adapters: Sequence[tuple[Tensor, Tensor]]
     weight: Tensor | None
+    token_weight: Tensor | None
+    num_items: int | Tensor | None
+    options: ChunkOptions | None
+    sequence_parallel: bool
 
 
-class LogitsLossArguments(SpecArguments, TokenArguments, DividedLogits, total=False):
+class LogitsLossArguments(LossArguments, total=False):
     """Arguments of `flce.cross_entropy` except `stats`."""
 
+    token_weight: Tensor | None
+    num_items: int | Tensor | None
     inplace: bool
 
 
-class FixedLinearArguments(SpecArguments, HeadArguments, total=False):
+class FixedLinearArguments(LossArguments, total=False):
     """Arguments of `flce.FusedLinearCrossEntropyLoss`."""
 
     weight: Tensor | None
     stats: tuple[str, ...]
+    options: ChunkOptions | None
+    sequence_parallel: bool
 
 
-class FixedLogitsArguments(SpecArguments, DividedLogits, total=False):
+class FixedLogitsArguments(LossArguments, total=False):
     """Arguments of `flce.CrossEntropyLoss` after `weight`."""
 
     stats: tuple[str, ...]
     inplace: bool
 
 
-class FixedLogprobArguments(HeadArguments, total=False):
+class FixedLogprobArguments(TypedDict, total=False):
     """Arguments of `flce.LinearLogprobs`."""
 
     outputs: Sequence[str]
@@ -90,3 +79,7 @@ class FixedLogprobArguments(HeadArguments, total=False):
     logit_scale: float
     ignore_index: int | None
     shift: int
+    options: ChunkOptions | None
+    process_group: dist.ProcessGroup | None
+    vocab_size: int | None
+    sequence_parallel: bool

@@ -47,14 +47,33 @@ NO_CANDIDATE = -1
 
 
 class TokenResults(NamedTuple):
-    """Results of forward of all N rows. None for results that are not requested."""
+    """Results of forward of all N rows, in the order of the operator's results. None: not requested. The first
+    NUM_DIFFERENTIABLE have gradients."""
 
-    outputs: RowOutputs
+    logprob: Tensor | None  # (N,)
+    entropy: Tensor | None  # (N,)
+    lse: Tensor | None  # (N,)
     candidate_logprob: Tensor | None  # (N, K)
-    top_k_logprob: Tensor | None  # (N, k)
-    top_k_ids: Tensor | None  # (N, k)
     divergence: Tensor | None  # (N,)
+    normalizer: Tensor  # (slots, N)
+    argmax: Tensor | None  # (N,) int64
+    mean_logit: Tensor | None  # (N,)
+    log_sum_sq_prob: Tensor | None  # (N,)
+    top_k_logprob: Tensor | None  # (N, k)
+    top_k_ids: Tensor | None  # (N, k) int64
     teacher_rows: Tensor | None  # (DIVERGENCE_SLOTS, N)
+
+    @staticmethod
+    def requested_fields(spec: LogprobSpec) -> dict[str, bool]:
+        """Return for each field True if a call requests it."""
+        rows = dict(zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True))
+        top, divergence = spec.top_k > 0, spec.divergence is not None
+        others = {"top_k_logprob": top, "top_k_ids": top, "divergence": divergence, "teacher_rows": divergence}
+        requested = {**rows, **others, "lse": "lse" in spec.stats, "candidate_logprob": spec.candidates > 0}
+        return {name: requested[name] for name in TokenResults._fields}
+
+
+NUM_DIFFERENTIABLE = 5
 
 
 class UpstreamGradients(NamedTuple):
@@ -129,7 +148,11 @@ def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | N
         top_k_logprob = selection.scatter(values.masked_fill_(~valid, 0.0))
         top_k_ids = selection.scatter(top_k.ids.masked_fill_(~valid, NO_CANDIDATE))
     outputs = selection.scatter_outputs(outputs)
-    return TokenResults(outputs, candidate_logprob, top_k_logprob, top_k_ids, divergence, teacher_rows)
+    lse = log_sum_exp(outputs.normalizer) if "lse" in spec.stats else None
+    return TokenResults(
+        outputs.logprob, outputs.entropy, lse, candidate_logprob, divergence, outputs.normalizer, outputs.argmax,
+        outputs.mean_logit, outputs.log_sum_sq_prob, top_k_logprob, top_k_ids, teacher_rows,
+    )  # fmt: skip
 
 
 def _candidate_logits(context: PassContext, ids: Tensor) -> Tensor:

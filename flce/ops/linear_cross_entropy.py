@@ -26,9 +26,11 @@ from flce.ops.linear_operators import (
     SCHEMA,
     OperatorArguments,
     count_flops,
+    fake_deferred_gradients,
     fake_gradients,
     is_deferred,
     make_case,
+    on_problem,
     plan_for_problem,
     problem_tensors,
     run_plan,
@@ -63,8 +65,7 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
     return RowOutputs.from_tensors(problem.spec, outputs)
 
 
-def _forward(*args: Any) -> tuple[Any, ...]:
-    problem = OperatorArguments(*args).to_problem()
+def _forward(problem: LinearCrossEntropyProblem) -> tuple[Any, ...]:
     result = _run_forward(problem, new_shapes.IN_GRAPH if problem.is_traced else new_shapes.DISPATCHED)
     optional = result.gradient_scale, result.token_weight_grad
     gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
@@ -90,11 +91,6 @@ def _fake_outputs(p: LinearCrossEntropyProblem, c: Case) -> tuple[Any, ...]:
     return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad
 
 
-def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    problem = OperatorArguments(*args).to_problem()
-    return _fake_outputs(problem, make_case(problem))
-
-
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
     """Return fake results of ``flce::linear_cross_entropy``, and the plan, for tensors without values. `gpu` replaces
     the device of the tensors."""
@@ -103,14 +99,8 @@ def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[
     return _fake_outputs(problem, case), plan_for_case(case)
 
 
-def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    problem = OperatorArguments(*args).to_problem()
+def _backward(normalizer: Tensor, upstream: Tensor, problem: LinearCrossEntropyProblem) -> list[Tensor]:
     return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan_for_problem(problem))
-
-
-def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    problem = OperatorArguments(*args).to_problem()
-    return fake_gradients(problem, make_case(problem).dtypes(deferred=True))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -165,8 +155,11 @@ def _compute_gradients(
     `in_place`: True if the memory of saved gradients may be overwritten."""
     if ctx.deferred:
         normalizer, *tensors = saved
-        backward = _backward if can_bypass else torch.ops.flce.linear_cross_entropy_backward
-        return backward(normalizer, upstream.contiguous(), *OperatorArguments.from_tensors(tensors, ctx.constants))
+        upstream, arguments = upstream.contiguous(), OperatorArguments.from_tensors(tensors, ctx.constants)
+        if can_bypass:
+            return _backward(normalizer, upstream, arguments.to_problem())
+        gradients: list[Tensor] = torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream, *arguments)
+        return gradients
     *grads, gradient_scale = saved
     factor = upstream
     if gradient_scale is not None and gradient_scale.dim() == 0:
@@ -231,8 +224,8 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         return (None, *inputs, *weights, *others)
 
 
-def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
-    logits, gradients = count_flops(OperatorArguments(*args).to_problem())
+def _forward_flops(problem: LinearCrossEntropyProblem, out_val: tuple[Any, ...]) -> int:
+    logits, gradients = count_flops(problem)
     *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
@@ -240,16 +233,16 @@ def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
 register_operator(
     "linear_cross_entropy",
     f"({SCHEMA}) -> ({_RESULTS})",
-    _forward,
-    _forward_fake,
+    on_problem(_forward),
+    on_problem(lambda problem: _fake_outputs(problem, make_case(problem))),
     backward=_differentiate,
     setup_context=_setup_context,
 )
 register_operator(
     "linear_cross_entropy_backward",
     f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
-    _backward,
-    _backward_fake,
+    on_problem(_backward, 2),
+    on_problem(lambda _, __, problem: fake_deferred_gradients(problem), 2),
 )
 register_operator(
     "scale_",
@@ -263,8 +256,7 @@ register_operator(
     lambda x, factor, dtype: get_backend(x.device).scale_cast(x, factor, dtype),
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
-register_formula("linear_cross_entropy", _forward_flops)
+register_formula("linear_cross_entropy", on_problem(_forward_flops))
 register_formula(
-    "linear_cross_entropy_backward",
-    lambda normalizer, upstream, *args, out_val: sum(count_flops(OperatorArguments(*args).to_problem())),
+    "linear_cross_entropy_backward", on_problem(lambda _, __, problem, out_val: sum(count_flops(problem)), 2)
 )

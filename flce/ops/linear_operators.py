@@ -98,6 +98,19 @@ class OperatorArguments(NamedTuple):
         )
 
 
+def on_problem(
+    function: Callable[..., ResultT], num_leading: int = 0, spec: type[LossSpec] = LossSpec
+) -> Callable[..., ResultT]:
+    """Return `function`, whose last argument is a problem, for the arguments of an operator: `num_leading` tensors and
+    the arguments of `SCHEMA`."""
+
+    def run(*args: Any, **kwargs: Any) -> ResultT:
+        problem = OperatorArguments(*args[num_leading:]).to_problem(spec)
+        return function(*args[:num_leading], problem, **kwargs)
+
+    return run
+
+
 # Other tensors of the problem.
 _FIELDS = OperatorArguments._fields[2:-1]
 
@@ -169,6 +182,11 @@ def fake_gradients(p: LinearCrossEntropyProblem, dtypes: Dtypes) -> list[Tensor]
         p.terms[0].weight.new_empty(p.local_vocab_size, dtype=accumulation_dtype(p.dtype)),
     )
     return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
+
+
+def fake_deferred_gradients(p: LinearCrossEntropyProblem) -> list[Tensor]:
+    """Return empty tensors for the needed gradients that backward computes."""
+    return fake_gradients(p, make_case(p).dtypes(deferred=True))
 
 
 def count_flops(p: LinearCrossEntropyProblem) -> tuple[int, int]:
