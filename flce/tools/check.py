@@ -5,19 +5,18 @@ Checks of a head that is divided over processes run in every process (`run_split
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import json
 import math
 import multiprocessing
 import tempfile
+import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from importlib.util import find_spec
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,7 +32,6 @@ from flce.engine.case import dtype_text
 from flce.testing import VOCAB_SIZE, tiny_model
 from flce.testing.oracle import OracleResult, dense_logits, token_results
 from flce.testing.problem import (
-    ALL_GRADS,
     EXACT_LOGITS,
     LOGITS_STD,
     MODELS,
@@ -47,17 +45,18 @@ from flce.testing.problem import (
     run_oracle,
     run_stock,
 )
-from flce.tools.machine import BACKENDS, distinct_devices, exact_device, use_backend, why_no_backend, why_no_dtype
+from flce.tools.machine import BACKENDS, exact_device, use_backend, why_no_backend, why_no_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Results = Mapping[str, Tensor]
 """Computed tensors by name: losses, statistics, gradients."""
+Source = Literal["flce", "stock", "float64"]
+"""The code that computes results: flce, PyTorch's operators in the same dtype, or a reference in float64."""
 STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
 CPU, BF16, F16, F32, F64 = torch.device("cpu"), torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = BF16, F32, F16, F64
-PLAN_ARGUMENTS = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
 LARGE_BYTES = 16 << 30  # memory for stock's results and the float64 results of LARGE, with a margin
 CANDIDATES = 5
 
@@ -119,7 +118,6 @@ class CheckResult:
     figures: tuple[Figure, ...] = ()
     wrong: tuple[str, ...] = ()
     """Sentences, one for each fault."""
-    plan: str = ""
 
     @property
     def worst(self) -> Figure | None:
@@ -172,13 +170,18 @@ class Check:
         # A float16 loss needs a scale, as in training: without it gradients are smaller than the least float16.
         return 2.0**16 if self.dtype == F16 else 1.0
 
-    def ours(self) -> Results:
-        return results_by_name(run_fused(self.problem, grad_output=self.upstream, **self.call))
+    def results(self, source: Source) -> Results:
+        if source == "flce":
+            return results_by_name(run_fused(self.problem, grad_output=self.upstream, **self.call))
+        if source == "stock":
+            return results_by_name(run_stock(self.problem, self.upstream))
+        return results_by_name(run_oracle(self.problem.to(exact_device(self.device)), self.upstream))
 
-    def references(self) -> tuple[Results, Results]:
-        """Return stock's results, and the results in float64."""
-        stock, exact = run_stock(self.problem, self.upstream), self.problem.to(exact_device(self.device))
-        return results_by_name(stock), results_by_name(run_oracle(exact, self.upstream))
+    def leaves(self, source: Source) -> Problem:
+        """Return the problem with new leaves of the autograd graph, in float64 for the reference."""
+        dtype, device = (F64, exact_device(self.device)) if source == "float64" else (self.dtype, self.device)
+        p = self.problem.to(device)
+        return p.map(lambda t, _: t.detach().to(dtype, copy=True).requires_grad_())
 
     def tolerance(self) -> Tolerance:
         options = self.call.get("options")
@@ -186,35 +189,23 @@ class Check:
         usual = RESULTS[self.dtype]
         return usual if rounds else EXACT_LOGITS.get(self.dtype, usual)
 
-    def plan_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `flce.plan` for this call, without sizes and dtype."""
-        given = {name: value for name, value in {**self.settings, **self.call}.items() if name in PLAN_ARGUMENTS}
-        grads = self.call.get("grads", ALL_GRADS)
-        flags = {"input_grad": "x" in grads, "weight_grad": "w" in grads}
-        return given | flags | {"bias_grad": "b" in grads and "bias" in self.settings, "device": self.device}
-
     def other_faults(self, ours: Results) -> list[str]:
         """Return the faults that are not figures: results of a second run with other bits."""
-        again = self.ours()
+        again = self.results("flce")
         names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
         return [f"A second run gave other bits: {', '.join(names)}."] if names else []
 
     def run(self) -> CheckResult:
         """Run the check. An exception is recorded as "failed"."""
-        outcome: dict[str, Any]
+        names = str(self.device), self.backend, self.title, dtype_text(self.dtype)
         try:
             with use_backend(self.backend):
-                ours = self.ours()
-                figures = compare_results(ours, *self.references(), self.tolerance())
+                ours = self.results("flce")
+                figures = compare_results(ours, self.results("stock"), self.results("float64"), self.tolerance())
                 wrong = *(f"{figure}." for figure in figures if figure.is_off), *self.other_faults(ours)
-                outcome = {"status": "off" if wrong else "right", "figures": figures, "wrong": wrong}
-                tokens, hidden, vocab = self.shape
-                if hidden is not None:
-                    outcome["plan"] = str(flce.plan(tokens, hidden, vocab, self.dtype, **self.plan_arguments()))
         except Exception as error:
-            outcome = {"status": "failed", "wrong": (_describe_error(error),)}
-        names = str(self.device), self.backend, self.title, dtype_text(self.dtype)
-        return CheckResult(*names, **outcome)
+            return CheckResult(*names, "failed", wrong=(_describe_error(error),))
+        return CheckResult(*names, "off" if wrong else "right", figures, wrong)
 
 
 def _describe_error(error: Exception) -> str:
@@ -228,43 +219,29 @@ def _describe_error(error: Exception) -> str:
 class SoftmaxCheck(Check):
     """A call of `flce.softmax` or `flce.log_softmax`, as the title says."""
 
-    def ours(self) -> Results:
-        return self._run(flce, torch.Tensor.detach)
-
-    def references(self) -> tuple[Results, Results]:
-        return self._run(F, torch.Tensor.detach), self._run(F, lambda t: t.to(exact_device(t.device)).double())
-
-    def _run(self, library: Any, convert: Any) -> Results:
-        x = self.problem.input
-        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(x)
-        leaf = convert(x).clone().requires_grad_()
-        y = getattr(library, self.title)(leaf, -1)
-        y.backward(convert(upstream))
-        return {"result": y.detach(), "gradient": leaf.grad}
+    def results(self, source: Source) -> Results:
+        x = self.leaves(source).input
+        y = getattr(flce if source == "flce" else F, self.title)(x, -1)
+        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=F64)
+        y.backward(upstream.to(self.dtype).to(y))
+        return {"result": y.detach(), "gradient": x.grad}
 
 
 class LogprobsCheck(Check):
     """A call of `flce.linear_logprobs`: results of targets and candidates, entropies, and the gradients of all."""
 
-    def ours(self) -> Results:
-        return self._run(self.problem, by_torch=False)
-
-    def references(self) -> tuple[Results, Results]:
-        exact = self.problem.to(exact_device(self.device)).map(lambda t, _: t.double())
-        return self._run(self.problem), self._run(exact)
-
-    def _run(self, p: Problem, by_torch: bool = True) -> Results:
-        p, g = p.map(lambda t, _: t.detach().clone().requires_grad_()), torch.Generator().manual_seed(1)
+    def results(self, source: Source) -> Results:
+        p, g = self.leaves(source), torch.Generator().manual_seed(1)
         x, y = p.input.flatten(0, 1), p.target.flatten()
         candidates = torch.randint(self.shape.vocab, (len(y), CANDIDATES), generator=g)
         candidates[:, 1], candidates[::2, 2] = candidates[:, 0], -1
         candidates = candidates.to(x.device)
-        if by_torch:  # with products in the dtype of the problem, and logits of float32, or of float64
-            z = F.linear(x, p.linear_weight, p.linear_bias)
-            found = token_results(dense_logits(z if z.dtype == F64 else z.float(), None, **p.kwargs), y, candidates)
-        else:
+        if source == "flce":
             given: dict[str, Any] = {"linear_bias": p.linear_bias, "candidates": candidates, **p.kwargs}
             found = vars(flce.linear_logprobs(x, p.linear_weight, y, **given))
+        else:  # with products in the dtype of the problem, and logits of float32, or of float64
+            z = F.linear(x, p.linear_weight, p.linear_bias)
+            found = token_results(dense_logits(z if z.dtype == F64 else z.float(), None, **p.kwargs), y, candidates)
         results = {name: found[name] for name in ("logprob", "entropy", "candidate_logprob")}
         sums = [(value * torch.randn(value.shape, generator=g).to(value)).sum() for value in results.values()]
         torch.stack(sums).sum().backward()
@@ -276,13 +253,24 @@ class LogprobsCheck(Check):
 class ModelCheck(Check):
     """A patched model: its loss and the gradients of all parameters, compared with the unpatched model."""
 
-    def ours(self) -> Results:
+    def results(self, source: Source) -> Results:
+        """Return the loss, the head's gradient, and the gradients of all other parameters as one vector."""
         from flce.huggingface import patch_model
 
-        return self._step(patch_model(self._model(), on_materialize="raise"))
-
-    def references(self) -> tuple[Results, Results]:
-        return self._step(self._model()), self._step(self._model().to(exact_device(self.device), F64))
+        model = tiny_model("Llama", initializer_range=0.1).to(self.device, self.dtype).train()  # the same weights
+        model = model.to(exact_device(self.device), F64) if source == "float64" else model
+        labels = self.problem.target.to(model.device)
+        ids = labels.clamp(min=0)
+        if source == "float64":  # if a model computes the loss, it rounds logits to float32
+            logits = model(input_ids=ids).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        else:
+            model = patch_model(model, on_materialize="raise") if source == "flce" else model
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        head = model.get_output_embeddings().weight.grad
+        others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
+        return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}
 
     def tolerance(self) -> Tolerance:
         return MODELS[self.dtype]
@@ -290,36 +278,18 @@ class ModelCheck(Check):
     def other_faults(self, ours: Results) -> list[str]:
         return []  # operators of a model may add in any order
 
-    def _model(self) -> Any:
-        """Create the model, with the same weights at each call."""
-        return tiny_model("Llama", initializer_range=0.1).to(self.device, self.dtype).train()
-
-    def _step(self, model: Any) -> Results:
-        """Return the loss, the head's gradient, and the gradients of all other parameters as one vector."""
-        labels = self.problem.target.to(model.device)
-        ids = labels.clamp(min=0)
-        if model.dtype == F64:  # if a model computes the loss, it rounds logits to float32
-            logits = model(input_ids=ids).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        else:
-            loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        head = model.get_output_embeddings().weight.grad
-        others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
-        return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The list
 
-DEFAULT = Check("default")
-NONE = Check("reduction none", {"reduction": "none"})
-NO_GRADIENTS = Check("no gradients", call={"grads": "", "stats": ("lse", "logprob")})
 CAPPED = {"label_smoothing": 0.1, "softcap": 6.0, "z_loss": 1e-3, "shift": 1, "ignored": 0.2}
+OF_LARGE = (
+    Check("default"),
+    Check("reduction none", {"reduction": "none"}),
+    Check("no gradients", call={"grads": "", "stats": ("lse", "logprob")}),
+)
 CHECKS = (
-    DEFAULT,
-    NONE,
-    NO_GRADIENTS,
+    *OF_LARGE,
     Check("small budget", call={"options": ChunkOptions(max_workspace_bytes=640 << 10)}),
     Check("blocks of classes", call={"options": ChunkOptions(strategy="vocab")}),
     Check("chunks of tokens", call={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
@@ -335,34 +305,30 @@ CHECKS = (
     SoftmaxCheck("log_softmax", shape=ROWS),
 )
 MODEL = ModelCheck("patched model", {"ignored": 0.25}, shape=TOKENS, dtypes=(F32, BF16))
-LARGE_CHECKS = tuple(
-    replace(each, title=f"large: {each.title}", shape=LARGE, dtypes=(BF16,)) for each in (DEFAULT, NONE, NO_GRADIENTS)
-)
+LARGE_CHECKS = tuple(replace(each, title=f"large: {each.title}", shape=LARGE, dtypes=(BF16,)) for each in OF_LARGE)
 
 
-def list_checks(device: torch.device | None) -> tuple[list[Check], dict[str, str]]:
-    """Return the checks of a device (None: of one device of each kind), and what is not checked, with the reason."""
+def list_checks(devices: Collection[torch.device]) -> tuple[list[Check], dict[str, str]]:
+    """Return the checks of these devices, and what is not checked, with the reason."""
     found: list[Check] = []
     missing: dict[str, str] = {}
-    devices, same = ([device], {}) if device is not None else distinct_devices()
-    for one, backend in itertools.product(devices, BACKENDS):
-        if (why := why_no_backend(one, backend)) is not None:
-            missing[f"{one}, {backend} backend"] = why
+    for device, backend in itertools.product(devices, BACKENDS):
+        if (why := why_no_backend(device, backend)) is not None:
+            missing[f"{device}, {backend} backend"] = why
             continue
         checks: tuple[Check, ...] = CHECKS
-        reasons = {dtype: why_no_dtype(one, dtype) for dtype in DTYPES}
-        missing |= {f"{one}, {dtype_text(dtype)}": reason for dtype, reason in reasons.items() if reason}
+        reasons = {dtype: why_no_dtype(device, dtype) for dtype in DTYPES}
+        missing |= {f"{device}, {dtype_text(dtype)}": reason for dtype, reason in reasons.items() if reason}
         if find_spec("transformers") is None:
-            missing[f"{one}, patched model"] = "Transformers is not installed"
-        elif backend == usual_backend(one):
+            missing[f"{device}, patched model"] = "Transformers is not installed"
+        elif backend == usual_backend(device):
             checks = *checks, MODEL
-        if backend == "triton" and (free := torch.cuda.mem_get_info(one)[0]) < LARGE_BYTES:
-            missing[f"{one}, large shapes"] = f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
+        if backend == "triton" and (free := torch.cuda.mem_get_info(device)[0]) < LARGE_BYTES:
+            missing[f"{device}, large shapes"] = f"{free >> 30} GiB are free, {LARGE_BYTES >> 30} are needed"
         elif backend == "triton":
             checks = *checks, *LARGE_CHECKS
         pairs = itertools.product(checks, (dtype for dtype, reason in reasons.items() if reason is None))
-        found += [check.at(one, backend, dtype) for check, dtype in pairs if dtype in check.dtypes]
-    missing |= {str(other): f"it is the same as {one}; --device {other} checks it" for other, one in same.items()}
+        found += [check.at(device, backend, dtype) for check, dtype in pairs if dtype in check.dtypes]
     return found, missing
 
 
@@ -374,8 +340,8 @@ def usual_backend(device: torch.device) -> str:
 # ---------------------------------------------------------------------------------------------------------
 # Processes
 
-# Seconds: for a collective, for all checks, and for the other processes after the first process has ended.
-COLLECTIVE_TIMEOUT, TOTAL_TIMEOUT, TIMEOUT_AFTER_FIRST_EXIT = 60.0, 300.0, 20.0
+# Seconds for a collective, and for a check with its collectives; for the first check also for the imports.
+COLLECTIVE_TIMEOUT, CHECK_TIMEOUT = 60.0, 90.0
 GROUPS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -385,28 +351,22 @@ class SplitCheck(Check):
 
     sequence_parallel: bool = False
 
-    def ours(self) -> Results:
-        names = {"x": "input", "w": "weight", "b": "bias"}
-        p = self.problem.map(lambda t, letter: self._shard(names[letter], t))
-        divided = {"process_group": dist.group.WORLD, "vocab_size": self.shape.vocab}
-        p = p.with_(**divided, sequence_parallel=self.sequence_parallel)
-        return results_by_name(run_fused(p, grad_output=self.upstream, **self.call))
-
-    def references(self) -> tuple[Results, Results]:
-        stock = results_by_name(run_stock(self.problem, self.upstream, processes=dist.get_world_size()))
-        first, second = (
-            {what: self._shard(what, t) for what, t in each.items()} for each in (stock, super().references()[1])
-        )
-        return first, second
+    def results(self, source: Source) -> Results:
+        if source == "flce":
+            names = {"x": "input", "w": "weight", "b": "bias"}
+            p = self.problem.map(lambda t, letter: self._shard(names[letter], t))
+            divided = {"process_group": dist.group.WORLD, "vocab_size": self.shape.vocab}
+            p = p.with_(**divided, sequence_parallel=self.sequence_parallel)
+            return results_by_name(run_fused(p, grad_output=self.upstream, **self.call))
+        found = super().results(source)
+        if source == "stock":
+            found = results_by_name(run_stock(self.problem, self.upstream, processes=dist.get_world_size()))
+        return {what: self._shard(what, t) for what, t in found.items()}
 
     def other_faults(self, ours: Results) -> list[str]:
-        losses = all_gather(self.ours()["loss"], dist.group.WORLD)
+        losses = all_gather(self.results("flce")["loss"], dist.group.WORLD)
         same = all(torch.equal(losses[0], each) for each in losses)
         return super().other_faults(ours) + ([] if same else ["The processes have different losses."])
-
-    def plan_arguments(self) -> dict[str, Any]:
-        shards = {"shards": dist.get_world_size(), "sequence_parallel": self.sequence_parallel}
-        return super().plan_arguments() | shards
 
     def _shard(self, what: str, full: Tensor) -> Tensor:
         """Return the shard of a tensor, or of its gradient, of this process."""
@@ -447,58 +407,42 @@ def split_checks(processes: int, device: torch.device | None) -> list[SplitCheck
 
 def run_split(checks: Sequence[SplitCheck], processes: int) -> list[CheckResult]:
     """Run each check in every process. Stop after the first check that failed in a process."""
-    context, ranks = multiprocessing.get_context("spawn"), range(processes)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = processes, folder, list(checks), COLLECTIVE_TIMEOUT
-        started = [context.Process(target=_run_checks, args=(rank, *arguments), daemon=True) for rank in ranks]
-        for process in started:
-            process.start()
-        wait([process.sentinel for process in started], TOTAL_TIMEOUT)  # until the first process ends
-        for process in started:
-            process.join(TIMEOUT_AFTER_FIRST_EXIT)
-            process.kill()
-            process.join()
-        results: list[CheckResult] = []
-        for index, check in enumerate(checks):
-            results.append(_merge_results(check, [Path(folder, f"{index}-{rank}") for rank in ranks]))
+    context, results = multiprocessing.get_context("spawn"), list[CheckResult]()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        arguments = processes, checks[0].device.type, f"file://{folder}/store", COLLECTIVE_TIMEOUT
+        pools = [stack.enter_context(context.Pool(1, _join, (rank, *arguments))) for rank in range(processes)]
+        for check in checks:
+            end = time.monotonic() + CHECK_TIMEOUT
+            running = [pool.apply_async(check.run) for pool in pools]
+            answers = []
+            for each in running:
+                try:
+                    answers.append(each.get(max(0.0, end - time.monotonic())))
+                except multiprocessing.TimeoutError:
+                    sentence = f"ended or gave no result within {CHECK_TIMEOUT:.0f} s."
+                    answers.append(CheckResult("", "", "", "", "failed", wrong=(sentence,)))
+            results.append(_merge_results(check, answers))
             if results[-1].status == "failed":
                 break
     return results
 
 
-def _run_checks(rank: int, processes: int, folder: str, checks: list[SplitCheck], timeout: float) -> None:
+def _join(rank: int, processes: int, device_type: str, store: str, timeout: float) -> None:
+    """Let a new process join the group."""
     torch.set_num_threads(1)
-    device = checks[0].device
-    if device.type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    settings: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": processes}
-    dist.init_process_group(GROUPS[device.type], timeout=timedelta(seconds=timeout), **settings)
-    for index, check in enumerate(checks):
-        result = replace(check, device=device).run()
-        Path(folder, f"{index}-{rank}").write_text(json.dumps(asdict(result)))
-        if result.status == "failed":
-            break
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    settings: dict[str, Any] = {"init_method": store, "rank": rank, "world_size": processes}
+    dist.init_process_group(GROUPS[device_type], timeout=timedelta(seconds=timeout), **settings)
 
 
-def _read_result(file: Path) -> CheckResult:
-    if not file.exists():
-        message = f"ended or gave no result within {COLLECTIVE_TIMEOUT:.0f} s."
-        return CheckResult("", "", "", "", "failed", wrong=(message,))
-    fields: dict[str, Any] = json.loads(file.read_text())
-    return CheckResult(**fields | {"figures": tuple(Figure(**figure) for figure in fields["figures"])})
-
-
-def _merge_results(check: SplitCheck, files: list[Path]) -> CheckResult:
+def _merge_results(check: SplitCheck, answers: Sequence[CheckResult]) -> CheckResult:
     """Return one result for all processes: of each figure the worst, and the faults of all processes."""
-    answers = [_read_result(file) for file in files]
     figures = sorted((figure for each in answers for figure in each.figures), key=lambda figure: figure.share)
-    device = f"{len(files)} processes, {check.device.type}, {GROUPS[check.device.type]}"
-    return replace(
-        max(answers, key=lambda each: ("right", "off", "failed").index(each.status)),
-        device=device,
-        backend=check.backend,
-        title=check.title,
-        figures=tuple({figure.what: figure for figure in figures}.values()),
-        wrong=tuple(f"rank {rank}: {sentence}" for rank, each in enumerate(answers) for sentence in each.wrong),
+    return CheckResult(
+        f"{len(answers)} processes, {check.device.type}, {GROUPS[check.device.type]}",
+        *(check.backend, check.title, dtype_text(check.dtype)),
+        max((each.status for each in answers), key=("right", "off", "failed").index),
+        tuple({figure.what: figure for figure in figures}.values()),
+        tuple(f"rank {rank}: {sentence}" for rank, each in enumerate(answers) for sentence in each.wrong),
     )

@@ -29,13 +29,6 @@ VARIABLES = (*log.VARIABLES, "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 # --- devices ---
 
 
-def distinct_devices() -> tuple[list[torch.device], dict[torch.device, torch.device]]:
-    """Return one device of each name, and a dictionary from every other device to the device of the same name."""
-    first: dict[str, torch.device] = {}
-    same = {device: first.setdefault(device_name(device), device) for device in list_devices()}
-    return list(first.values()), {device: other for device, other in same.items() if other != device}
-
-
 def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason a device cannot compute in a dtype, or None if it can."""
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):

@@ -83,12 +83,6 @@ def test_no_device(name: str) -> None:
         find_device("cuda:0", ["cpu"])
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_devices_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "device_name", lambda device: device.type)
-    assert machine.distinct_devices() == ([FIRST, CPU], {SECOND: FIRST})
-
-
 @pytest.mark.parametrize("before", [None, "torch"])
 def test_use_backend_restores_the_variable(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLCE_BACKEND", raising=False)

@@ -25,13 +25,11 @@ from flce.tools.cli.output import (
 if TYPE_CHECKING:
     from flce.tools.check import CheckResult, Figure
 
-MAX_REPORTED = 20  # wrong checks in a bug report
-
 
 def check(
     device: Annotated[
         str | None,
-        typer.Option(help="The device to check, such as cpu or cuda:0. Default: one GPU of each kind, and the CPU."),
+        typer.Option(help="The device to check, such as cpu or cuda:1. Default: a GPU if there is one, and the CPU."),
     ] = None,
     processes: Annotated[
         int | None,
@@ -56,7 +54,7 @@ def check(
     given = {"--device": device, "--processes": processes}
     command = shlex.join(["flce", "check", *(f"{word}" for pair in given.items() if pair[1] for word in pair)])
     divided = parse_option("--processes", split_checks, processes, only) if processes else []
-    checks, missing = list_checks(only)
+    checks, missing = list_checks({find_device(None), torch.device("cpu")} if only is None else {only})
     torch.set_num_threads(1)  # the checks are so small that several threads would be slower
     shown = track(checks, f"{len(checks)} checks", console=stderr(), transient=True)
     results = [each.run() for each in shown] + (run_split(divided, processes) if processes else [])
@@ -79,16 +77,11 @@ def check(
             print_table(stdout(), _results_table(results))
         stdout().print(verdict, style="bold green" if right else "bold red", soft_wrap=True)
         lines = [f"$ {command}", *machine_lines(facts), verdict]
-        for result in wrong[:MAX_REPORTED]:
-            lines.append(
-                f"{result.status}: {result.device}, {result.backend} backend, {result.dtype}, {result.title!r}"
-            )
-            lines += [f"  {line}" for line in (*result.wrong, result.plan) if line]
-        if len(wrong) > MAX_REPORTED:
-            lines.append(f"and {len(wrong) - MAX_REPORTED} further checks, which --json lists")
+        for result in wrong:
+            place = f"{result.device}, {result.backend} backend, {result.dtype}, {result.title!r}"
+            lines += [f"{result.status}: {place}", *(f"  {sentence}" for sentence in result.wrong)]
         lines += [f"not checked: {what}: {why}" for what, why in missing.items()]
-        print(f"\n{'For a bug report' if right else 'Please report this'}:\n")
-        print("\n".join(["```", *lines, "```"]))
+        print("\n".join(["", "For a bug report" if right else "Please report this", "", "```", *lines, "```"]))
     if not right:
         raise typer.Exit(1)
 
