@@ -29,7 +29,6 @@ from flce.huggingface.estimate.rehearsal import (
     OPTIMIZER,
     TEMPORARY,
     WEIGHTS,
-    BudgetError,
     CudaOperatorsMode,
     StepMeter,
 )
@@ -185,14 +184,12 @@ class TrainingMemory:
         return tuple(head.weight.shape)
 
     def step(self, length: int, variant: Variant) -> StepMemory:
-        """Return the memory of a step of sequences of ``length`` tokens, or raise `StepError` or `BudgetError`."""
+        """Return the memory of a step of sequences of ``length`` tokens, or raise `StepError`."""
         key = length, variant
         if key not in self._step_cache:
             try:
                 with _without_warnings(), self._apply_variant(variant):
                     self._step_cache[key] = self._rehearse(length)
-            except BudgetError:
-                raise
             except Exception as error:  # the model's code may raise any exception
                 kind, positions = type(self.model).__name__, self.positions
                 if positions is not None and length > positions:
@@ -201,10 +198,8 @@ class TrainingMemory:
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
         return self._step_cache[key]
 
-    def find_longest(
-        self, variant: Variant, memory: int, start: int = 4096, on_try: Callable[[], object] = lambda: None
-    ) -> LongestSequence:
-        """Return the longest sequence that fits in ``memory`` bytes. ``on_try`` is called before each length is tried.
+    def find_longest(self, variant: Variant, memory: int, start: int = 4096) -> LongestSequence:
+        """Return the longest sequence that fits in ``memory`` bytes.
 
         A line through the last two lengths and peaks predicts the next length to try, after ``start``. The result is a
         length that was tried and fits. It uses 99% of the memory, or 1% more tokens do not fit or cannot be run.
@@ -215,11 +210,10 @@ class TrainingMemory:
         length, obstacle = start, None
         while high - low > max(1, low // 100):
             length = min(max(length, low + 1), high - 1)
-            on_try()
             try:
                 peak = self.step(length, variant).peak_bytes
-            except (StepError, BudgetError) as error:
-                high, obstacle = length, f"--budget is {error}" if isinstance(error, BudgetError) else f"{error}"
+            except StepError as error:
+                high, obstacle = length, f"{error}"
                 likely = [n for n in (self.positions, (self.positions or 0) + 1) if n is not None and low < n < high]
                 length = likely[0] if likely else (low + high) // 2
                 continue

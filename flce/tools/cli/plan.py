@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
@@ -12,7 +11,6 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from flce.core.sizes import locate_page, parse_bytes, parse_sizes, size_text
@@ -30,7 +28,7 @@ from flce.tools.cli.output import (
 if TYPE_CHECKING:
     import torch
 
-    from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
+    from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import DescribedDevice
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
@@ -53,10 +51,6 @@ STEP_OPTIONS = (
     *("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding"),
     *("lora", "lora_targets", "load_in_4bit"),
 )
-# Lengths that are tried for a variant, in the mean, and the least duration in seconds that is printed.
-USUAL_TRIES = 5
-LONG_SECONDS = 10
-TIMED_LENGTHS = 16, 128
 
 
 def plan(
@@ -218,7 +212,6 @@ def _plan_steps(
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.adapters import AdapterError
     from flce.huggingface.estimate.language_model import load_config
-    from flce.huggingface.estimate.rehearsal import BudgetError
     from flce.huggingface.estimate.training_memory import MAX_TOKENS, StepError
 
     try:
@@ -238,21 +231,15 @@ def _plan_steps(
     weight_grad = not training.frozen_head and training.lora is None
     loss = plan_loss((training.batch_size * seq_len, hidden, vocab), weight_grad=weight_grad)
     steps = []
-    columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=stderr(), transient=True) as bar:
-        task = bar.add_task("", total=len(variants) * USUAL_TRIES)
-        for number, variant in enumerate(variants):
-            bar.update(task, completed=number * USUAL_TRIES, description=f"a step of the model: {variant}")
+    with stderr().status("") as status:
+        for variant in variants:
+            status.update(f"steps of the model, {variant}")
             try:
-                if number == 0 and (sentence := _predict_duration(measured, variant, seq_len, len(variants))):
-                    bar.console.print(sentence, soft_wrap=True)
                 step = measured.step(seq_len, variant)
-                longest = measured.find_longest(variant, memory, start=seq_len, on_try=lambda: bar.advance(task))
+                longest = measured.find_longest(variant, memory, start=seq_len)
             except StepError as error:
                 too_long = measured.positions is not None and seq_len > measured.positions
                 raise usage_error("--seq-len" if too_long else "--model", f"{error}") from None
-            except BudgetError as error:
-                raise usage_error("--budget", f"is {error}") from None
             length = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
             steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **length})
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
@@ -285,34 +272,6 @@ def _plan_steps(
             page=locate_page("memory.md"),
         ),
     }
-
-
-def _predict_duration(measured: TrainingMemory, variant: Variant, seq_len: int, num_variants: int) -> str | None:
-    """Return a sentence about the duration of the plan if it is long. Steps of two short lengths are timed."""
-    from flce.huggingface.estimate.rehearsal import BudgetError
-    from flce.huggingface.estimate.training_memory import StepError
-
-    lengths = sorted({min(length, seq_len) for length in TIMED_LENGTHS})
-    durations = []
-    for length in lengths:
-        begin = time.monotonic()
-        try:
-            measured.step(length, variant)
-        except (StepError, BudgetError):  # the step of `seq_len` tokens has the better message
-            return None
-        durations.append(time.monotonic() - begin)
-    least, most = durations[0], durations[-1]
-    if most > 2 * least:
-        # The lengths of the search are not known yet, so neither is its duration.
-        step_seconds = least + (most - least) / (lengths[-1] - lengths[0]) * (seq_len - lengths[0])
-        if step_seconds > LONG_SECONDS / num_variants:
-            return (
-                "The code of this model loops over the tokens, so steps of longer sequences take longer. A step of "
-                f"{seq_len:,} tokens takes about {step_seconds:.0f} s, and the search for the longest sequence runs "
-                f"several longer steps for each of {num_variants} variants."
-            )
-    expected = most * USUAL_TRIES * num_variants
-    return f"This takes about {expected:.0f} s." if expected > LONG_SECONDS else None
 
 
 # ------------------------------------------------------------------------------------------------------- printing
