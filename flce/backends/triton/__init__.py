@@ -21,13 +21,13 @@ from flce.backends.triton import (
     divergence,
     e4m3,
     entries,
-    exponentials_launch,
     product,
     reduction,
     scale,
     softmax,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from flce.backends.triton.exponentials import combine_rows, fused_exponentials
 from flce.backends.triton.launch import (
     LINE_BYTES,
     LOGIT_OPTIONS,
@@ -47,6 +47,7 @@ from flce.backends.triton.launch import (
 )
 from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
+from flce.backends.triton.weight_gradient import add_target_terms, unscaled_weight_gradient, weight_gradient
 from flce.core.devices import device_record
 from flce.core.problem import LossSpec, accumulation_dtype
 
@@ -183,11 +184,11 @@ class TritonBackend:
     row_gradient = staticmethod(_replayed(_row_gradient))
     fused_statistics = staticmethod(product.fused_statistics)
     fused_gradient = staticmethod(product.fused_gradient)
-    fused_exponentials = staticmethod(exponentials_launch.fused_exponentials)
-    combine_rows = staticmethod(_replayed(exponentials_launch.combine_rows))
-    weight_gradient = staticmethod(exponentials_launch.weight_gradient)
-    unscaled_weight_gradient = staticmethod(exponentials_launch.unscaled_weight_gradient)
-    add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    fused_exponentials = staticmethod(fused_exponentials)
+    combine_rows = staticmethod(_replayed(combine_rows))
+    weight_gradient = staticmethod(weight_gradient)
+    unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
+    add_target_terms = staticmethod(add_target_terms)
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)
     sort_entries = staticmethod(sort_entries)

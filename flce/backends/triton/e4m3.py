@@ -32,8 +32,7 @@ from flce.backends.contract import (
 )
 from flce.backends.e4m3 import LEAST_SUM, row_factors
 from flce.backends.triton.entries import row_products
-from flce.backends.triton.exponentials import FLAG_STRIDE
-from flce.backends.triton.launch import Launch, build_launch, thread_options
+from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, thread_options
 from flce.backends.triton.math import LOG2_E, e4m3_factor
 from flce.backends.triton.replay import run
 

@@ -1,6 +1,5 @@
-"""Kernels around the product that writes exponentials, which are normalized after the matrix products of the gradients.
-
-`exponentials_launch` launches them: `Backend.fused_exponentials`, `combine_rows` and `add_target_terms`.
+"""Kernels around the product that writes exponentials, which are normalized after the matrix products of the gradients,
+and their launches: `Backend.fused_exponentials` and `combine_rows`.
 
 With a reference c of each row, e_k = exp(z_k - c) (0 for the target y), S = sum_k e_k and Z = S + exp(z_y - c), the
 gradient of the loss with respect to the logits is
@@ -17,7 +16,7 @@ f. The epilogue of the product that computes the logits writes E (`product.py`).
 The logits are neither written to memory nor rounded. E is written to memory: E and f * X are rounded to bfloat16, as p
 is in other schedules. The targets' own terms are most of the gradient of a model that is not sure yet. Neither these
 terms nor the products are rounded before they are added, because they may cancel: E W is float32. For dW see
-`weight_gradient.py` or, for sums over chunks (float32, unless bfloat16 is requested), `add_to_targets_kernel`.
+`weight_gradient.py`.
 
 The reference need not be the largest logit, which is unknown until all logits have been computed. The reference is the
 largest logit of a sample of classes plus HEADROOM octaves, because other logits may be larger, and at least the
@@ -33,16 +32,28 @@ launched, and its programs return at once if none is needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from flce.backends import contract
+from flce.backends.contract import E4M3_SAMPLES, QuantizedTile, StatisticsCall, TileClasses
+from flce.backends.triton import e4m3, product
+from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, thread_options
 from flce.backends.triton.math import LN_2, LOG2_E, e4m3_factor, finish_rows, log1p, transform
+from flce.backends.triton.replay import run
+from flce.core.gemm import ALIGNMENT
 
+# Classes whose logits are computed before the product, for the reference of each row: 0.2% of a vocabulary of 128,256.
+SAMPLES = 256
+# Elements of a row of hidden states per step. On an H200 512 to 4096 are equally fast.
+BLOCK = 1024
 _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
-# Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
-FLAG_STRIDE = 4
 _FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
 # The largest relative rounding error of the entries of a bfloat16 product.
 _ROUNDING = tl.constexpr(2.0**-8)
@@ -287,58 +298,179 @@ def combine_rows_kernel(
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "first_class", "classes", "ignore_index"],
-    do_not_specialize_on_alignment=["factor_ptr"],  # the second row of a matrix whose rows have any length
-)
-def add_to_targets_kernel(
-    grad_ptr,  # (classes, hidden), contiguous: the sums, of the classes from first_class on
-    x_ptr,  # (N, hidden), strides x_stride and x_col_stride
-    target_ptr,  # (rows,) int32, ascending
-    row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
-    order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
-    factor_ptr,  # (rows,)
-    residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from the first row of each target
-    x_stride,
-    x_col_stride,
-    rows,
-    hidden,
-    first_class,
-    classes,
-    ignore_index,
-    HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCAN: tl.constexpr,
-):
-    """Add the rows of each target to its class. The program of the first row of a target adds all rows of this target
-    in order, so that results are reproducible to the bit."""
-    first = tl.program_id(0)
-    target = tl.load(target_ptr + first)
-    before = tl.load(target_ptr + first - 1, mask=first > 0, other=-1)
-    place = target.to(tl.int64) - first_class
-    if (target != before) & (place >= 0) & (place < classes) & (target != ignore_index):
-        stop = first + 1
-        found = SCAN
-        while found == SCAN:
-            candidates = stop + tl.arange(0, SCAN)
-            same = tl.load(target_ptr + candidates, mask=candidates < rows, other=-1) == target
-            found = tl.sum(same.to(tl.int32), axis=0)
-            stop += found
-        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < hidden
-        grad_ptr += place * hidden
-        total = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + first.to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
-            total += tl.where(tl.abs(total) == float("inf"), 0.0, residual.to(tl.float32))
-        for start in range(first, stop, ROWS):
-            number = start + tl.arange(0, ROWS)
-            row = tl.load(row_ptr + number, mask=number < stop, other=0)
-            index = tl.load(order_ptr + number, mask=number < stop, other=0)
-            factor = tl.load(factor_ptr + index, mask=number < stop, other=0.0)
-            both = (number < stop)[:, None] & mask[None, :]
-            places = row[:, None] * x_stride + offsets[None, :].to(tl.int64) * x_col_stride
-            x = tl.load(x_ptr + places, mask=both, other=0.0)
-            total += tl.sum(x.to(tl.float32) * factor[:, None], axis=0)
-        tl.store(grad_ptr + offsets, total.to(grad_ptr.dtype.element_ty), mask=mask)
+# ---------------------------------------------------------------------------------------------------------
+# Launches
+
+
+def fused_exponentials(
+    x: Tensor,
+    weight: Tensor,
+    exps: Sequence[Tensor],
+    call: StatisticsCall,
+    factors: Tensor,
+    count: Tensor | None,
+    scales: Callable[[], Tensor | None],
+    quantized: QuantizedTile | None = None,
+) -> None:
+    num_rows, vocab_size = x.shape[0], weight.shape[0]
+    if num_rows == 0:
+        return
+    new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
+    samples, planes, row_factor = (SAMPLES, 1, None) if quantized is None else (E4M3_SAMPLES, 2, new(num_rows))
+    sampled = _sample_classes(weight, samples)
+    if quantized is None:
+        # The memory of the exponentials is free until the product writes them.
+        sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
+    else:
+        exps, sample = [quantized.matrix[:, :vocab_size]], torch.mm(x, sampled.t())
+    # Separate vectors, so that each address is aligned for the kernels.
+    rows = _RowVectors(*[new(num_rows) for _ in range(3)])
+    work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    x, partial = product.align_for_descriptor(x), new(planes, blocks, num_rows)
+    memory = _Memory(x, weight, exps, partial, work, rows, samples, row_factor, quantized)
+    run(_first_products, memory, call, sample, count)
+    call = call._replace(inputs=call.inputs._replace(scales=scales()))
+    run(_finish_and_retry, memory, call, factors)
+    if quantized is not None:
+        e4m3.compute_exponentials(x, weight, rows.reference, call, quantized.entries)
+
+
+class _RowVectors(NamedTuple):
+    """Vectors of `fused_exponentials`, (rows,) each."""
+
+    reference: Tensor
+    target_logit: Tensor
+    target_jacobian: Tensor
+
+
+class _Memory(NamedTuple):
+    """Operands of the products of `fused_exponentials`, and what its launches hand to each other."""
+
+    x: Tensor
+    weight: Tensor
+    exps: Sequence[Tensor]
+    partial: Tensor  # (planes, blocks of classes, rows)
+    work: Tensor  # (3, FLAG_STRIDE) int32, see `exponentials`
+    rows: _RowVectors
+    samples: int
+    row_factor: Tensor | None  # (rows,) with `quantized`
+    quantized: QuantizedTile | None
+
+
+def _sample_classes(weight: Tensor, samples: int) -> Tensor:
+    sampled = weight[:: _sample_step(weight, samples)]
+    return sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
+
+
+def _sample_step(weight: Tensor, samples: int) -> int:
+    return -(-weight.shape[0] // samples)
+
+
+def _first_products(memory: _Memory, call: StatisticsCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
+    yield build_launch(
+        reference_kernel,
+        (len(memory.x),),
+        call,
+        {"BLOCK_ROWS": product.ROWS, "SAMPLES": memory.samples, "BLOCK": BLOCK},
+        ("z_loss",),
+        x=memory.x,
+        weight=memory.weight,
+        sample=sample,
+        work=memory.work,
+        count=count,
+        hidden=memory.x.shape[1],
+        samples=sample.shape[1],
+        sample_step=_sample_step(memory.weight, memory.samples),
+        row_factor=memory.row_factor,
+        **memory.rows._asdict(),
+    )
+    yield from _products(memory, call, is_retry=False)
+
+
+def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) -> Iterator[Launch]:
+    yield from _finish(memory, call, factors, is_retry=False)
+    yield from _products(memory, call, is_retry=True)
+    yield from _finish(memory, call, factors, is_retry=True)
+
+
+def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
+    weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
+    transposed = None if memory.quantized is None else memory.quantized.transposed
+    for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
+        yield product.launch(
+            memory.x,
+            weight[tile.columns],
+            call._replace(tile=tile),
+            tile_exps,
+            partial=memory.partial,
+            reference=memory.rows.reference,
+            transposed=None if transposed is None else transposed[tile.columns],
+            row_factor=memory.row_factor,
+            work=memory.work[int(is_retry)],
+        )
+
+
+def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
+    _, blocks, num_rows = memory.partial.shape
+    yield build_launch(
+        finish_kernel,
+        (triton.cdiv(num_rows, product.FINISH_ROWS),),
+        call,
+        {
+            "IS_SHARD": call.tile.is_shard,
+            "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
+            "ROWS": product.FINISH_ROWS,
+            "BLOCKS": product.FINISH_BLOCKS,
+        },
+        ("softcap",),
+        partial=memory.partial,
+        factors=factors,
+        work=memory.work[int(is_retry)],
+        blocks=blocks,
+        **memory.rows._asdict(),
+    )
+    if memory.quantized is not None:
+        work, partial = memory.work[int(is_retry)], memory.partial[int(call.spec.softcap is not None)]
+        assert memory.row_factor is not None
+        vocab_size = len(memory.weight)
+        yield e4m3.find_large(memory.quantized, vocab_size, memory.row_factor, partial, product.COLS, work)
+
+
+def _tiles(
+    exps: Sequence[Tensor], vocab_size: int, is_retry: bool, max_cols: int
+) -> Iterator[tuple[TileClasses, Tensor]]:
+    """Yield the tile of each launch (`product.tiles`) and its exponentials. `is_retry`: few launches, because
+    retries are rare."""
+    start = 0
+    for exps_tile in exps:
+        stop = start + exps_tile.shape[1]
+        single = [TileClasses(start, stop - start, vocab_size, stop - start)]
+        for tile in single if is_retry and max_cols >= vocab_size else product.tiles(start, stop, vocab_size, max_cols):
+            yield tile, exps_tile[:, tile.start - start : tile.start - start + tile.cols]
+        start = stop
+
+
+def combine_rows(
+    x: Tensor,
+    out: Tensor,
+    weight: Tensor | None,  # None: only scale the rows
+    target: Tensor,
+    factors: Tensor,
+    ignore_index: int,
+    index: Tensor | None,
+) -> Iterator[Launch]:
+    yield build_launch(
+        combine_rows_kernel,
+        (len(x),),
+        None,
+        {"BLOCK": BLOCK, **thread_options(x.device, 4)},
+        x=x,
+        weight=weight,
+        out=out,
+        index=index,
+        target=target,
+        factors=factors,
+        hidden=x.shape[1],
+        vocab_size=0 if weight is None else len(weight),
+        ignore_index=ignore_index,
+    )

@@ -31,6 +31,8 @@ SECTOR_BYTES = 32
 MAX_REGISTERS = 64
 # If a row fills less than this share of its blocks, smaller blocks are faster: the rest of a block costs time as well.
 MIN_FILLED_SHARE = 3 / 4
+# Distance of flags, 32 bits each: kernels are built for addresses that are multiples of 16 bytes.
+FLAG_STRIDE = 4
 
 # Fields of `LossSpec` that change logits, for kernels that do not read logits.
 LOGIT_OPTIONS = ("softcap", "logit_scale", "temperature")

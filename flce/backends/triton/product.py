@@ -1,6 +1,6 @@
 """The fused product: a matrix product whose epilogue processes the logits in registers, and its launches.
 
-It replaces the vendor's product and a pass over the logits. `TritonBackend` and `exponentials_launch` call this module.
+It replaces the vendor's product and a pass over the logits. `TritonBackend` and `exponentials` call this module.
 
 A block of ``x W^T`` is summed in float32 and stays in registers: the logits are neither written to memory nor rounded.
 There are three epilogues:

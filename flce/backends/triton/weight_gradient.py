@@ -1,6 +1,5 @@
-"""Kernels for the gradient of the head: a matrix product that also keeps what its rounding removes, or divides.
-
-`exponentials_launch` launches them: `Backend.weight_gradient` and `unscaled_weight_gradient`.
+"""Kernels for the gradient of the head: a matrix product that also keeps what its rounding removes, or divides; and
+their launches: `Backend.weight_gradient`, `unscaled_weight_gradient` and `add_target_terms`.
 
     dW = E^T (f * X) + sum_i t_i X[i] at row y[i]
 
@@ -8,7 +7,7 @@
 that has learned the frequency of the class. Therefore dW must not be rounded before the second sum is added. The
 product writes dW rounded to bfloat16 and, only for the classes that are targets, the residual: the difference to the
 float32 sum, also in bfloat16. Both together have an error of 2^-17. `add_to_targets_kernel` then adds the second sum to
-them, and rounds once.
+them, and rounds once. It also adds the second sum to sums over chunks (float32, unless bfloat16 is requested).
 
 An epilogue that adds the second sum itself needs a loop, so the operands of the next block are not loaded meanwhile.
 The time, relative to the vendor's product without targets (H100; targets are random, or their frequency is 1/rank):
@@ -23,10 +22,37 @@ before it rounds, which the vendor's products cannot do.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flce.backends.contract import TargetTerms
+from flce.backends.triton import product
+from flce.backends.triton.launch import Launch, build_launch, thread_options
 from flce.backends.triton.math import balanced_group, block_in_groups
+from flce.backends.triton.replay import run
+from flce.core.devices import device_record
+
+# Sums for each target: rows and columns per step, and targets that are compared per step. Microseconds on an H200 for
+# half of the classes of two heads. The targets are random, or their frequency is 1/rank (up to 896 and 477 rows of one
+# target). 32 x 256 needs so many registers that few programs run at a time.
+#   rows x columns                    8 x 1024    2 x 1024    32 x 256
+#   16384 x 1024 x 151936, random     33          25          334
+#   16384 x 1024 x 151936, 1/rank     255         281         321
+#   8192 x 4096 x 128256, random      63          49          664
+#   8192 x 4096 x 128256, 1/rank      175         180         629
+SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
+# A block of the weight gradient, classes x columns; tokens per step; blocks of classes of a group. Blocks of 256 x 128
+# took 1.06 to 1.12 of the vendor's time where blocks of 128 x 256 took 1.01 to 1.04. Groups of 8 and 32 are within 1%.
+WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP = 128, 256, 64, 16
+# Classes of a program of `target_slots_kernel`.
+SLOT_CLASSES = 256
 
 # Arguments: two neighbouring 16-bit numbers, the address of their row or 0, and their columns or -1. `tl.store` would
 # convert the block to another layout first, through 128 KiB of shared memory that are not left.
@@ -117,3 +143,183 @@ def target_slots_kernel(
     target = tl.load(target_ptr + position, mask=position < rows, other=-1)
     slot = tl.where((target == column) & (target != ignore_index), position, -1)
     tl.store(slot_ptr + column, slot, mask=column < vocab_size)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "first_class", "classes", "ignore_index"],
+    do_not_specialize_on_alignment=["factor_ptr"],  # the second row of a matrix whose rows have any length
+)
+def add_to_targets_kernel(
+    grad_ptr,  # (classes, hidden), contiguous: the sums, of the classes from first_class on
+    x_ptr,  # (N, hidden), strides x_stride and x_col_stride
+    target_ptr,  # (rows,) int32, ascending
+    row_ptr,  # (rows,) int64: rows of x, in the order of target_ptr
+    order_ptr,  # (rows,) int64: indices of factor_ptr, in the order of target_ptr
+    factor_ptr,  # (rows,)
+    residual_ptr,  # (rows, hidden), contiguous: what rounding has removed from the first row of each target
+    x_stride,
+    x_col_stride,
+    rows,
+    hidden,
+    first_class,
+    classes,
+    ignore_index,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Add the rows of each target to its class. The program of the first row of a target adds all rows of this target
+    in order, so that results are reproducible to the bit."""
+    first = tl.program_id(0)
+    target = tl.load(target_ptr + first)
+    before = tl.load(target_ptr + first - 1, mask=first > 0, other=-1)
+    place = target.to(tl.int64) - first_class
+    if (target != before) & (place >= 0) & (place < classes) & (target != ignore_index):
+        stop = first + 1
+        found = SCAN
+        while found == SCAN:
+            candidates = stop + tl.arange(0, SCAN)
+            same = tl.load(target_ptr + candidates, mask=candidates < rows, other=-1) == target
+            found = tl.sum(same.to(tl.int32), axis=0)
+            stop += found
+        offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < hidden
+        grad_ptr += place * hidden
+        total = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + first.to(tl.int64) * hidden + offsets, mask=mask, other=0.0)
+            total += tl.where(tl.abs(total) == float("inf"), 0.0, residual.to(tl.float32))
+        for start in range(first, stop, ROWS):
+            number = start + tl.arange(0, ROWS)
+            row = tl.load(row_ptr + number, mask=number < stop, other=0)
+            index = tl.load(order_ptr + number, mask=number < stop, other=0)
+            factor = tl.load(factor_ptr + index, mask=number < stop, other=0.0)
+            both = (number < stop)[:, None] & mask[None, :]
+            places = row[:, None] * x_stride + offsets[None, :].to(tl.int64) * x_col_stride
+            x = tl.load(x_ptr + places, mask=both, other=0.0)
+            total += tl.sum(x.to(tl.float32) * factor[:, None], axis=0)
+        tl.store(grad_ptr + offsets, total.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Launches
+
+
+class SortedTargets(NamedTuple):
+    """Rows of x in the order of their targets."""
+
+    x: Tensor  # (N, H)
+    target: Tensor  # (rows,) int32, ascending; -1 or V for targets that are not a class
+    row: Tensor  # (rows,) index into x
+    order: Tensor  # (rows,) index into factor
+    factor: Tensor  # (rows,) factor of the row of x
+    ignore_index: int
+
+    @staticmethod
+    def from_terms(terms: TargetTerms, vocab_size: int) -> SortedTargets:
+        ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # sorting int32 costs half of int64
+        row = order if terms.index is None else terms.index[order]
+        return SortedTargets(terms.x, ascending, row, order, terms.factor, terms.ignore_index)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the kernels that add the rows."""
+        return {
+            "x": self.x,
+            "target": self.target,
+            "row": self.row,
+            "order": self.order,
+            "factor": self.factor,
+            "hidden": self.x.shape[1],
+            "ignore_index": self.ignore_index,
+        }
+
+
+def weight_gradient(grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, terms: TargetTerms) -> None:
+    targets = SortedTargets.from_terms(terms, grad.shape[0])
+    # The position of the first row of each target, and -1 for other classes.
+    slots = torch.empty(grad.shape[0], dtype=torch.int32, device=grad.device)
+    run(_weight_gradients, grad, exps, scaled, residual, targets, slots)
+
+
+def _weight_gradients(
+    grad: Tensor, exps: Sequence[Tensor], scaled: Tensor, residual: Tensor, targets: SortedTargets, slots: Tensor
+) -> Iterator[Launch]:
+    yield _target_slots(targets, slots)
+    stop = len(grad)
+    for tile in reversed(exps):
+        classes = slice(stop - tile.shape[1], stop)
+        yield _weight_gradient(grad[classes], tile, scaled, slots=slots[classes], residual=residual)
+        stop = classes.start
+    yield from _add_target_terms([grad], targets, residual)
+
+
+def _target_slots(targets: SortedTargets, slots: Tensor) -> Launch:
+    return build_launch(
+        target_slots_kernel,
+        (triton.cdiv(len(slots), SLOT_CLASSES),),
+        None,
+        {"CLASSES": SLOT_CLASSES, **thread_options(slots.device, 4)},
+        target=targets.target,
+        slot=slots,
+        rows=len(targets.target),
+        vocab_size=len(slots),
+        ignore_index=targets.ignore_index,
+        steps=len(targets.target).bit_length(),
+    )
+
+
+def unscaled_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None) -> None:
+    run(_unscaled_weight_gradient, grad, dlogits, product.align_for_descriptor(x), gradient_scale)
+
+
+def _unscaled_weight_gradient(
+    grad: Tensor, dlogits: Tensor, x: Tensor, gradient_scale: Tensor | None
+) -> Iterator[Launch]:
+    yield _weight_gradient(grad, dlogits, x, gradient_scale=gradient_scale)
+
+
+def _weight_gradient(
+    grad: Tensor,
+    exps: Tensor,  # or gradients of logits
+    scaled: Tensor,
+    *,
+    slots: Tensor | None = None,
+    residual: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
+) -> Launch:
+    programs = device_record(exps.device).multiprocessors
+    options = {
+        "INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1", "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS,
+        "DEPTH": WEIGHT_DEPTH, "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
+    }  # fmt: skip
+    return build_launch(
+        weight_gradient_kernel,
+        (programs,),
+        None,
+        options,
+        exps_desc=TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
+        scaled_desc=TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
+        grad_desc=TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
+        slot=slots,
+        residual=residual,
+        gradient_scale=gradient_scale,
+        rows=len(exps),
+        hidden=scaled.shape[1],
+        classes=len(grad),
+    )
+
+
+def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
+    run(_add_target_terms, grads, SortedTargets.from_terms(terms, sum(map(len, grads))), None)
+
+
+def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets, residual: Tensor | None) -> Iterator[Launch]:
+    first_class = 0
+    for grad in grads:
+        args = {"rows": len(targets.target), "first_class": first_class, "classes": len(grad), **targets.arguments}
+        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **thread_options(grad.device, 4)}
+        grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
+        yield build_launch(add_to_targets_kernel, grid, None, options, grad=grad, residual=residual, **args)
+        first_class += len(grad)
