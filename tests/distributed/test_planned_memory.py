@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import flce
 from benchmarks.memory import profile_memory
-from flce.huggingface.estimate.adapters import Lora, add_adapters
+from flce.huggingface.estimate.language_model import Lora, add_adapters
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import LIBRARY_BYTES, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device

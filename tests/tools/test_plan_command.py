@@ -29,7 +29,7 @@ from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched, patch_model
 from flce.huggingface.estimate import rehearsal, sharding
 from flce.huggingface.estimate import training_memory as memory
-from flce.huggingface.estimate.adapters import Lora
+from flce.huggingface.estimate.language_model import Lora
 from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepError, StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device

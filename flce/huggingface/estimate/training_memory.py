@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from flce.core.device_record import UNKNOWN_DEVICE
 from flce.core.options import ChunkOptions
-from flce.huggingface.estimate.adapters import Lora, add_adapters, quantize_linear_layers
-from flce.huggingface.estimate.language_model import StepInputs, format_in_one_line, make_model, max_positions
+from flce.huggingface.estimate.language_model import (
+    Lora,
+    StepInputs,
+    add_adapters,
+    format_in_one_line,
+    make_model,
+    max_positions,
+    quantize_linear_layers,
+)
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,

@@ -114,7 +114,7 @@ def plan(
     import torch
 
     import flce
-    from flce.huggingface.estimate.adapters import Lora
+    from flce.huggingface.estimate.language_model import Lora
     from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import kind_text, resolve_device
@@ -210,8 +210,7 @@ def _plan_steps(
         missing = "needs Transformers 5: pip install -U transformers, or give --shape N,H,V instead of a model"
         raise usage_error("--model", missing)
     from flce.huggingface.estimate import training_memory
-    from flce.huggingface.estimate.adapters import AdapterError
-    from flce.huggingface.estimate.language_model import load_config
+    from flce.huggingface.estimate.language_model import AdapterError, load_config
     from flce.huggingface.estimate.training_memory import MAX_TOKENS, StepError
 
     try:
