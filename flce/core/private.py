@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -68,33 +68,6 @@ def _without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
-    import torch
-
-    @contextlib.contextmanager
-    def unsharded(unit: Any) -> Iterator[None]:
-        handle = unit._handle
-
-        @contextlib.contextmanager
-        def as_in_forward() -> Iterator[None]:  # FSDP1's prefetch does the same
-            before, handle._training_state = handle._training_state, states.FORWARD
-            try:
-                yield
-            finally:
-                handle._training_state = before
-
-        with as_in_forward():
-            unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
-            unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
-        try:
-            yield
-        finally:
-            with as_in_forward(), torch.no_grad():  # with gradients, views of the freed weight may stay alive
-                reshard(unit, handle, True)
-
-    return unsharded
-
-
 def _forward_ad(level: int) -> Any:
     return sys.modules["torch.autograd.forward_ad"]
 
@@ -138,7 +111,6 @@ _FSDP, _DDP = "torch.distributed.fsdp", "torch.nn.parallel.distributed"
 _FSDP1, _FSDP2 = f"{_FSDP}._runtime_utils", f"{_FSDP}._fully_shard"
 _SKIP = _join(f"{_C}._dynamo.eval_frame", "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
 _TRANSLATOR = "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
-_UNSHARD = _join(_FSDP, "_runtime_utils._unshard", "_runtime_utils._reshard", "_common_utils.HandleTrainingState")
 _DRIVER = _join("triton", "compiler.CompiledKernel.__getitem__", "runtime.driver")
 _DEEPSPEED = "deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook"
 _SLOW, _MEMORY, _STOCK = "calls are slower", "gradients need more memory", "patched models run stock code"
@@ -183,7 +155,6 @@ NAMES: dict[str, Name] = {
     "FSDPState": _hook(f"{_FSDP2}._fsdp_state.FSDPState", "FSDP2", _FSDP),
     "fsdp_state_of": Name(f"{_FSDP2}.FSDPModule._get_fsdp_state", "late reads of logits fail", _nothing, None, _FSDP),
     "fsdp1_hook": _hook(f"{_FSDP1}._pre_backward_hook", "FSDP1", _FSDP),
-    "fsdp1_unsharded": Name(_UNSHARD, "a head that is an FSDP1 unit runs stock code", None, _fsdp1_unsharded, _FSDP),
     "DDPSink": _hook(f"{_DDP}._DDPSink", "DDP(static_graph=True)", _DDP),
     "fabric_hook": _hook("lightning.fabric.wrappers._backward_hook", "Lightning Fabric", "lightning.fabric.wrappers"),
     "standalone_fabric_hook": _hook("lightning_fabric.wrappers._backward_hook", "Fabric", "lightning_fabric.wrappers"),

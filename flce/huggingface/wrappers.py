@@ -123,38 +123,19 @@ def is_freed(weight: Tensor) -> bool:
 
 @contextlib.contextmanager
 def unsharded(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Iterator[None]:
-    """Return a context in which the FSDP unit of ``layer`` is unsharded. Without a unit the context has no effect.
+    """Return a context in which the FSDP2 unit of ``layer`` is unsharded. Without a unit the context has no effect.
 
     For the arguments see `fsdp2_unit`.
     """
-    hooks = list(hooks)
     unit = fsdp2_unit(layer, model, hooks)
-    if unit is not None:
-        unit.unshard()
-        try:
-            yield
-        finally:
-            unit.reshard()
-        return
-    unit = None if private.fsdp1_unsharded is None else _fsdp1_unit(layer, model, hooks)
-    with contextlib.nullcontext() if unit is None else private.fsdp1_unsharded(unit):
+    if unit is None:
         yield
-
-
-def _fsdp1_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Any:
-    """Return the innermost FSDP1 unit that contains ``layer``, or None."""
-    unit_class = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if unit_class is None or layer is None:
-        return None
-    inner_modules = [] if model is None else model.modules()
-    partial_hooks = [hook for hook in hooks if isinstance(hook, functools.partial)]
-    outer_units = [hook.args[0] for hook in partial_hooks if hook.func is private.fsdp1_hook]
-    return _innermost_unit([*inner_modules, *outer_units], unit_class, layer)
-
-
-def _innermost_unit(modules: Iterable[Any], unit_class: Any, layer: nn.Module) -> Any:
-    units = [m for m in modules if isinstance(m, unit_class) and any(module is layer for module in m.modules())]
-    return min(units, key=lambda unit: len(list(unit.modules())), default=None)
+        return
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
 
 
 def fsdp2_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable[Hook]) -> Any:
@@ -175,7 +156,8 @@ def fsdp2_unit(layer: nn.Module | None, model: nn.Module | None, hooks: Iterable
     for unit in inner_units:  # the states of one tree of units are linked, including units that contain `model`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     outer_modules = [module for state in states for module in getattr(state, "_modules", ())]
-    return _innermost_unit((*inner_units, *outer_modules), unit_class, layer)
+    units = [m for m in (*inner_units, *outer_modules) if isinstance(m, unit_class) and layer in m.modules()]
+    return min(units, key=lambda unit: len(list(unit.modules())), default=None)
 
 
 def reason_wrapper_not_lazy(model: Any, weight: Tensor) -> str | None:
@@ -188,16 +170,9 @@ def reason_wrapper_not_lazy(model: Any, weight: Tensor) -> str | None:
     # FSDP1 units and DTensors exist only in an initialized process group.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    fsdp1 = (
-        None
-        if private.fsdp1_unsharded is not None
-        else _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
-    )
+    fsdp1 = _imported_attribute("torch.distributed.fsdp", "FullyShardedDataParallel")
     if fsdp1 is not None and model is not None and isinstance(model.get_output_embeddings(), fsdp1):
-        return (
-            "the head is a separate FSDP1 unit, which flce cannot unshard with this version of PyTorch; leave the head "
-            "in the root unit, or use FSDP2"
-        )
+        return "the head is a separate FSDP1 unit; leave the head in the root unit, or use FSDP2"
     return None
 
 

@@ -336,16 +336,14 @@ def test_compiled(compiled_part, wrapping):
         ("labels", True, "no", False, "FULL_SHARD"),
         ("own loss", False, "no", False, "FULL_SHARD"),
         ("own loss", True, "bf16", False, "FULL_SHARD"),
+        ("entropies", True, "no", False, "SHARD_GRAD_OP"),
+        ("real logits", False, "no", False, "FULL_SHARD"),
         ("labels", False, "no", True, "FULL_SHARD"),
-        ("own loss", True, "no", True, "SHARD_GRAD_OP"),
-        ("entropies", True, "no", True, "FULL_SHARD"),
-        ("real logits", False, "no", True, "FULL_SHARD"),
-        ("labels", True, "bf16", True, "FULL_SHARD"),
     ],
 )
 @in_processes(2)
 def test_fsdp1(loss, original, precision, separate_head, strategy):
-    """Compare patched and stock in the same wrapper. Check an evaluation, and logits read after backward."""
+    """Compare patched and stock in the same wrapper. Check an evaluation. A head that is a unit runs stock code."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -364,19 +362,18 @@ def test_fsdp1(loss, original, precision, separate_head, strategy):
             wrapped: Any = FullyShardedDataParallel(model, **settings)
             results.append(train(wrapped, LOSSES[loss]))
     ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
-    assert ours == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
-    check_fused(models[1])
+    if separate_head:
+        assert ours == {"NotFusedWarning"}
+        assert "the head is a separate FSDP1 unit" in f"{flce.report(models[1])}"
+    else:
+        assert ours == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())
+        check_fused(models[1])
     tolerance = rounding(1e-5 if precision == "no" else 5e-2)
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
     assert results[0]["losses"][-1] != results[0]["losses"][0]
     ids = batch(dist.get_rank(), 0)
     with torch.no_grad():
         assert wrapped(input_ids=ids, labels=ids).logits.argmax(-1).shape == ids.shape
-    outputs = wrapped(input_ids=ids, labels=ids)
-    best = outputs.logits.argmax(-1)
-    outputs.loss.backward()
-    assert torch.equal(outputs.logits.argmax(-1), best)
-    assert wrapped(input_ids=ids, labels=ids).loss == outputs.loss
 
 
 # ------------------------------------------------------------------------------------- means over all processes
