@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
@@ -96,7 +97,9 @@ class Usage:
         )
 
     def count_stock(self, logits: Any, reason: str) -> None:
-        """Count a run of stock code with gradients enabled. If the logits get a gradient, this was training."""
+        """Count a run of stock code, if gradients are enabled. If the logits get a gradient, this was training."""
+        if not torch.is_grad_enabled():
+            return
         self.stock[reason] += 1
         self.has_gradient_use |= reason != EVALUATION
         if not isinstance(logits, Tensor) or not logits.requires_grad or self.has_warned:
