@@ -67,7 +67,7 @@ def integer_option(least: int, help: str, metavar: str = "INTEGER", **settings: 
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=1))
+    print(json.dumps(value, indent=1, default=lambda dtype: f"{dtype}".removeprefix("torch.")))
 
 
 def machine_lines(facts: dict[str, Any]) -> list[str]:

@@ -121,22 +121,21 @@ def plan(
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")
-    if shape is not None:
-        for name in STEP_OPTIONS:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
-                raise usage_error(f"--{name.replace('_', '-')}", "needs --model: --shape plans the loss alone")
     if (sharding is None) != (gpus is None):
         raise typer.BadParameter("give both --gpus and --sharding, or neither: each GPU then has the full model")
-    if shards is not None and shape is None:
-        raise usage_error("--shards", "needs --shape: it plans the loss of a divided head")
-    if lora is None and (lora_targets is not None or load_in_4bit):
-        option = "--load-in-4bit" if load_in_4bit else "--lora-targets"
-        raise usage_error(option, "needs --lora: give a rank, such as 16")
+    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}  # type: ignore[union-attr]
+    without = {
+        "--model: --shape plans the loss alone": STEP_OPTIONS if model is None else (),
+        "--shape: it plans the loss of a divided head": ("shards",) if shape is None else (),
+        "--lora: give a rank, such as 16": ("load_in_4bit", "lora_targets") if lora is None else (),
+        f"--dtype float32, got --dtype {dtype.value}": ("autocast",) if dtype.value != "float32" else (),
+    }
+    for missing, names in without.items():
+        for name in names:
+            if name in given:
+                raise usage_error(f"--{name.replace('_', '-')}", f"needs {missing}")
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
-    if products is not None and weights != torch.float32:
-        raise usage_error("--autocast", f"needs --dtype float32, got --dtype {dtype.value}")
     memory = parse_option("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
     gpu = parse_option("--device-kind", resolve_device, torch.device("cuda"), device_kind, memory)
     memory = gpu.device.memory
@@ -241,7 +240,6 @@ def _plan_steps(
                 raise usage_error("--seq-len" if too_long else "--model", f"{error}") from None
             length = {"longest_sequence": longest.tokens, "longest_obstacle": longest.obstacle}
             steps.append({**asdict(variant), **asdict(step), "fits": step.fits(memory), **length})
-    dtypes = {"dtype": training.dtype, "autocast": training.autocast}
     return {
         "model": {
             "type": measured.config.model_type,
@@ -251,15 +249,9 @@ def _plan_steps(
             "remarks": measured.remarks,
         },
         "training": {
+            **asdict(training),
             "sequence_length": seq_len,
-            "batch_size": training.batch_size,
-            **{name: dtype and str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
-            "optimizer": training.optimizer,
-            "accumulation": training.accumulation,
-            "frozen_head": training.frozen_head,
-            "lora": None if training.lora is None else asdict(training.lora),
             "trained_parameters": sum(p.numel() for p in measured.model.parameters() if p.requires_grad),
-            "load_in_4bit": training.load_in_4bit,
             "sharding": None if training.sharding is None else training.sharding.kind,
             "gpus": 1 if training.sharding is None else training.sharding.gpus,
         },
@@ -277,6 +269,8 @@ def _plan_steps(
 
 
 def _print_plan(result: dict[str, Any]) -> None:
+    from flce.engine.case import dtype_text
+
     console, loss, device = stdout(), result["loss"], result["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
     head = Column("memory without\ninputs and gradients", justify="right", no_wrap=True)
@@ -289,7 +283,8 @@ def _print_plan(result: dict[str, Any]) -> None:
     if "steps" not in result:
         return
     training = result["training"]
-    precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
+    precision = dtype_text(training["dtype"])
+    precision += f", autocast to {dtype_text(training['autocast'])}" if training["autocast"] else ""
     if training["load_in_4bit"]:
         precision = f"4 bits and {precision}"
     if training["lora"]:
