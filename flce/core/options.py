@@ -10,6 +10,7 @@ import torch
 from flce.core.numbers import check_dtype, check_int
 from flce.core.sizes import parse_bytes
 
+_WIDE = torch.float32, torch.float64
 SkipIgnored: TypeAlias = bool | Literal["auto"]
 
 
@@ -73,17 +74,17 @@ class ChunkOptions:
             object.__setattr__(self, name, value)
         if self.strategy not in ("auto", "tokens", "vocab"):
             raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
-        if self.logits_dtype is not None:
-            check_dtype("logits_dtype", self.logits_dtype, "None or a torch.dtype")
-            if self.logits_dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-                raise ValueError(f"logits_dtype must be float16, bfloat16, float32 or float64, got {self.logits_dtype}")
-        check_dtype("accum_dtype", self.accum_dtype)
-        if self.accum_dtype not in (torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(f"accum_dtype must be bfloat16, float32 or float64, got {self.accum_dtype}")
-        if self.grad_dtype is not None:
-            check_dtype("grad_dtype", self.grad_dtype, "None or a torch.dtype")
-            if self.grad_dtype != torch.float8_e4m3fn:
-                raise ValueError(f"grad_dtype must be None or torch.float8_e4m3fn, got {self.grad_dtype}")
+        for name, dtypes, expected in (
+            ("logits_dtype", (torch.float16, torch.bfloat16, *_WIDE), "float16, bfloat16, float32 or float64"),
+            ("accum_dtype", (torch.bfloat16, *_WIDE), "bfloat16, float32 or float64"),
+            ("grad_dtype", (torch.float8_e4m3fn,), "None or torch.float8_e4m3fn"),
+        ):
+            value, may_be_none = getattr(self, name), name != "accum_dtype"
+            if value is None and may_be_none:
+                continue
+            check_dtype(name, value, "None or a torch.dtype" if may_be_none else "a torch.dtype")
+            if value not in dtypes:
+                raise ValueError(f"{name} must be {expected}, got {value}")
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
 

@@ -40,32 +40,12 @@ def _skip_frames(action: Any, strategy: Any, set_strategy: Any) -> Callable[[Any
     return skip
 
 
-def _is_tracing() -> bool | None:
-    import torch
-
-    return torch.jit.is_tracing() or None  # type: ignore[attr-defined]
-
-
-def _is_exporting() -> bool:
-    import torch
-
-    return bool(torch.compiler._is_exporting_flag)
-
-
-def _public_is_exporting() -> bool:
-    import torch
-
-    return torch.compiler.is_exporting()
+def _torch() -> Any:
+    return sys.modules["torch"]  # not an import: this module is imported before PyTorch is needed
 
 
 def _reduction(size_average: bool | None, reduce: bool | None) -> str:
     return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
-def _without_torch_function() -> Any:
-    import torch
-
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _forward_ad(level: int) -> Any:
@@ -123,7 +103,7 @@ NAMES: dict[str, Name] = {
     "len_torch_dispatch_stack": Name(f"{_C}._len_torch_dispatch_stack", _SLOW, lambda: 1),
     "dispatch_modes": Name(f"{_MODES}._get_current_dispatch_mode_stack", "late flop counters miss calls", list),
     "peek_interpreter_stack": Name(f"{_C}._functorch.peek_interpreter_stack", f"{_STOCK}; {_SLOW}", lambda: "unknown"),
-    "get_tracing_state": Name(f"{_C}._get_tracing_state", _SLOW, _is_tracing),
+    "get_tracing_state": Name(f"{_C}._get_tracing_state", _SLOW, lambda: _torch().jit.is_tracing() or None),
     "is_graph_retained": Name(f"{_C}._autograd._get_current_graph_task_keep_graph", _MEMORY, lambda: True),
     "is_batchedtensor": Name(f"{_C}._functorch.is_batchedtensor", "some errors are unclear", lambda x: False),
     "is_gradtrackingtensor": Name(f"{_C}._functorch.is_gradtrackingtensor", "some errors are unclear", lambda x: False),
@@ -132,7 +112,7 @@ NAMES: dict[str, Name] = {
         f"{_MODES}._disable_current_modes", "modes see tensors of plans", contextlib.nullcontext
     ),
     "disable_torch_function": Name(
-        f"{_C}.DisableTorchFunction", "modes see flce's operations", _without_torch_function
+        f"{_C}.DisableTorchFunction", "modes see flce's operations", lambda: _torch()._C.DisableTorchFunctionSubclass()
     ),
     "resolve_process_group": _required("torch.distributed.distributed_c10d._resolve_process_group", "a divided head"),
     "triton_driver": Name(_DRIVER, "each launch takes 0.1 ms more", None, lambda launch, driver: driver),
@@ -149,7 +129,12 @@ NAMES: dict[str, Name] = {
     # ------------------------------------------------------------------------------- patched models, torch.compile
     "skip_frames": Name(_SKIP, _PLAIN, _nothing, _skip_frames),
     "current_translator": Name(_TRANSLATOR, _PLAIN, _nothing),
-    "is_exporting": Name("torch.compiler._is_exporting_flag", _STOCK, _public_is_exporting, lambda flag: _is_exporting),
+    "is_exporting": Name(
+        "torch.compiler._is_exporting_flag",
+        _STOCK,
+        lambda: _torch().compiler.is_exporting(),
+        lambda flag: lambda: _torch().compiler._is_exporting_flag,
+    ),
     "compiled_call": Name("torch.nn.Module._compiled_call_impl", "layers are compiled twice", _nothing, _compiled_call),
     # ------------------------------------------------------------------------------- patched models, several GPUs
     "FSDPState": _hook(f"{_FSDP2}._fsdp_state.FSDPState", "FSDP2", _FSDP),
@@ -186,16 +171,8 @@ def __getattr__(name: str) -> Any:
 
 def incomplete_entries() -> list[tuple[Name, list[str]]]:
     """Return the entries with missing names, and these names. Entries whose module is not imported are left out."""
-    return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing_paths(entry))]
-
-
-def _is_here(entry: Name) -> bool:
-    import torch
-
-    needs_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths.split())  # missing in builds for CPUs
-    return (entry.required_module is None or entry.required_module in sys.modules) and not (
-        needs_cuda and torch.version.cuda is None
-    )
+    here = [entry for entry in NAMES.values() if entry.required_module in (None, *sys.modules)]
+    return [(entry, paths) for entry in here if (paths := missing_paths(entry))]
 
 
 def missing_paths(entry: Name) -> list[str]:

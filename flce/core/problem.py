@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
@@ -40,6 +40,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# Values that the fields of `LossSpec` may have.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "reduction": (lambda x: x in get_args(Reduction), "be 'none', 'mean' or 'sum'"),
+    "ignore_index": (lambda x: -(2**63) <= x < 2**63, "fit into 64 bits"),
+    "label_smoothing": (lambda x: 0.0 <= x <= 1.0, "be in [0, 1]"),
+    "softcap": (lambda x: x is None or 0.0 < x < math.inf, "be None or a finite number > 0"),
+    "logit_scale": (lambda x: -math.inf < x < math.inf, "be finite"),
+    "temperature": (lambda x: 0.0 < x < math.inf, "be a finite number > 0"),
+    "z_loss": (lambda x: 0.0 <= x < math.inf, "be a finite number >= 0"),
+    "empty_loss": (lambda x: x in ("nan", "zero"), "be 'nan' or 'zero'"),
+}
+
+
 @dataclass(frozen=True)
 class LossSpec:
     """Scalar arguments of the loss, checked and converted to Python numbers in the constructor.
@@ -63,8 +76,6 @@ class LossSpec:
     stats_argument: ClassVar[str] = "stats"
 
     def __post_init__(self) -> None:
-        if self.reduction not in get_args(Reduction):
-            raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         for name, may_be_none in NUMERIC_FIELDS.items():
             value = getattr(self, name)
             if type(value) is not float and not (may_be_none and value is None):
@@ -72,20 +83,9 @@ class LossSpec:
                 object.__setattr__(self, name, check_float(name, value, may_be_bool=name == "label_smoothing"))
         if type(self.ignore_index) is not int:
             object.__setattr__(self, "ignore_index", check_int("ignore_index", self.ignore_index))
-        if not -(2**63) <= self.ignore_index < 2**63:
-            raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
-        if not 0.0 <= self.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
-        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
-            raise ValueError(f"softcap must be None or a finite number > 0, got {self.softcap}")
-        if not -math.inf < self.logit_scale < math.inf:
-            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
-        if not 0.0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
-        if not 0.0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
-        if self.empty_loss not in ("nan", "zero"):
-            raise ValueError(f"empty_loss must be 'nan' or 'zero', got {self.empty_loss!r}")
+        for name, (fits, expected) in _EXPECTED.items():
+            if not fits(getattr(self, name)):
+                raise ValueError(f"{name} must {expected}, got {getattr(self, name)!r}")
         argument, known = self.stats_argument, self.allowed_stats
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
             raise TypeError(f"{argument} must be a tuple of names out of {known}, got {self.stats!r}")
