@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from flce.core import private
 from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
-from flce.huggingface.class_swap import MethodFactory, replace_class, restore_class
 from flce.huggingface.divided_head import HeadProductMode, divide_head, is_divided
 from flce.huggingface.find_heads import (
     HeadModules,
@@ -63,6 +63,8 @@ from flce.ops.vocabulary_parallel import is_dtensor
 from flce.torch_ops import skip_frame_and_callees
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+# Maps the original class to the methods of the subclass that replaces it.
+MethodFactory = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
@@ -380,7 +382,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
+            _restore_class(module)  # if the class cannot be restored: without `_flce` the methods run stock code
             forward: Any = module.__dict__.get("forward")
             original = getattr(forward, "_flce_original", None)
             # `functools.update_wrapper` copies the attribute to a wrapper, such as Accelerate's, which must stay.
@@ -478,10 +480,66 @@ def usages_of(model: nn.Module) -> list[Usage]:
 def _apply_patch(modules: Iterable[Any], make_methods: MethodFactory, patch: Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
-            replace_class(module, make_methods)
+            _replace_class(module, make_methods)
         module.__dict__["_flce"] = patch  # replaces the patch of a layer that another patched model had before
 
 
 def _patches(model: nn.Module) -> dict[str, Patch]:
     """Return the patch of each patched module in ``model``, by the name of the module."""
     return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
+
+
+# ---------------------------------------------------------------------------------------- classes of single modules
+
+
+def _replace_class(module: nn.Module, make_methods: MethodFactory) -> None:
+    """Replace methods of ``module`` by ``make_methods(original)``. ``original`` is the class of the module.
+
+    The instance gets another ``__class__``. Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and
+    ``save_pretrained`` work as before. Wrappers that call ``model.forward`` directly call the replaced method, whereas
+    they would bypass a hook.
+    """
+    _set_class(module, lambda original: _subclass_with_methods(original, make_methods))
+
+
+def _restore_class(module: nn.Module) -> None:
+    """Undo `_replace_class`, unless other code has changed the class since."""
+    _set_class(module, lambda other: vars(other).get("_flce_original_class", other))
+
+
+def _set_class(module: Any, replacement: Callable[[Any], Any]) -> None:
+    current_class: Any = type(module)
+    if nn.utils.parametrize.is_parametrized(module) and any(
+        name in vars(current_class) for name in module.parametrizations
+    ):
+        # PyTorch has put a class with the parametrisations on top of the original class, and removes it together with
+        # them. So the replacement has to be the base of this class.
+        new_class = type(current_class.__name__, (replacement(current_class.__bases__[0]),), dict(vars(current_class)))
+    else:
+        new_class = replacement(current_class)
+    # `module.x = ...` of a Lightning Fabric module sets x of the wrapped module instead.
+    object.__setattr__(module, "__class__", new_class)
+    # Accelerate's hooks store the method that they replace on the instance, where a change of class has no effect.
+    old_forward = module.__dict__.get("_old_forward")
+    if getattr(old_forward, "__func__", None) is current_class.forward:
+        module._old_forward = types.MethodType(type(module).forward, module)
+
+
+@functools.cache
+def _subclass_with_methods(original: Any, make_methods: MethodFactory) -> Any:
+    """Return a subclass with ``make_methods(original)`` and with the name, module and docstring of ``original``."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        # pickle cannot import the subclass by its name, so `_new_instance` creates it again.
+        _, _, *state = super(subclass, self).__reduce_ex__(max(2, protocol))
+        return _new_instance, (original, make_methods), *state
+
+    inherited = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    replaced = {"__reduce_ex__": __reduce_ex__, "_flce_original_class": original, **make_methods(original)}
+    subclass: Any = type(original.__name__, (original,), {**inherited, **replaced})
+    return subclass
+
+
+def _new_instance(original: Any, make_methods: MethodFactory) -> Any:
+    subclass = _subclass_with_methods(original, make_methods)
+    return subclass.__new__(subclass)
