@@ -88,8 +88,6 @@ class HeadCall:
         self.has_bypassing_gradient = False
         """True if a gradient will not pass through the logits, so that hooks of users would miss it."""
         self.has_backward_begun = False
-        self.has_returned_values = False
-        """True if some of the logits, or values of them, were computed without the others."""
         self._layer = None if layer is None else weakref.ref(layer)
         self._model = None if model is None else weakref.ref(model)
         self._snapshots = [

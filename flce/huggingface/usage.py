@@ -111,16 +111,13 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-def report_materialized(
-    func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool
-) -> None:
+def report_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
     """Count logits that are computed. Warn or raise `MaterializedLogitsError`, as ``on_materialize`` says.
 
     Args:
         func: the operation that needs the logits: a function of torch, or text.
         on_materialize, usage: of the patched model.
         with_gradient: whether the logits have a gradient.
-        values_before: whether values were computed without the logits before.
     """
     caller, hint = find_caller(), ""
     where = f"{func if isinstance(func, str) else _qualified_name(func)} at {caller.line}"
@@ -135,8 +132,6 @@ def report_materialized(
             f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
             "logits.materialize() to compute them nevertheless."
         )
-    if values_before:
-        hint += " Values that were read before may differ from these logits in the last bits."
     if on_materialize == "warn":
         caller.warn(
             f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "

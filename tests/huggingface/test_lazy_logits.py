@@ -141,27 +141,6 @@ def test_errors_of_the_operator_are_not_swallowed() -> None:
             function(lazy)
 
 
-@pytest.mark.parametrize(
-    "early",
-    [
-        lambda x: x.gather(-1, torch.zeros(*x.shape[:-1], 1, dtype=torch.int64)),
-        lambda x: x.logsumexp(-1),
-        lambda x: x.log_softmax(-1).sum(-1),
-        lambda x: x[..., 5] + 1,
-    ],
-)
-@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
-def test_the_warning_tells_of_values_that_were_read_before(early: Any) -> None:
-    pair = Pair()
-    early(pair.lazy)
-    with pytest.warns(MaterializedLogitsWarning, match="read before may differ"):
-        pair.lazy.max(-1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Pair().lazy.max(-1)
-    assert "read before" not in str(caught[0].message)
-
-
 @pytest.mark.parametrize("dim", [-4, 3])
 def test_dimensions_that_stock_refuses(dim: int) -> None:
     pair = Pair()

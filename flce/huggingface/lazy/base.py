@@ -276,12 +276,6 @@ class LazyBase:
         with grad_mode(True, inference), outside_checkpoint(state):
             return register_wrapper_hooks(state.logits(), state.calls)
 
-    def _read_values(self) -> Tensor:
-        """Return the values of a small view, in separate memory."""
-        values = self._compute()
-        self._state.note_values()
-        return values
-
     def _is_small_view(self) -> bool:
         """Return True for a view of so few logits that a read of it should not compute all logits."""
         # In a graph all views count as small, because the compiler removes unused results.
@@ -365,8 +359,7 @@ def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Te
     if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
         return compute()
     usage = state.calls[0].usage if state.calls else None
-    values_before = any(call.has_returned_values for call in state.calls)
-    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad, values_before
+    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
     if state.settings.on_materialize == "raise":
         report_materialized(*report_arguments)
     try:

@@ -311,7 +311,7 @@ def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_sma
     def real(lazy: Any) -> Tensor:
         is_unread = lazy._get_real() is None
         reads_view_alone = allow_small_views and is_unread and lazy._is_small_view()
-        compute = lazy._read_values if reads_view_alone else lazy._materialize
+        compute = lazy._compute if reads_view_alone else lazy._materialize
         logits = materialize_and_report(lazy._state, func, compute) if is_unread else compute()
         if reads_view_alone or detach:
             note_bypassing_gradient(lazy._state.calls, lazy._state)

@@ -89,7 +89,6 @@ def divergence(
         rename(given, "student")
         return linear_divergence(hidden, weight, target=target, **given, **spec)
 
-    student.note_values()
     with student.gathered_weights(), teacher.gathered_weights():
         teacher._call_operator(store_teacher, None, None)
         values: Tensor = student._call_operator(run, target, options).divergence

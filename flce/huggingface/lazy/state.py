@@ -340,17 +340,11 @@ class LazyState:
         requires_grad = torch.is_grad_enabled() and self.requires_grad
         is_fused = is_loss or requires_grad
         for call in self.calls:
-            call.has_returned_values |= not is_loss
             call.has_bypassing_gradient |= requires_grad
             call.usage.has_gradient_use |= call.has_bypassing_gradient
             call.usage.fused += is_fused and call is self.calls[0]
             call.usage.values += call is self.calls[0] and not is_fused
         return requires_grad
-
-    def note_values(self) -> None:
-        """Note that values are computed without the logits, so that their last bits may differ from real logits."""
-        for call in self.calls:
-            call.has_returned_values = True
 
     def _sum_of_products(
         self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
@@ -403,8 +397,6 @@ class LazyState:
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
         require_lazy(not self.normal_form.has_divisor)
-        if spec.get("reduction") == "none":
-            self.note_values()
         weight = None if weight is None else weight.to(self.product_device)
         spec = {"empty_loss": self.settings.empty_loss, **spec}
         return self._call_operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
