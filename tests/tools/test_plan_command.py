@@ -378,7 +378,6 @@ def test_json(folder: Path) -> None:
         "class": "LlamaForCausalLM",
         "parameters": sum(p.numel() for p in rehearsed(Training(1)).model.parameters()),
         "positions": 4096,
-        "remarks": [],
     }
 
 

@@ -1,7 +1,7 @@
 """Creation of a Transformers model on the meta device from its config, its adapters, and the inputs of a training step.
 
 The class of the model is the class that a user would train, including an encoder and the parts for images and sound.
-`StepInputs.remarks` describes inputs that a step omits. Adapters are PEFT's. For weights in 4 bits bitsandbytes is not
+A step has tokens alone. Adapters are PEFT's. For weights in 4 bits bitsandbytes is not
 needed: `Linear4bit` has the memory of its layer. ``training_memory.py`` and ``flce plan`` call this module.
 """
 
@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ MODEL_CLASSES = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
     ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
 )
-# Patterns of arguments of a model that are not text.
-MEDIA = {
-    "images": r".*(pixel|image)_?\w*(values|embeds|patches)",
-    "videos": r".*video.*",
-    "sound": r"input_values|input_features|.*audio.*",
-}
 # Entries that share a float32 scale: the default of bitsandbytes, without double quantization.
 BLOCK_ENTRIES = 64
 
@@ -114,30 +107,19 @@ class StepInputs:
         if "input_ids" not in self._arguments:
             raise ValueError(f"a {type(model).__name__} expects {model.main_input_name} instead of tokens")
         self._token = _text_token(config)
-        self.remarks: list[str] = []
-        """Sentences about additional and omitted inputs of a step."""
-        if getattr(config, "is_encoder_decoder", False):
-            self.remarks.append("The encoder and the decoder get a sequence of this length each.")
-        media = dict.fromkeys(kind for name in self._arguments if (kind := _media_kind(name)) is not None)
-        if media:
-            self.remarks.append(f"A step has text alone, without {' or '.join(media)}; all weights are counted.")
 
     def tensors(self, batch_size: int, length: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the arguments of a call on the meta device, and the values of the tensors among them, by name."""
         tokens = torch.full((batch_size, length), self._token, dtype=torch.int64)
         values = {"labels": tokens, "input_ids": tokens}
-        if any(map(_media_kind, self._arguments)):  # models of text and images need the type of each token
-            names = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
-            values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
+        # Models of text and images need the type of each token.
+        names = {"token_type_ids", "mm_token_type_ids"} & self._arguments.keys()
+        values |= dict.fromkeys(sorted(names), torch.zeros_like(tokens))
         meta_tensors = {id(value): torch.empty_like(value, device="meta") for value in values.values()}
         arguments: dict[str, Any] = {name: meta_tensors[id(value)] for name, value in values.items()}
         if "use_cache" in self._arguments or any(p.kind is p.VAR_KEYWORD for p in self._arguments.values()):
             arguments["use_cache"] = False
         return arguments, values
-
-
-def _media_kind(argument: str) -> str | None:
-    return next((kind for kind, pattern in MEDIA.items() if re.fullmatch(pattern, argument)), None)
 
 
 def _text_token(config: Any) -> int:

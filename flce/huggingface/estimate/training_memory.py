@@ -175,13 +175,6 @@ class TrainingMemory:
         return [variant for variant in VARIANTS if has_checkpointing or not variant.checkpointing]
 
     @property
-    def remarks(self) -> list[str]:
-        """Sentences about missing features of the model, and about additional and omitted inputs of a step."""
-        kind = type(self.model).__name__
-        missing_features = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
-        return [*self.inputs.remarks, *missing_features]
-
-    @property
     def head_shape(self) -> tuple[int, int]:
         """V and H of the output embedding, or of the config if the model has no output embedding."""
         head: Any = self._head()

@@ -39,6 +39,7 @@ Optimizer = Enum("Optimizer", {key: key for key in _KEYS})  # type: ignore[misc]
 ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 USUAL_LENGTH = 4096
 NOTE = (
+    "A step has text alone; an encoder and a decoder get a sequence of this length each. "
     "The peak is the largest number of bytes that a step allocates at one time: weights + gradients + the optimizer's "
     "state + activations + loss + temporary. Unsharded weights are gathered from other GPUs. Activations are stored "
     "for backward: of all layers without checkpointing; the inputs of all layers and one layer's activations with it. "
@@ -246,7 +247,6 @@ def _plan_steps(
             "class": kind,
             "parameters": measured.num_parameters,
             "positions": measured.positions,
-            "remarks": measured.remarks,
         },
         "training": {
             **asdict(training),
@@ -297,8 +297,6 @@ def _print_plan(result: dict[str, Any]) -> None:
         f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, {training['optimizer']}, {batch}",
         soft_wrap=True,
     )
-    for remark in model["remarks"]:
-        console.print(remark, soft_wrap=True)
     print_table(console, _table(result["steps"], training["batch_size"]))
     for obstacle in dict.fromkeys(step["longest_obstacle"] for step in result["steps"] if step["longest_obstacle"]):
         console.print(f"Why no sequence is longer: {obstacle.rstrip('.')}.", soft_wrap=True)
