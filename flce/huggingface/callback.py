@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from flce.core.numbers import check_bool
 from flce.core.options import ChunkOptions
 from flce.huggingface.lazy.state import OnMaterialize, Settings
-from flce.huggingface.patch import patch_model, unpatch_model, usages_of
+from flce.huggingface.patch import patch_model, usages_of
 
 
 class FlceCallback(TrainerCallback):
@@ -21,16 +20,15 @@ class FlceCallback(TrainerCallback):
     loss too. It patches again when training begins, because ``model_init`` may have created another model. Adapters,
     compilation, mixed precision and sharding of the trainer work as after a call of ``patch_model``.
 
-    The model stays patched. Evaluation after training is fused too. Saving and generating do not change.
+    The model stays patched, until you call `flce.unpatch_model`. Evaluation after training is fused too. Saving and
+    generating do not change.
 
     Args:
         options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
         on_materialize, empty_loss: see `flce.patch_model`.
-        unpatch: restore the stock model when training ends.
 
     Raises:
-        TypeError: `options` or `unpatch` has the wrong type; (from ``Trainer``) the model cannot be patched, see
-            `flce.patch_model`.
+        TypeError: `options` has the wrong type; (from ``Trainer``) the model cannot be patched, see `flce.patch_model`.
         ValueError: `on_materialize` or `empty_loss` is not one of the options of `flce.patch_model`.
     """
 
@@ -40,11 +38,8 @@ class FlceCallback(TrainerCallback):
         options: ChunkOptions | None = None,
         on_materialize: OnMaterialize = "warn",
         empty_loss: str = "nan",
-        unpatch: bool = False,
     ) -> None:
         self.settings = Settings(options, on_materialize, empty_loss)
-        check_bool("unpatch", unpatch)
-        self.unpatch = unpatch
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         if model is not None:
@@ -56,7 +51,3 @@ class FlceCallback(TrainerCallback):
         """Warn if flce does not compute the trainer's loss. The first step shows this."""
         for usage in [] if model is None else usages_of(model):
             usage.warn_if_not_fused()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
-        if self.unpatch and model is not None:
-            unpatch_model(model)

@@ -330,7 +330,6 @@ def test_a_head_with_real_logits(ours: Callable[..., None]) -> None:
 
 
 def test_an_unpatched_model(ours: Callable[..., None]) -> None:
-    # `FlceCallback(unpatch=True)` unpatches a model after training.
     stock, model = build(), build()
     add_fused_lm_head(stock, outputs=OUTPUTS)
     ours(model, outputs=OUTPUTS)
