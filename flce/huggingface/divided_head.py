@@ -7,13 +7,10 @@ a DTensor, and expect a DTensor of its logits; `HeadDivision.placement` is the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from flce.core.shard import shard_bounds
 from flce.ops.dtensors import from_local, wait_for
@@ -111,22 +108,3 @@ def divide_head(hidden: Any, weight: Any, bias: Any) -> tuple[tuple[Tensor, Tens
     local_bias = None if bias is None else bias.to_local()
     division = HeadDivision(weight.device_mesh, len(weight), Shard(-1))
     return (hidden, weight.to_local(), local_bias), division
-
-
-class HeadProductMode(TorchFunctionMode):
-    """A mode that calls ``replace`` instead of the ``F.linear`` of a running head.
-
-    Transformers sets a ``forward`` on the head's instance, which has stored the ``forward`` of ``nn.Linear``. Without
-    gradients it exchanges the DTensors of the head for local tensors.
-    """
-
-    def __init__(self, replace: Callable[..., Any]) -> None:
-        super().__init__()
-        self._replace = replace
-        self.has_replaced = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or kwargs:
-            return func(*args, **(kwargs or {}))
-        self.has_replaced = True
-        return self._replace(*args)

@@ -181,38 +181,51 @@ def _language_model_class_names() -> frozenset[str]:
     return frozenset(names)
 
 
-class VocabularyProductMode(TorchFunctionMode):
-    """A mode that calls ``replace`` for each vocabulary product of a running model.
+class LinearProductMode(TorchFunctionMode):
+    """A mode that calls ``replace`` for each product of a linear layer.
 
     Args:
-        model: the running model. If its output embedding has linear layers, products with parameters of other layers
-            are not replaced.
         replace: a function of ``(hidden, weight, bias)`` that returns lazy logits, or None to compute the product.
     """
 
-    def __init__(self, model: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
+    def __init__(self, replace: Callable[..., Any]) -> None:
         super().__init__()
+        self._replace = replace
         self.replaced: list[Tensor] = []
-        """Inputs of replaced products. Other products of the same inputs are logits too."""
-        self._sizes, self._replace = vocabulary_sizes(model), replace
-        self._heads = [_weight_parameter(layer) for layer in embedding_layers(model)]
+        """Inputs of replaced products."""
 
     @skip_frame_and_callees  # runs outside of a graph if the compiler has ended a graph within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         product = _match_linear(func, args, kwargs)
-        if product is not None and self._is_vocabulary_product(product[0], product[1]):
-            logits = self._replace(*product)
-            if logits is not None:
-                self.replaced.append(product[0])
-                return logits
-        return func(*args, **kwargs)
+        logits = None if product is None else self._replace(*product)
+        if product is None or logits is None:
+            return func(*args, **kwargs)
+        self.replaced.append(product[0])
+        return logits
+
+
+class VocabularyProductMode(LinearProductMode):
+    """A mode that calls ``replace`` for each vocabulary product of a running model.
+
+    Args:
+        model: the running model. If its output embedding has linear layers, products with parameters of other layers
+            are not replaced.
+        replace: as of `LinearProductMode`.
+    """
+
+    def __init__(self, model: Any, replace: Callable[..., Any]) -> None:
+        super().__init__(lambda *product: replace(*product) if self._is_vocabulary_product(*product[:2]) else None)
+        self._sizes = vocabulary_sizes(model)
+        self._heads = [_weight_parameter(layer) for layer in embedding_layers(model)]
 
     def _is_vocabulary_product(self, hidden: Tensor, weight: Tensor) -> bool:
+        # Products of the same inputs are logits too.
         has_vocabulary_size = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
         parameter = weight if weight._base is None else weight._base
         is_of_other_layer = isinstance(parameter, nn.Parameter) and not any(parameter is head for head in self._heads)
-        return has_vocabulary_size and hidden.dim() > 1 and not (self._heads and is_of_other_layer)
+        is_plain = type(hidden) is Tensor and hidden.dim() > 1
+        return has_vocabulary_size and is_plain and not (self._heads and is_of_other_layer)
 
 
 def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -228,5 +241,5 @@ def _match_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Te
         hidden, weight, bias = args[0], args[1].t() if fits else None, None
     else:
         return None
-    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
+    fits = isinstance(hidden, Tensor) and isinstance(weight, Tensor) and weight.dim() == 2
     return (hidden, weight, bias) if fits else None

@@ -124,7 +124,7 @@ class ThreadState(threading.local):
     is_head_called = False
     """True if a head has run in the current call of a model."""
     head_in_mode: Any = None
-    """The head that runs in a `HeadProductMode`."""
+    """The head that runs in a `LinearProductMode`."""
     entered_call: Call | None = None
     """The call that a patched `__call__` has begun, until the `forward` of the same module runs."""
 

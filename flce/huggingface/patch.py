@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from flce.core import private
 from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
-from flce.huggingface.divided_head import HeadProductMode, divide_head, is_divided
+from flce.huggingface.divided_head import divide_head, is_divided
 from flce.huggingface.find_heads import (
     HeadModules,
+    LinearProductMode,
     VocabularyProductMode,
     backbone,
     embedding_layers,
@@ -82,7 +83,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         else:
             thread_state.is_head_called = True
             if self is thread_state.head_in_mode:
-                return forward(self, input)  # `HeadProductMode` returns the lazy logits
+                return forward(self, input)  # `LinearProductMode` returns the lazy logits
         if not patch.must_return_lazy(self):
             logits = forward(self, input)
             if not compiling:
@@ -134,7 +135,11 @@ def _lazy_divided_logits(head: Any, patch: Patch, parameters: tuple[Any, Any], *
 
 
 def _patch_instance_forward(head: Any) -> None:
-    """Wrap the ``forward`` that Transformers' tensor parallelism has set on the instance of a head."""
+    """Wrap the ``forward`` that Transformers' tensor parallelism has set on the instance of a head.
+
+    This ``forward`` has stored the ``forward`` of ``nn.Linear``, and without gradients it exchanges the DTensors of the
+    head for local tensors. So its product is replaced.
+    """
     original = head.__dict__.get("forward")
     if original is None or hasattr(original, "_flce_original") or not is_dtensor(head._parameters.get("weight")):
         return
@@ -152,11 +157,11 @@ def _patch_instance_forward(head: Any) -> None:
             return logits
         previous, thread_state.head_in_mode = thread_state.head_in_mode, head
         try:
-            with HeadProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
+            with LinearProductMode(functools.partial(_lazy_divided_logits, head, patch, (weight, bias))) as mode:
                 logits = original(*args, **kwargs)
         finally:
             thread_state.head_in_mode = previous
-        if not mode.has_replaced:
+        if not mode.replaced:
             patch.refuse_stock(LINEAR_REPLACED)
             patch.usage.count_stock(logits, LINEAR_REPLACED)
         return logits
