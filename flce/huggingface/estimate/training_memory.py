@@ -42,6 +42,7 @@ from flce.huggingface.estimate.rehearsal import (
 from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
 from flce.planning.device_kinds import DescribedDevice
+from flce.planning.search import BudgetError
 
 # Memory that cuBLAS and cuBLASLt allocate at the first matrix product: 32 MiB each on Hopper. We measured it as the
 # allocated memory between two steps, minus weights and buffers.
@@ -192,7 +193,7 @@ class TrainingMemory:
                     self._step_cache[key] = self._rehearse(length)
             except Exception as error:  # the model's code may raise any exception
                 kind, positions = type(self.model).__name__, self.positions
-                if positions is not None and length > positions:
+                if positions is not None and length > positions and not isinstance(error, BudgetError):
                     raise StepError(f"a {kind} has {positions:,} positions, and {length:,} do not fit") from error
                 sizes = f"{self.training.batch_size} x {length:,} tokens"
                 raise StepError(f"{kind} cannot run a step of {sizes}: {format_in_one_line(error)}") from error
