@@ -35,15 +35,6 @@ def user_function(name: str) -> Callable[[Any], Any]:
     return function
 
 
-def write_views(x: Any) -> Any:
-    rows = [x[i, j] for i in range(2) for j in range(4)]
-    columns = [x[..., i] for i in range(13)]
-    block = x[1:, 1:3, 3:9]
-    for factor, view in enumerate((*rows, *columns, block, x.mT)):
-        view.mul_(1 + factor / 100)
-    return rows[3].sum() + columns[7].sum() + block.sum() + x
-
-
 def trained(x: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(x)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -69,7 +60,6 @@ def along(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 fuzz.TOOLS.update(
     Sub=Sub,
     user_function=user_function,
-    write_views=write_views,
     trained=trained,
     doubled=doubled,
     along=along,
@@ -84,30 +74,11 @@ PROGRAMS = {
         lg *= 2
         note(t1.exp())
         loss1 = loss_of(lg)""",
-    "the last token is filtered": """
-        t1 = lg[:, -1, :]
-        t2 = t1.topk(5).values
-        t1[t1 < t2[:, [-1]]] = -torch.inf
-        loss1 = lg.softmax(-1)
-        loss2 = lg[:, -1].softmax(-1).square()""",
     "the loss overwrites a product that was read": """
         t1 = lg * 2
         t2 = t1.softmax(-1).detach()
         loss1 = flce.cross_entropy(t1, labels(t1), shift=1, inplace=True)
         del t1""",
-    "a small slice that was read is scaled": """
-        t1 = lg[:, -1]
-        t2 = t1.softmax(-1)
-        t1.mul_(3.0)
-        loss1 = t2.square()
-        loss2 = lg * 1.0
-        loss3 = t1 * 1.0""",
-    "an index that is counted up": """
-        t1 = torch.tensor(1)
-        t2 = lg[:, t1]
-        t1 += 1
-        loss1 = t2.sin()
-        loss2 = loss_of(lg)""",
     "logits are detached in place after the loss": """
         loss1 = loss_of(lg)
         t1 = lg * 2
@@ -117,45 +88,11 @@ PROGRAMS = {
         t1 = lg.view(-1, 13)
         note(lg.detach_() is lg)
         loss1 = t1.square()""",
-    "views of all logits are changed in place": """
-        t1, t2 = lg[:, 1:], lg * 2
-        lg.view(-1, 13).div_(0.7)
-        lg.flatten(0, 1).div_(noise((8, 1)).abs())
-        t3 = lg.unsqueeze(0)
-        t3 += noise(13)
-        loss1 = loss_of(lg)
-        loss2 = t1.logsumexp(-1)
-        loss3 = t2.logsumexp(-1)
-        loss4 = t3.gather(-1, chosen(t3))
-        loss5 = Doubled.apply(t1).square()""",
     "a copy from before a change, and a hook after it": """
         t1 = lg * 2
         lg.mul_(3.0)
         hook(lg, lambda gradient: gradient * 5)
         loss1 = loss_of(t1)
-        loss2 = loss_of(lg)""",
-    "a copy from before a write, and a hook after it": """
-        t1 = lg * 2
-        lg[0] = 1.0
-        hook(lg, lambda gradient: gradient * 5)
-        loss1 = loss_of(t1)
-        loss2 = loss_of(lg)""",
-    "hooks after copies, of which some have views and copies": """
-        t1 = lg[:, 1:].float()
-        t2 = (t1 * 2).tanh()
-        t3 = lg.log_softmax(-1)
-        t4 = t3.view(-1, 13)
-        hook(lg, lambda gradient: gradient * 5)
-        hook(t1, keep('t1'))
-        retain(lg)
-        loss1 = loss_of(t1) + t2.square().sum()
-        loss2 = t3.gather(-1, chosen(lg)) + Doubled.apply(t4).sum()
-        loss3 = loss_of(lg)""",
-    "a hook on a slice of which a copy was made": """
-        t1 = lg[:, :-1]
-        t2 = t1.double()
-        hook(t1, keep('t1'))
-        loss1 = loss_of(t2)
         loss2 = loss_of(lg)""",
     "a normalizer that is looked at": """
         t1 = lg.logsumexp(-1, keepdim=True)
@@ -199,62 +136,19 @@ PROGRAMS = {
         t1 = F.elu(lg[:, -1], inplace=True)
         loss1 = loss_of(lg)
         loss2 = t1.square()""",
-    "one class that was looked at": """
-        t1 = lg[..., 5]
-        with torch.no_grad(): note(t1 + 0)
-        loss1 = t1 * 2""",
     "below __torch_function__": """
         lg += noise(13)
         with torch._C.DisableTorchFunctionSubclass(): t1 = torch.exp(lg); del lg
         loss1 = t1.sum()""",
-    # Long chains, many views.
-    "many views that are written": """
-        t1 = write_views(lg)
-        loss1 = loss_of(t1)
-        loss2 = loss_of(lg)""",
-    # After a write to shared memory, the C++ code of PyTorch gives each view a new node in the graph.
-    "a function that writes to what was read": """
-        loss1 = lg.softmax(-1).square().sum()
-        t1 = DoubledInPlace.apply(lg)
-        loss2 = loss_of(lg)""",
-    "a function that writes to a view": """
-        t1 = DoubledInPlace.apply(lg.view(-1, 13))
-        loss1 = loss_of(lg)""",
-    "functions of views of which some were written": """
-        t1, t2 = lg[:, 0], lg[:, 1]
-        t3, t4 = lg[:, 1:], lg[..., 3:]
-        t1.mul_(2.0)
-        t2.mul_(3.0)
-        t3[0].mul_(5.0)
-        loss1 = Doubled.apply(t1).square().sum() + Doubled.apply(t2).square().sum()
-        loss2 = Doubled.apply(t3).square().sum() + Doubled.apply(t4).square().sum()""",
-    "a function that writes to a slice": """
-        t1 = DoubledInPlace.apply(lg[:, 1:3])
-        loss1 = loss_of(lg)""",
-    "a function, and the loss": """
-        loss1 = loss_of(Doubled.apply(lg))
-        loss2 = loss_of(lg)""",
-    "a function after a write": """
-        lg[:, 0] = 1.0
-        loss1 = Doubled.apply(lg).square()""",
     "a function after a write to a view": """
         t1 = lg.view(-1, 13)
         note(t1.isnan().any())
         t1.mul_(3.0)
         loss1 = Doubled.apply(lg).square()
         loss2 = Doubled.apply(t1[3:]).square()""",
-    "a function after a write that stays lazy": """
-        lg.mul_(3.0)
-        loss1 = Doubled.apply(lg).square()""",
     "a function that returns its input, detached": "loss1 = loss_of(Tripled.apply(lg, torch.detach))",
     "a function that returns a view": "loss1 = loss_of(Tripled.apply(lg, lambda x: x.view(2, 4, 13)))",
-    "a custom operator": "loss1 = custom_tanh(lg.tanh()[:, 1:] * 2).square()",
     # Hooks.
-    "a hook on a view that another view was cut from": """
-        t1 = lg[:, 1:]
-        t2 = t1.reshape(-1, 13)
-        hook(t1, lambda gradient: gradient * 2)
-        loss1 = t2.square().sum()""",
     "a hook on logits": """
         lg.register_hook(F.normalize)
         loss1 = loss_of(lg)""",
@@ -269,10 +163,6 @@ PROGRAMS = {
         model().head.register_full_backward_pre_hook(lambda module, outputs: doubled(outputs))
         lg = a(ids)
         loss1 = loss_of(lg)""",
-    "a hook, the gradient of the logits, and the loss": """
-        hook(lg, keep('lg'))
-        retain(lg)
-        loss1 = loss_of(lg)""",
     # In stock the operation returns the logits themselves, so a hook on the result is a hook on the logits.
     "a hook on what there was nothing to do to": """
         t1 = lg.view(-1, 13)
@@ -280,20 +170,6 @@ PROGRAMS = {
         note(t3 is t1)
         hook(t3, lambda gradient: gradient * 3)
         loss1 = (t1 * 2).square()""",
-    "picked without gradients, written to with them": """
-        with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
-        t1[:] = lg[..., :1]
-        loss1 = t1 * 1.0""",
-    "picked values that are changed in place": """
-        note(lg.tanh_() is lg)
-        t1 = lg[:, -1, [0, -1]]
-        t1[..., [0, -1]] = float('-inf')
-        loss1 = t1 * 1.0""",
-    "picked probabilities that are changed in place": """
-        loss1 = lg.softmax(-1).gather(-1, few(lg))
-        loss1[..., 0] = 0.5
-        loss2 = lg.log_softmax(-1).exp()[..., [7, 2]]
-        loss2[..., 0] = 0.5""",
     # log_softmax subtracts the logsumexp, which these results depend on.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)
@@ -348,23 +224,10 @@ PROGRAMS = {
         for mode in ("no_grad", "inference_mode")
         for read in ("lg", "lg[:, 2:4]")
     },
-    # Copies of log-probabilities: a write to a copy does not change the memory that backward of log_softmax needs.
-    **{
-        f"{read}, {copied}": f"""
-        t1 = F.log_softmax(lg, -1)
-        {read}
-        t2 = {copied}
-        t2[..., 3] = 0.0
-        t2.mul_(2.0)
-        loss1 = t2.square()
-        loss2 = t1.square()"""
-        for read in ("pass", "note(t1.isnan().any())")
-        for copied in ("t1.clone()", "t1[bits((2, 4))]", "torch.cat([t1])", "t1.to(torch.float64, copy=True)")
-    },
-    # Custom operators and functions of users run as they are, even with names of PyTorch's functions.
+    # Functions of users run as they are, even with names of PyTorch's functions.
     **{
         f"a function named {name}": f"loss1 = user_function('{name}')(lg)"
-        for name in ("tanh", "float", "argmax", "cross_entropy", "detach", "mul_", "shape", "__hash__")
+        for name in ("tanh", "cross_entropy", "mul_", "__hash__")
     },
 }
 
@@ -458,12 +321,9 @@ SAME_TYPE = (
     "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), weight=torch.ones(13, requires_grad=True))",
     "F.cross_entropy(lg.view(-1, 13), labels(lg))",
     "F.cross_entropy(lg.flatten(0, 1), chosen(lg).flatten() + 13)",
-    "lg.select(1, 9)",
     "lg.transpose(0, 3)",
     "lg[:, 9]",
-    "lg[..., 13]",
     "lg[..., [13]]",
-    "lg[..., [0, -14]]",
     "lg.narrow(1, 3, 5)",
     "torch.cat([lg, lg[:1, :3]], dim=0)",
     "lg + lg[:, :3]",
@@ -474,19 +334,10 @@ SAME_TEXT = (
     "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), weight=torch.ones(1, 13))",
     "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), ignore_index=None)",
     "lg.view(7, 13)",
-    "lg.reshape(-1, 5, 13)",
     "lg.reshape(-2, -2, 13)",
-    "lg.reshape(-1, -1, 13)",
-    "lg.reshape(0, 13)",
-    "lg.reshape(5, 13)",
-    "lg.reshape(2, -3, 13)",
-    "torch.reshape(lg * 2, (17, 13))",
-    "lg.flatten(0, 1).view(7, 13)",
     "lg[torch.ones(2, 8, dtype=torch.bool)]",
-    "lg[:, torch.ones(8, dtype=torch.bool)]",
     "lg.gather(-1, torch.full((2, 4, 1), 13))",
     "lg.log_softmax(-1).gather(-1, torch.full((2, 4, 1), -1))",
-    "lg.log_softmax(-1).gather(-1, chosen(lg) - 100)",
     "lg.split([4, 4], 1)",
     "lg.squeeze(3)",
     "lg.movedim((0, 1), (0, 3))",
