@@ -74,39 +74,32 @@ SCALARS: list[Case] = [
     *(
         (TypeError, f"{name} must be a number, got {type(value).__name__}", {name: value})
         for name in ("softcap", "logit_scale", "temperature", "z_loss", "label_smoothing")
-        for value in ("1", None, 1j, True)
+        for value in ("1", None, True)
         if (name, value) not in (("softcap", None), ("label_smoothing", True))
     ),
     (TypeError, "softcap must be a number, got a torch.float32 tensor of shape (2,)", {"softcap": ones(2)}),
-    (TypeError, "z_loss must be a number, got a torch.complex64 tensor", {"z_loss": torch.tensor(1j)}),
     (TypeError, "temperature must be …got …that requires grad", {"temperature": torch.ones((), requires_grad=True)}),
     (TypeError, "ignore_index must be an int, got bool", {"ignore_index": True}),
-    (TypeError, "ignore_index must be an int, got a torch.bool tensor", {"ignore_index": torch.tensor(True)}),
-    (TypeError, "ignore_index must be an int, got a torch.int64 tensor of shape (2,)", {"ignore_index": indices(2)}),
     (TypeError, "ignore_index must be an int, got a torch.float32 tensor", {"ignore_index": torch.tensor(1.0)}),
-    (TypeError, "ignore_index must be an int, got str", {"ignore_index": "-100"}),
-    (TypeError, "ignore_index must be an int, got float", {"ignore_index": 1.5}),
     (ValueError, "ignore_index must fit into 64 bits, got 1180591620717411303424", {"ignore_index": 2**70}),
     (TypeError, "shift must be an int, got float", {"shift": 1.5}),
-    (TypeError, "shift must be an int, got a torch.float32 tensor", {"shift": torch.tensor(1.5)}),
-    (TypeError, "shift must be an int, got str", {"shift": "1"}),
     (ValueError, "shift must be >= 0, got -1", {"shift": -1}),
     (ValueError, f"shift must be at most the length of the sequence…({N},), got {N + 1}", {"shift": N + 1}),
     *(
         (ValueError, f"reduction must be 'none', 'mean' or 'sum', got {value!r}", {"reduction": value})
-        for value in ("avg", "", "MEAN", None)
+        for value in ("avg", None)
     ),
     *(
         (ValueError, f"label_smoothing must be in [0, 1], got {value}", {"label_smoothing": value})
-        for value in (-0.1, 1.1, math.nan)
+        for value in (1.1, math.nan)
     ),
     *(
         (ValueError, f"softcap must be None or a finite number > 0, got {value}", {"softcap": value})
-        for value in (0.0, -30.0, float("inf"), math.nan)
+        for value in (0.0, math.inf, math.nan)
     ),
     *(
         (ValueError, f"temperature must be a finite number > 0, got {value}", {"temperature": value})
-        for value in (0.0, -1.0, math.nan)
+        for value in (0.0, math.nan)
     ),
     *(
         (ValueError, f"logit_scale must be finite, got {value}", {"logit_scale": value})
@@ -119,9 +112,7 @@ SCALARS: list[Case] = [
     (ValueError, "empty_loss must be 'nan' or 'zero', got 'none'", {"empty_loss": "none"}),
     (TypeError, "stats must be a tuple of names out of ('lse', …got 'lse'", {"stats": "lse"}),
     (ValueError, "unknown stat 'mean'; expected any of ('lse', ", {"stats": ("lse", "mean")}),
-    (ValueError, "unknown stat []; expected any of", {"stats": ([],)}),
     (TypeError, "num_items must be a number, got list", {"num_items": [3], "reduction": "sum"}),
-    (TypeError, "num_items must be a number, got str", {"num_items": "3", "reduction": "sum"}),
     *(
         (TypeError, f"num_items must be …got a {count.dtype} tensor", {"num_items": count, "reduction": "sum"})
         for count in (torch.tensor(3 + 0j), torch.tensor(True))
@@ -141,10 +132,8 @@ SCALARS: list[Case] = [
     (TypeError, "smoothing", {"smoothing": 0.1}),
     (ValueError, "weight gets no gradient…give weight.detach()", {"weight": ones(V, requires_grad=True)}),
     (ValueError, f"weight must have shape ({V},) with …got ({V + 1},)", {"weight": ones(V + 1)}),
-    (ValueError, f"weight must have shape ({V},) with …got ({N},)", {"weight": ones(N)}),
     (TypeError, "weight must be a Tensor, got list", {"weight": [1.0] * V}),
     (TypeError, "weight must have a floating dtype, got torch.int64", {"weight": ones(V).long()}),
-    (TypeError, "weight must be a dense tensor, got one of layout torch.sparse_coo", {"weight": ones(V).to_sparse()}),
 ]
 
 CASES: list[Case] = [
@@ -183,7 +172,6 @@ CASES: list[Case] = [
     (TypeError, "target must be a dense tensor, got …torch.sparse_coo", {"target": ones(N).long().to_sparse()}),
     *((TypeError, "got a nested tensor: give…torch.cat(input.unbind())", {"input": x}) for x in NESTED),
     (TypeError, f"{QUANTISED}", {"linear_weight": ones(V, H).to(torch.int8)}),
-    (TypeError, f"{QUANTISED}", {"linear_weight": ones(V, H).to(float8)}),
     (TypeError, f"got a Packed of torch.float32…{QUANTISED[-14:]}", {"linear_weight": Packed(ones(V, H))}),
     # ---- the order of the arguments
     (TypeError, f"input must have a floating dtype, got …int64: {ORDER}", {"input": indices(N), "target": ones(N, H)}),
@@ -197,18 +185,15 @@ CASES: list[Case] = [
     # ---- shapes
     (ValueError, "input must have shape (..., H), got a 0-d tensor", {"input": torch.tensor(1.0)}),
     (ValueError, f"linear_weight must have shape (V, H), got ({H},)", {"linear_weight": ones(H)}),
-    (ValueError, "linear_weight must have shape (V, H), got ()", {"linear_weight": torch.tensor(1.0)}),
     (ValueError, f"the H of input, {H}, got ({V}, {H + 1})", {"linear_weight": ones(V, H + 1)}),
     (ValueError, f"got ({H}, {V}) …give linear_weight.t()", {"linear_weight": ones(H, V)}),
     (ValueError, f"linear_weight must have V > 0 and H > 0, got shape (0, {H})", {"linear_weight": ones(0, H)}),
-    (ValueError, "linear_weight must have V > 0 and …(20, 0)", {"input": ones(N, 0), "linear_weight": ones(V, 0)}),
     (ValueError, "got (20, 3, 8): for a head of more dimensions use torch.nn.", {"linear_weight": ones(V, 3, H)}),
     *(
         (ValueError, f"target must have shape ({N},) with …got {shape}", {"target": indices(*shape)})
         for shape in ((N + 1,), (N, 1), ())
     ),
     (ValueError, "target must have shape (2, 3) with …got (3, 2)", {"input": ones(2, 3, H), "target": indices(3, 2)}),
-    (ValueError, f"target must have shape (2, 3) with …got ({N},)", {"input": ones(2, 3, H)}),
     *(
         (ValueError, f"linear_bias must have shape ({V},) with …got {shape}", {"linear_bias": ones(shape)})
         for shape in ((V - 1,), (1,), (1, V))
@@ -218,33 +203,23 @@ CASES: list[Case] = [
     # ---- adapters
     (TypeError, "adapters[0][1] must be a Tensor, got list", adapted(2, [[0.0] * 2] * V)),
     (TypeError, "adapters must be a sequence of pairs of tensors, got Tensor", {"adapters": ones(N, 2)}),
-    (TypeError, "adapters must be a sequence of pairs of tensors, got NoneType", {"adapters": None}),
     (TypeError, "adapters[0] must be a pair of tensors …got Tensor", {"adapters": PAIR}),
     (TypeError, "adapters[0] must be a pair of tensors …got 3 values", {"adapters": [(*PAIR, 2.0)]}),
-    (TypeError, "adapters[0][0] must be a Tensor, got float", {"adapters": [(2.0, 1.0)]}),
-    (TypeError, "adapters[1][1] must have …got torch.int64", {"adapters": [PAIR, (ones(N, 2), indices(V, 2))]}),
     (TypeError, "input and adapters[0][0] must have one dtype", adapted(ones(N, 2).to(bf16), ones(V, 2).to(bf16))),
     *(
         (ValueError, f"adapters[0][0] must have shape ({N}, 2) with …got {a}", adapted(a, 2))
         for a in ((N, 3), (N + 1, 2))
     ),
-    (
-        ValueError,
-        f"adapters[0][0] must have shape (2, 3, 2) with …got ({N}, 2)",
-        {"input": ones(2, 3, H), "target": indices(2, 3), **adapted(2, 2)},
-    ),
     *(
         (ValueError, f"adapters[0][1] must have shape (V, r) …{V}, and r > 0, got {b}", adapted(2, b))
         for b in ((V + 1, 2), (V,), (), (V, 0))
     ),
-    (ValueError, f"adapters[0][1] must have shape (V, r) …got (2, {V}): give adapters[0][1].t()", adapted(2, (2, V))),
     # ---- devices
     *(
         (ValueError, f"got input on cpu and {name} on meta", {name: tensor.to("meta")})
         for name, tensor in good(linear_bias=ones(V), weight=ones(V), token_weight=ones(N)).items()
         if name != "input"
     ),
-    (ValueError, "got input on cpu and adapters[0][1] on meta", adapted(2, ones(V, 2, device="meta"))),
     # ---- budgets
     *(
         (ValueError, "max_workspace_bytes=1 …the least is ", {"options": Options(None, 1, strategy)})
@@ -259,9 +234,7 @@ CASES: list[Case] = [
             (1, -100, {"ignore_index": -1}),
             (3, 2**40, {}),
             (5, 2**32 + 3, {}),  # the low 32 bits are in range
-            (2, 77, {"reduction": "none"}),
             (2, 77, {"shift": 1}),
-            (2, 77, {"options": Options(strategy="vocab")}),
         )
     ),
     (IndexError, "target 77 at position 2 of", {"target": at(2, 77).int()}),
@@ -272,22 +245,17 @@ CASES: list[Case] = [
 # Errors of `cross_entropy`, in addition to SCALARS.
 LOGITS_CASES: list[Case] = [
     (TypeError, "logits must be a Tensor, got list", {"logits": [[0.0]]}),
-    (TypeError, "target must be a Tensor, got list", {"target": [0]}),
     (TypeError, "token_weight must have a floating dtype, got torch.bool", {"token_weight": ones(N).bool()}),
     (TypeError, "logits must have a floating dtype, got torch.int64", {"logits": ones(N, V).long()}),
     (TypeError, "logits must be float16, …got torch.float8", {"logits": ones(N, V).to(float8)}),
     (ValueError, "logits must have shape (..., V), got a 0-d", {"logits": torch.tensor(1.0), "target": indices()}),
-    (ValueError, "logits must have V > 0 classes", {"logits": ones(N, 0)}),
     (ValueError, f"target must have shape ({N},) …got (5,)", {"target": indices(5)}),
     (ValueError, "give logits.movedim(1, -1)", {"logits": ones(N, V, 5), "target": indices(N, 5)}),
     (TypeError, f"torch.float32: for indices give target.long(), {STOCK}(logits, target)", {"target": ones(N, V)}),
     (ValueError, f"token_weight must have shape ({N},) …got ({V},)", {"token_weight": ones(V)}),
-    (ValueError, "got logits on cpu and target on meta", {"target": indices(N).to("meta")}),
     (ValueError, "shift needs a target", {"logits": ones(9), "target": torch.tensor(0), "shift": 1}),
     (TypeError, "inplace must be a bool, got int", {"inplace": 1}),
     (IndexError, f"target {V} at position 2 of the flat", {"target": at(2, V)}),
-    (IndexError, "target 77 at position 2", {"logits": ones(3, 2, V).transpose(0, 1), "target": at(2, 77).view(2, 3)}),
-    (IndexError, f"target {V} at position 2", {"target": at(2, V), "shift": 2}),
 ]
 
 
@@ -427,15 +395,12 @@ def test_bad_input_of_all_losses(
             (ValueError, f"max_workspace_bytes must be …got {size!r}", {"max_workspace_bytes": size})
             for size in ("12", "-3MiB", "1 byte", "")
         ),
-        (TypeError, "max_workspace_bytes must be None, an int or a size, got bytes", {"max_workspace_bytes": b""}),
         (ValueError, "chunk_rows must be > 0, got 0", {"chunk_rows": 0}),
-        (TypeError, "chunk_rows must be None or an int, got str", {"chunk_rows": "4"}),
         (ValueError, "strategy must be 'auto', 'tokens' or 'vocab', got 'rows'", {"strategy": "rows"}),
         (ValueError, "accum_dtype must be …got torch.float16", {"accum_dtype": torch.float16}),
         (ValueError, "logits_dtype must be float16, …got torch.int64", {"logits_dtype": torch.int64}),
         (TypeError, "accum_dtype must be …'bfloat16': give torch.bfloat16", {"accum_dtype": "bfloat16"}),
         (TypeError, "logits_dtype must be …got 'torch.float32': give torch.float32", {"logits_dtype": "torch.float32"}),
-        (TypeError, "logits_dtype must be None or …got 'half precision'", {"logits_dtype": "half precision"}),
         (ValueError, "skip_ignored must be True, False or 'auto', got 1", {"skip_ignored": 1}),
     ],
     ids=str,
@@ -450,9 +415,7 @@ def test_bad_options(error: type[Exception], message: str, options: dict[str, An
         (TypeError, "in_features must be an int, got str", {"in_features": "a"}),
         (ValueError, "in_features must be > 0, got 0", {"in_features": 0}),
         (ValueError, "num_classes must be > 0, got -1", {"num_classes": -1}),
-        (TypeError, "num_classes must be an int, got float", {"num_classes": 2.0}),
         (TypeError, "bias must be a bool, got str", {"bias": "no"}),
-        (TypeError, "dtype must be …got 'bfloat16': give torch.bfloat16", {"dtype": "bfloat16"}),
         (TypeError, "options must be None or a flce.ChunkOptions, got int", {"options": 3}),
     ],
     ids=str,
@@ -470,16 +433,12 @@ def test_inplace_of_a_module() -> None:
     [
         (ValueError, "num_tokens must be positive, got -1", {"num_tokens": -1}),
         (ValueError, "hidden_size must be positive, got 0", {"hidden_size": 0}),
-        (ValueError, "vocab_size must be positive, got 0", {"vocab_size": 0}),
         (ValueError, "adapter_ranks[1] must be positive, got 0", {"adapter_ranks": (8, 0)}),
-        (TypeError, "adapter_ranks[0] must be an int, got float", {"adapter_ranks": (8.0,)}),
         (TypeError, "adapter_ranks must be a sequence of ints, got int", {"adapter_ranks": 8}),
         (ValueError, "reduction must be 'none', 'mean' or 'sum', got 'avg'", {"reduction": "avg"}),
         (TypeError, "options must be None or a flce.ChunkOptions, got dict", {"options": {"chunk_rows": 1}}),
         (ValueError, "device must be a device such as 'cuda' or 'cpu', got 'toaster'", {"device": "toaster"}),
-        (TypeError, "got torch.int64", {"dtype": torch.int64}),
         (ValueError, "accum_dtype must be …got torch.bfloat16 with", {"options": flce.ChunkOptions(accum_dtype=bf16)}),
-        (ValueError, "logits_dtype must be …got torch.bfloat16", {"options": flce.ChunkOptions(logits_dtype=bf16)}),
         (TypeError, "dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16", {"dtype": "bfloat16"}),
     ],
     ids=str,
