@@ -21,11 +21,10 @@ from flce.backends.contract import TargetTerms
 from flce.core.problem import LossSpec
 from flce.engine.borrowing import BlockLayout, place_tiles
 from flce.engine.case import Case
-from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
-from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
 from tests import forced, interpreted_bfloat16
 from tests.forced import force
 from tests.helpers import check, least_budget_unless_accepted, parametrize_pairs, plan_for
@@ -73,27 +72,9 @@ def gradient_error(name: str, problem: Problem, mine: Any, expected: Any = None)
 
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "aligned": {"vocab": 512},
-    "less than a block": {"vocab": 100},
-    "one row": {"leading": (1,), "vocab": 300},
-    "ignored": {"ignored": 0.4},
-    "all ignored but one": {"leading": (9,), "ignored": 0.99},
-    "z_loss": {"z_loss": 1.0, "token_weight": True},
-    "bias": {"bias": True, "z_loss": 0.01},
-    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
-    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
     "all": {"bias": True, "softcap": 4.0, "class_weight": True, "token_weight": True, "ignored": 0.2, "z_loss": 0.02},
     "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
 }
-
-
-def test_few_targets_of_many_rows(device: torch.device) -> None:
-    """Sum many rows for one target, in several steps of the kernel, and no rows for other targets."""
-    problem = problem_of(device, leading=(300,), hidden=600)
-    problem.target[:] = 7
-    problem.target[::3] = 511
-    problem.target[250:260] = 0
-    check(problem, grads="xw", tolerance=3 * ULP)
 
 
 def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
@@ -178,15 +159,6 @@ def test_terms_that_cancel(rows: int | None, device: torch.device) -> None:
     assert gradient_error("weight", problem, run_fused(problem, options=options, grads="xw")) < 2 * ULP
 
 
-@pytest.mark.parametrize("offset", [-500.0, 500.0])
-def test_a_common_offset(offset: float, device: torch.device) -> None:
-    problem = problem_of(device, leading=(20,), std=1.0, bias=True)
-    assert problem.linear_bias is not None
-    problem.linear_bias.fill_(offset)
-    check(problem, grads="xw", tolerance=3 * ULP)
-    assert relative_error(run_fused(problem, grads="xw").loss, run_oracle(problem).loss) < 1e-5
-
-
 def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
     """Without the bias, the logits of the sample would give a reference that is far too large."""
     problem = problem_of(device, leading=(20,), bias=True)
@@ -195,16 +167,6 @@ def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
     problem.linear_weight[::3, 0] = 256.0
     problem.linear_bias[::3] = -256.0
     check(problem, grads="xw", tolerance=3 * ULP)
-
-
-def test_logits_are_not_rounded(device: torch.device) -> None:
-    """The loss is as exact as float32, and gradients are more exact than with rounded logits."""
-    problem = problem_of(device, std=4.0)
-    mine, expected, stock = run_fused(problem, grads="xw"), run_oracle(problem), run_stock(problem)
-    assert relative_error(mine.loss, expected.loss) < 1e-6
-    for name in ("input", "weight"):
-        mine_error, stock_error = (gradient_error(name, problem, result, expected) for result in (mine, stock))
-        assert mine_error < 0.7 * stock_error
 
 
 @pytest.mark.parametrize(
@@ -222,29 +184,6 @@ def test_a_common_part_of_all_classes(shape: tuple[int, int, int], skip: bool, d
     options = flce.ChunkOptions(skip_ignored=skip)
     plan_of(problem, options)
     assert gradient_error("input", problem, run_fused(problem, options=options, grads="xw")) < 1.5 * ULP
-
-
-@pytest.mark.parametrize("which", ["input", "linear_weight"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_operands_that_do_not_go_along_rows(
-    which: str, reduction: str, device: torch.device, plans: list[ChunkPlan]
-) -> None:
-    """If a weight is stored as (H, V), or hidden states as (H, N), one block of logits at a time is in memory."""
-    problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
-    operand = getattr(problem, which).t().contiguous().t()
-    assert operand.stride() == (1, operand.shape[0])
-    check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
-    passes = 2 if reduction == "none" else 1
-    assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Unnormalized] * passes
-    assert not any(plan.in_registers for plan in plans)
-    plans.clear()
-
-
-def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: list[ChunkPlan]) -> None:
-    problem = problem_of(device, leading=(5,), hidden=64, vocab=1)
-    weight = problem.linear_weight.t().contiguous().t()
-    check(replace(problem, linear_weight=weight), grads="xw", tolerance=3 * ULP)
-    assert len(plans) == 1
 
 
 def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:

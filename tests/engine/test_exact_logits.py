@@ -249,27 +249,6 @@ def test_rows_whose_largest_logits_come_late(monkeypatch: pytest.MonkeyPatch, tr
     assert {name: error for name, error in found.items() if not error <= LIMIT[BF16]} == {}
 
 
-def test_softcap_of_nothing(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    """With a scale of 0 all logits and gradients are 0: gradients are not divided by the scale."""
-    problem = make_problem(**SHAPE, dtype=BF16, softcap=5.0, logit_scale=0.0)
-    forced(monkeypatch, Unnormalized)
-    mine = run_fused(problem, grads="xw")
-    for grad in (mine.grad_input, mine.grad_weight):
-        assert grad is not None
-        assert not grad.any()
-
-
-@pytest.mark.parametrize("vocab", [1, 7, 15, 17])
-def test_few_classes_in_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    """With fewer than 16 classes, no class is in the half whose sums are in the memory of the gradient."""
-    problem = make_problem((10,), 32, vocab, dtype=BF16, z_loss=0.1, bias=True)
-    assert not Recomputed.sizes(case_of(problem, KEEP_IGNORED)) or vocab > 15
-    for kind in (Unnormalized, Recomputed) if vocab > 15 else (Unnormalized,):
-        forced(monkeypatch, kind)
-        found = errors(problem, ALL_GRADS, options=KEEP_IGNORED)
-        assert {name: error for name, error in found.items() if error > LIMIT[BF16]} == {}
-
-
 @pytest.mark.parametrize("kind", [Unnormalized, Chunks], ids=lambda kind: kind.__name__)
 def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """All logits of the first block and of the last block are -inf."""
@@ -286,15 +265,3 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
     assert exact.grad_weight is not None
     assert relative_error(mine.loss, exact.loss) < 5e-6
     assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[BF16]
-
-
-@pytest.mark.parametrize("kind", [Unnormalized, Chunks], ids=lambda kind: kind.__name__)
-def test_nan_of_an_ignored_token(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
-    """Its column of the gradient of the weight is NaN with every schedule."""
-    p = make_problem(**SHAPE, dtype=BF16, adapter_ranks=(3,))
-    p.target[0, 2], p.input[0, 2, 7] = -100, torch.nan
-    forced(monkeypatch, kind)
-    grad = run_fused(p, options=KEEP_IGNORED).grad_weight
-    assert grad is not None
-    assert torch.equal(grad.isnan().all(0), grad.isnan().any(0))
-    assert grad.isnan().any(0).nonzero().tolist() == [[7]]

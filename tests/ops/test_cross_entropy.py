@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,10 +16,7 @@ import flce
 from flce.testing.problem import CallResult, Problem, run_oracle
 from tests.helpers import (
     BACKENDS,
-    REDUCTIONS,
-    STATS,
     assert_near,
-    assert_outcome,
     parametrize_pairs,
 )
 from tests.logits import make, place_in_layout
@@ -244,16 +239,6 @@ def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(2 * logits.grad, x.grad)  # type: ignore[operator]
 
 
-@INPLACE
-def test_unused_losses(inplace: bool, backend: str, device: torch.device) -> None:
-    """Only a statistic is used, or the loss is not differentiated."""
-    x, logits, y = nonleaf(device=device)
-    out: Any = flce.cross_entropy(logits, y, stats=("lse",), inplace=inplace)
-    assert not out.lse.requires_grad
-    x.sum().backward()
-    (out.loss * 0).backward()
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Memory
 
@@ -298,48 +283,6 @@ def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch
 
 # ---------------------------------------------------------------------------------------------------------
 # Vocabulary parallelism in a world of one (of several: test_vocab_parallel.py)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    if not dist.is_available():
-        pytest.skip("PyTorch without torch.distributed")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@parametrize_pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
-def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
-    p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
-    size: Any = torch.tensor(37)  # check_int and check_float accept 0-d tensors for all arguments
-    outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=size)
-    assert_outcome(outcome, run_oracle(p), p, tolerance=1e-10, grads="x", stats=STATS)
-
-
-@pytest.mark.usefixtures("_no_compiled_code")
-def test_compile_with_a_group(group: Any, torch_backend: str) -> None:
-    x, _, y = nonleaf()
-
-    def step(x: Tensor) -> Tensor:
-        return loss_of(x * 2, y, process_group=group, label_smoothing=0.1)
-
-    results: list[list[Tensor]] = []
-    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        x.grad = None
-        loss = f(x)
-        loss.backward()
-        assert x.grad is not None
-        results.append([loss.detach(), x.grad.clone()])
-    torch.testing.assert_close(*results)
-
-
-def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
-    logits, y = torch.randn(6, 20), torch.arange(6)
-    with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
-        flce.cross_entropy(logits, y, process_group=group, vocab_size=40)
-    with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
-        flce.cross_entropy(logits, y, process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
 
 
 # ---------------------------------------------------------------------------------------------------------

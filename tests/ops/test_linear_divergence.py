@@ -244,20 +244,6 @@ def test_only_the_student_has_a_gradient(backend: str) -> None:
     assert [t.grad is None for t in (*call.student, *teacher)] == [False, True, True, True]
 
 
-def test_shapes() -> None:
-    x, w, t, tw = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randn(2, 5, 6), torch.randn(30, 6)
-    y = torch.randint(30, (2, 5))
-    out: Any = flce.linear_divergence(x, w, t, tw, target=y, shift=1, outputs=OUTPUTS)
-    expected = divergence_of(x @ w.T, t @ tw.T, "forward_kl")
-    torch.testing.assert_close(out.divergence[:, :-1], expected[:, :-1])
-    assert not out.divergence[:, -1].any()
-    assert out.logprob.shape == out.entropy.shape == (2, 5)
-    one: Any = flce.linear_divergence(x[0, 0], w, t[0, 0], tw, kind="jsd", beta=1)
-    torch.testing.assert_close(one.divergence, divergence_of(x @ w.T, t @ tw.T, "reverse_kl")[0, 0])
-    none: Any = flce.linear_divergence(x[:, :0], w, t[:, :0], tw, kind="jsd", beta=0.0)
-    assert none.divergence.shape == (2, 0)
-
-
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_given_classes_of_the_teacher(kind: str) -> None:
     """All other classes are one class. -1 is an empty entry."""
@@ -293,46 +279,29 @@ def test_equal_given_classes_have_no_gradient() -> None:
     assert float(torch.autograd.grad(out.divergence.sum(), x)[0].abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_the_least_budget_is_enough(kind: str, torch_backend: str) -> None:
-    """The smallest budget suffices for forward and backward; one byte less raises an error."""
-    call = call_of(16, 16, 16, 301, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"the least is (\d+) bytes") as error:
-        check(call, kind, options=flce.ChunkOptions(max_workspace_bytes=1))
-    least = int(str(error.value).partition("the least is ")[2].split()[0])
-    check(call, kind, options=flce.ChunkOptions(max_workspace_bytes=least))
-    with pytest.raises(ValueError, match=f"the least is {least} bytes"):
-        check(call, kind, options=flce.ChunkOptions(max_workspace_bytes=least - 1))
-
-
 def wrong(**arguments: Any) -> dict[str, Any]:
     return arguments
 
 
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "classes": (ValueError, r"classes V, got 30 and 32.*give teacher_weight\[:30\]", wrong(teacher_weight=(32, 6))),
-    "more": (ValueError, r"got 30 and 20.*give student_weight\[:20\]", wrong(teacher_weight=(20, 6))),
     "tokens": (ValueError, r"the same tokens.*got \(4, 8\) and \(5, 6\)", wrong(teacher=(5, 6))),
     "head": (ValueError, r"student_weight must have shape \(V, H\)", wrong(student_weight=(30, 7))),
     "teacher's head": (ValueError, "teacher_weight must .*the H of teacher, 6", wrong(teacher_weight=(30, 7))),
     "bias": (ValueError, r"teacher_bias must have shape \(30,\)", wrong(teacher_bias=(31,))),
-    "its bias": (ValueError, r"student_bias must have shape \(30,\)", wrong(student_bias=(31,))),
     "adapters": (TypeError, r"student_adapters\[0\] must be a pair", wrong(student_adapters=[1])),
-    "teacher's adapters": (TypeError, r"teacher_adapters\[0\] must be a pair", wrong(teacher_adapters=[1])),
     "kind": (ValueError, "kind must be one of .*got 'kl'", wrong(kind="kl")),
     "beta": (ValueError, "beta needs kind='jsd', got beta=0.5 with kind='forward_kl'", wrong(beta=0.5)),
     "large": (ValueError, r"beta must be in \[0, 1\], got 1.5", wrong(beta=1.5, kind="jsd")),
     "output": (ValueError, "outputs must be names out of", wrong(outputs=("kl",))),
     "repeated": (ValueError, "outputs has 'entropy' twice", wrong(outputs=("entropy", "entropy"))),
     "a string": (ValueError, "outputs must be names out of .*got 'entropy'", wrong(outputs="entropy")),
-    "divergence twice": (ValueError, "outputs has 'divergence' twice", wrong(outputs=("divergence", "divergence"))),
     "no outputs": (ValueError, "outputs must be names out of .*got None", wrong(outputs=None)),
     "outputs in a list": (ValueError, r"outputs must be .*\[\['divergence'\]\]", wrong(outputs=[["divergence"]])),
     "a vector": (ValueError, r"teacher_weight must have shape \(V, H\), got \(6,\)", wrong(teacher_weight=(6,))),
     "no target": (ValueError, "'logprob', which needs a target", wrong(outputs=("logprob",))),
     "shift": (ValueError, "shift=1 needs a target", wrong(shift=1)),
     "softcap": (ValueError, "teacher_softcap must be None or a finite number > 0", wrong(teacher_softcap=-1.0)),
-    "its softcap": (ValueError, "student_softcap must be None", wrong(student_softcap=0.0)),
     "no teacher": (ValueError, "got None", wrong(teacher=None, teacher_weight=None)),
     "half a teacher": (ValueError, "give either .*got teacher", wrong(teacher_weight=None)),
     "both": (ValueError, "got teacher and teacher_weight and teacher_topk", wrong(teacher_topk=(1, 2))),
@@ -342,14 +311,6 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "dtype": (TypeError, "student and student_weight must have one", wrong(student_weight=torch.zeros(30, 8).double())),
     "temperatures": (ValueError, "temperature must be one number", wrong(temperature=torch.ones(4))),
-    "temperatures with top k": (
-        ValueError, "temperature must be one number for all tokens",
-        wrong(
-            teacher=None, teacher_weight=None, temperature=torch.ones(4),
-            teacher_topk=(torch.zeros(4, 2).long(), torch.zeros(4, 2)),
-        ),
-    ),
-    "no tensor": (TypeError, "teacher_bias must be a", wrong(teacher_bias=1.0)),
     "no pair": (
         TypeError, "teacher_topk must be a pair of tensors, got Tensor",
         wrong(teacher=None, teacher_weight=None, teacher_topk=torch.zeros(4, 2)),
@@ -415,30 +376,6 @@ def test_errors_at_a_large_vocabulary(kind: str, hidden: int) -> None:
         expected = divergence_of(leaf @ w.detach().double().T, t, kind)
         assert relative_error(out.divergence.detach()[rows], expected.detach()) <= 5e-3
         assert relative_error(got[rows], torch.autograd.grad(expected.sum(), leaf)[0]) <= 5e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("budget", [None, 96 << 20])
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_memory_is_as_planned(kind: str, budget: int | None) -> None:
-    n, hidden, vocab = 4096, 1024, 32000
-    options = flce.ChunkOptions(max_workspace_bytes=budget)
-    x, w, t, tw = (torch.randn(size, hidden, device="cuda", dtype=torch.bfloat16) for size in (n, vocab, n, vocab))
-    x, w = x.requires_grad_(), w.requires_grad_()
-
-    def step() -> None:
-        out: Any = flce.linear_divergence(x, w, t, tw, kind=kind, options=options)
-        out.divergence.sum().backward()
-
-    step()
-    x.grad = w.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    workspace = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
-    plan = flce.plan(n, hidden, vocab, torch.bfloat16, teacher_hidden_size=hidden, options=options)
-    assert workspace <= plan.workspace_bytes + (2 << 20)
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
