@@ -232,7 +232,7 @@ def parametrize_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def _parametrize(names: list[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    ids = ["-".join(str(level).replace("torch.", "") for level in row) for row in rows]
+    ids = ["-".join(getattr(level, "__name__", str(level)).replace("torch.", "") for level in row) for row in rows]
     return pytest.mark.parametrize(names, rows, ids=ids, indirect=[name for name in names if name == "backend"])
 
 

@@ -203,12 +203,6 @@ SCRIPTS = {
         assert not flce.report(model).patched"""
         for order in ("patched", "wrapped")
     },
-    "eager logits stay lazy": """
-        model = patch(small(build))
-        logits = model(IDS).logits
-        backward(torch.compile(loss_of, backend="eager")(logits))
-        fused(1)
-        lazy(logits)""",
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model, staleness
+from tests.helpers import parametrize_pairs
 from tests.huggingface.scripts import IDS, Compare, loss_of
 
 STALE = "no longer be computed: the output embedding was changed .* since the model ran.*in a forward hook of the model"
@@ -157,51 +158,6 @@ def test_other_optimizers_change_nothing(frozen: bool, build: Callable[..., Any]
     assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
 
 
-def keep(model: Any, args: Any, outputs: Any) -> None:
-    """Materialize the logits in a forward hook, as in docs/troubleshooting.md."""
-    if torch.is_grad_enabled():
-        outputs.logits.materialize()
-
-
-def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path: Any) -> None:
-    """A callback that reads logits after the step of Trainer's default optimizer gets right values or an error."""
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
-    from flce.huggingface import FlceCallback
-
-    class Accuracy(transformers.TrainerCallback):  # type: ignore[name-defined]
-        seen: list[Tensor]
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seen.append(self.logits.argmax(-1))
-
-    def train(model: Any, *callbacks: Any) -> list[Tensor]:
-        accuracy = Accuracy()
-        accuracy.seen = []
-
-        class Keeping(transformers.Trainer):  # type: ignore[name-defined]
-            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-                outputs = model(**inputs)
-                accuracy.logits = outputs.logits
-                return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, use_cpu=True, optim="adamw_torch_fused", learning_rate=0.1, report_to=[],
-            disable_tqdm=True, logging_strategy="no", save_strategy="no", per_device_train_batch_size=2,
-        )  # fmt: skip
-        data = [{"input_ids": row, "labels": row} for row in IDS]
-        Keeping(model, arguments, train_dataset=data, callbacks=[accuracy, *callbacks]).train()
-        return accuracy.seen
-
-    want = train(build("Llama"))
-    model = build("Llama")
-    model.register_forward_hook(keep)
-    got = train(model, FlceCallback(on_materialize="raise"))
-    assert all(map(torch.equal, got, want))
-    with pytest.raises(RuntimeError, match=STALE):
-        train(build("Llama"), FlceCallback())
-
-
 # ------------------------------------------------------------------------------- hidden states, changed after the call
 
 
@@ -222,9 +178,9 @@ HIDDEN_STALE = "no longer be computed: the hidden states were changed"
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("change", HIDDEN_CHANGES)
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@parametrize_pairs(
+    mode=[torch.inference_mode, torch.no_grad, torch.enable_grad], change=HIDDEN_CHANGES, read=list(READS)
+)
 def test_after_hidden_states_were_changed(
     build: Callable[..., Any], mode: Any, change: Callable[[Tensor], None], read: str
 ) -> None:
@@ -354,35 +310,3 @@ def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any
         loss().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("change", CHANGES)
-def test_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Any], None]) -> None:
-    monkeypatch.delenv("FLCE_BACKEND")
-    model = patch_model(build("Llama").cuda())
-    logits = model(input_ids=IDS.cuda()).logits
-    change(model)
-    with pytest.raises(RuntimeError, match="can no longer be computed"):
-        logits.argmax(-1)
-    model = patch_model(build("Llama").cuda())
-    outputs = model(input_ids=IDS.cuda(), labels=IDS.cuda())
-    outputs.loss.backward()
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-    with pytest.raises(RuntimeError, match=STALE):
-        outputs.logits.logsumexp(-1)
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
-@pytest.mark.parametrize("change", [rescaled, through_data])
-def test_hidden_states_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Tensor], None]) -> None:
-    """Reading values synchronizes in any case, so hidden states are compared too."""
-    monkeypatch.delenv("FLCE_BACKEND")
-    model = patch_model(build("Llama").cuda()).eval()
-    for read in ("argmax", "sigmoid"):
-        with torch.inference_mode():
-            outputs = model(input_ids=IDS.cuda(), labels=IDS.cuda(), output_hidden_states=True)
-            change(outputs.hidden_states[-1])
-            with pytest.raises(RuntimeError, match=HIDDEN_STALE):
-                READS[read](outputs.logits)

@@ -1,9 +1,8 @@
-"""Lazy logits as objects: operations that compute them, warnings, stored tensors, and the normal form."""
+"""Lazy logits as objects: operations that compute them, warnings, and stored tensors."""
 
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import warnings
 import weakref
@@ -17,7 +16,6 @@ from torch import Tensor
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning
 from flce.huggingface.head_call import HeadCall, add_wrapper_hook
 from flce.huggingface.lazy import make_lazy
-from flce.huggingface.lazy.normal_form import NormalForm, to_normal_form
 from flce.huggingface.lazy.state import Settings, head_state
 from flce.huggingface.usage import Usage
 
@@ -200,90 +198,3 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
         assert [reference() for reference in use()] == [None, None, None]
     finally:
         gc.enable()
-
-
-# ------------------------------------------------------------------------------------ normal form
-
-
-@pytest.mark.parametrize(
-    "ops",
-    [
-        (),
-        (("mul", 3), ("div", 2.0), ("to", torch.float32)),
-        (("div", 30.0), ("tanh", None), ("mul", 30.0)),
-        (("div", -0.7), ("tanh", None), ("mul", 2.0), ("div", -0.5)),
-        (("mul", 2.0), ("tanh", None)),
-        (("tanh", None), ("mul", 0.0)),
-        (("mul", 0),),
-        (("clamp", -4.0), ("mul", 3.0)),
-    ],
-)
-def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
-    normal_form = to_normal_form(ops)
-    assert normal_form is not None
-    scale, softcap, *_ = normal_form
-    for x in (-3.0, 0.0, 0.4, 2.0):
-        want = x
-        for name, value in ops:
-            if name == "tanh":
-                want = math.tanh(want)
-            elif name == "mul":
-                want *= value
-            elif name == "div":
-                want /= value
-        got = scale * x if softcap is None else softcap * math.tanh(scale * x / softcap)
-        assert got == pytest.approx(want, abs=1e-12)
-
-
-def test_fold_says_so_when_there_is_no_scale() -> None:
-    for cap in (30.0, 49.0, 50.0, 0.3):
-        assert to_normal_form((("div", cap), ("tanh", None), ("mul", cap))) == NormalForm(1.0, cap)
-
-
-def test_fold_refuses() -> None:
-    assert to_normal_form((("tanh", None), ("tanh", None))) is None
-    assert to_normal_form((("mul", math.inf),)) is None
-    assert to_normal_form((("div", 0),)) is None
-    assert to_normal_form((("tanh", None), ("mul", math.nan))) is None
-    assert to_normal_form((("log_softmax", None), ("mul", 2.0), ("log_softmax", None))) is None
-    assert to_normal_form((("log_softmax", None), ("tanh", None))) is None
-    assert to_normal_form((("softmax", None), ("log_softmax", None))) is None
-    assert to_normal_form((("exp", None),)) is None
-    assert to_normal_form((("div_row", None), ("tanh", None))) is None
-    assert to_normal_form((("sub_row", None), ("div_row", None))) is None
-    assert to_normal_form((("sub_row", None), ("mul", 2.0))) is None
-    assert to_normal_form((("log_softmax", None), ("sub_row", None))) is None
-
-
-P, LOGP = ("softmax", None), ("log_softmax", None)
-CAPPED = (("div", 3.0), ("tanh", None), ("mul", 3.0))
-PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], NormalForm | None]] = {
-    "entropy": ((P,), (LOGP,), NormalForm(1.0, None, "weighted log-probabilities")),
-    "of the logits": ((P,), (), NormalForm(1.0, None, "weighted logits")),
-    "capped": ((*CAPPED, P), CAPPED, NormalForm(1.0, 3.0, "weighted logits")),
-    "shifted": (
-        (("sub_row", None), P),
-        (("sub_row", None), ("clamp", -1.0)),
-        NormalForm(1.0, None, "weighted logits", has_normalizer=True, is_clamped=True),
-    ),
-    "divided": (
-        (("div_row", None), P),
-        (("div_row", None), LOGP, ("mul", -1.0)),
-        NormalForm(1.0, None, "weighted log-probabilities", is_negative=True, has_divisor=True),
-    ),
-    "of a multiple": ((P,), (("mul", -2.0),), None),
-    "of negatives": ((P, ("mul", -1.0)), (), None),
-    "of other temperatures": ((("div", 2.0), P), (LOGP,), None),
-    "of one that is divided": ((("div_row", None), P), (), None),
-    "of another cap": ((*CAPPED, P), (), None),
-    "of two probabilities": ((P,), (P,), None),
-    "of none": ((), (LOGP,), None),
-}
-
-
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_fold_of_products(name: str) -> None:
-    left, right, want = PRODUCTS[name]
-    assert to_normal_form((*left, ("times", right))) == want
-    assert to_normal_form((*right, ("times", left))) == want
-    assert want is None or to_normal_form((*left, ("times", right), ("tanh", None))) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import flce
 from flce.core import private
 from flce.huggingface import NotFusedWarning, patch_model
+from tests.helpers import parametrize_pairs
 from tests.huggingface.scripts import IDS, Around, Build, Compare, V
 from tests.huggingface.test_entropies import Logits
 
@@ -292,10 +292,12 @@ def in_another(read: Any, logits: Tensor, **options: Any) -> Tensor:
     return checkpoint(lambda x: 2 * checkpoint(read, x, **options), logits, **options)
 
 
-@pytest.mark.parametrize("inner", [checkpoint, in_another])
-@pytest.mark.parametrize("contexts", [noop_context_fn, some_are_kept])
-@pytest.mark.parametrize("when", ["never", "before", "after"])
-@pytest.mark.parametrize("name", READ)
+@parametrize_pairs(
+    name=list(READ),
+    when=["never", "before", "after"],
+    contexts=[noop_context_fn, some_are_kept],
+    inner=[checkpoint, in_another],
+)
 def test_logits_that_are_read_in_a_checkpoint(
     name: str, when: str, contexts: Any, inner: Any, compare: Compare
 ) -> None:
@@ -347,25 +349,6 @@ def loss_of_heads(model: Any, heads: Any) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-class TwoHeads(nn.Module):
-    """A model outside of Transformers, whose other layers may be as wide as the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up = nn.Embedding(V, 16), nn.Linear(16, V)
-        self.body = nn.Sequential(nn.GELU(), nn.Linear(V, 32), nn.GELU())
-        self.lm_head, self.lm_head2 = nn.Linear(32, V), nn.Linear(32, V)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        hidden = self.body(self.up(self.embedding(input_ids)))
-        heads = (self.lm_head, self.lm_head2)
-        losses = [F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()) for head in heads]
-        return SimpleNamespace(loss=losses[0] + losses[1])
-
-
 class MyParam(nn.Parameter):
     pass
 
@@ -393,12 +376,6 @@ HEADS = {
         backward(model())
         fused(0)
         assert type(model.get_submodule("medusa_head.0.1")) is nn.Linear""",
-    "heads of the model": """
-        model = build("Llama")
-        model.medusa_head = medusa_heads()
-        patch(model, on_materialize="raise")
-        backward(loss_of_heads(model, model.medusa_head))
-        fused(3)""",
     # A forward finds and patches them.
     "heads that were added to a patched model": """
         model = patch(build("Llama"), on_materialize="raise")
@@ -421,11 +398,6 @@ HEADS = {
         patch(model, on_materialize="raise")
         for training in (True, False):
             model.train(training)
-            backward(model(**BATCH).loss)
-            fused(2)""",
-    "a second head of any model": """
-        model = patch(TwoHeads(), on_materialize="raise")
-        for _ in range(2):
             backward(model(**BATCH).loss)
             fused(2)""",
     **{
@@ -458,13 +430,6 @@ HEADS = {
         torch.compiler.reset()
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         backward((compiled if patched else model)(**BATCH).loss)""",
-    # The head runs stock code.
-    "a parameter with its own functions": """
-        model = build("Llama")
-        model.lm_head.weight = OwnFunction(model.lm_head.weight.data)
-        patch(model)
-        backward(model(**BATCH).loss)
-        fused(0)""",
 }
 
 

@@ -245,20 +245,6 @@ def test_copies_count_for_themselves(build: Build) -> None:
     assert (flce.report(model).forwards, flce.report(model).fused) == (0, 0)
 
 
-def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Build) -> None:
-    other, model = patch_model(build("Llama")), patch_model(build("Llama"))
-    model.lm_head = copy.deepcopy(other.lm_head)
-    own_loss(model).backward()
-    assert (flce.report(model).fused, flce.report(other).fused) == (1, 0)
-    assert model._flce.has_vocabulary_products is False
-
-
-def test_a_copy_that_meets_the_head_before_the_model(build: Build) -> None:
-    model = patch_model(build("Llama"))
-    head, other = copy.deepcopy([model.lm_head, model])
-    assert head._flce is other._flce is not model._flce
-
-
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool) -> None:
     """The logits would be gathered on one GPU. The test creates a replica as `nn.DataParallel` does, without a GPU."""
