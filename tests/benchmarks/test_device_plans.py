@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks.device_plans import HEADS, TOKENS, planned, time_over_products
+from benchmarks.device_plans import HEADS, planned, time_over_products
 from flce.core.device_record import KNOWN_KINDS
 
 TIME_LIMIT = 1.15
@@ -37,12 +35,3 @@ def test_training_in_a_share_of_the_memory() -> None:
 def test_a_frozen_head_is_fast_from_some_width_on() -> None:
     wide = [name for name in WIDE if HEADS[name].hidden >= 4096]
     assert max(times(wide, frozen=True, share=1 / 24).values()) <= 1.02 * TIME_LIMIT
-
-
-@pytest.mark.parametrize("kind", ["L4", "L40S"])
-@pytest.mark.parametrize("hidden", [4096, 8192])
-def test_chunks_of_a_frozen_head_take_longer_than_its_weight_takes_to_be_read(kind: str, hidden: int) -> None:
-    """One wave of blocks has 128 tokens on an L4 with H = 8192: reading the weight would take four times as long."""
-    head = HEADS["Llama-3-8B"]._replace(hidden=hidden)
-    assert time_over_products(planned(kind, head, frozen=True)) <= 1.35
-    assert planned(kind, head, frozen=True).schedule.tile_sizes(planned(kind, head, frozen=True).case)[0] < TOKENS / 4

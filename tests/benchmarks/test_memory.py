@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import flce
-from benchmarks.memory import MemoryProfile, draw_profiles, profile_memory
-from flce.core import devices
+from benchmarks.memory import MemoryProfile, profile_memory
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -43,45 +39,6 @@ def test_every_allocation_and_free() -> None:
     with pytest.raises(ZeroDivisionError):
         profile_memory(lambda: 1 / 0, "cpu")
     assert profile_memory(allocate("cpu", KIB), "cpu").peak == KIB
-
-
-def test_records_of_the_cuda_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a free counts from its request on, and that segments are not counted."""
-    trace: list[dict[str, Any]] = []
-    recording: list[object] = []
-
-    def fn() -> None:
-        assert recording == ["all"]
-        actions = [("segment_alloc", 20), ("alloc", 3), ("alloc", 1), ("free_requested", 3), ("free_completed", 3)]
-        for action, size in [*actions, ("free_requested", 9), ("snapshot", 0)]:
-            trace.append({"action": action, "size": size * MIB, "time_us": time.time_ns() // 1000})
-
-    monkeypatch.setattr(devices, "list_devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1)])
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], trace]})
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda on, **_: recording.append(on))
-    profile = profile_memory(fn)
-    assert held(profile) == [size * MIB for size in (0, 3, 4, 1, -8, -8)]
-    assert profile.peak == 4 * MIB
-    with pytest.raises(ZeroDivisionError):
-        profile_memory(lambda: 1 / 0, "cuda:1")
-    assert recording == ["all", None, "all", None]
-
-
-def test_the_curves_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check equal scales: with different scales a small peak would look large."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn = []
-    monkeypatch.setattr(figure, "savefig", lambda self, file: drawn.append(self))
-    large = MemoryProfile(((0.0, 0), (1.5, int(50.04 * GIB)), (2.0, 0)))
-    small = MemoryProfile(((0.0, 0), (0.010, 823 * MIB), (0.020, -MIB), (0.050, 0)))
-    draw_profiles({"stock": large, "patched": small}, tmp_path / "memory.png", "A model")
-    first, second = drawn[0].axes
-    assert first.get_ylim() == second.get_ylim()
-    assert first.get_xlim() == second.get_xlim()
-    assert first.get_ylim()[1] > 50.04  # GiB: the axis contains the peak
-    assert [axes.texts[0].get_text() for axes in (first, second)] == ["peak 50 GiB", "peak 823 MiB"]
 
 
 @pytest.mark.gpu

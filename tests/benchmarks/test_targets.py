@@ -12,7 +12,7 @@ from benchmarks import logprobs, targets
 from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.contenders import select
-from benchmarks.operator import OPERATOR, PRESETS, call_case, peer_case
+from benchmarks.operator import PRESETS, peer_case
 from benchmarks.problem import OperatorCase
 from benchmarks.runs import Entry
 from benchmarks.targets import CALL_TARGETS, MAIN, MET, MISSED, NEARLY, TARGETS, UNMEASURED, Rule, Target
@@ -31,16 +31,13 @@ ALONE = next(target for target in CALL_TARGETS if target.call == "alone")
     "target, reference, milliseconds, mib, expected",
     [
         (TIME, 10.0, 10.5, None, MET),
-        (TIME, 10.0, 10.7, None, NEARLY),
         (TIME, 10.0, 10.72, None, MISSED),
         (TIME, None, 10.5, None, UNMEASURED),
         (BOTH, 10.0, 11.0, 256, MET),
         (BOTH, 10.0, 11.0, 256.1, MISSED),
-        (BOTH, 10.0, 12.0, 256, MISSED),
         (BOTH, 10.0, 11.0, None, UNMEASURED),
         (ROOM, None, 99.0, 100, MET),
         # The host: 1.2 ms, or 1.2 times torch.compile's; alone: by the time of the products.
-        (SOON, 0.5, 1.19, None, MET),
         (SOON, 0.5, 1.23, None, MISSED),
         (SOON, 2.0, 2.39, None, MET),
         (ALONE, 3.91, 4.69, None, MISSED),
@@ -90,38 +87,14 @@ def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
     assert (duel.cells["flce"], duel.cells["times"], duel.verdict) == ("-", "-", MISSED)
 
 
-def test_targets_of_calls_and_of_the_device_are_separate():
-    """Each target reads its own one of two cases of a problem, and rules read the case of the device."""
-    results = [measured("floor", 10.0), measured("ours", 10.4, 1), measured("cce", 20.0, 1, "peer")]
-    called, device = run_of(Entry(call_case(MAIN), results)), run_of(Entry(FIRST, results))
-    titles = [f"Targets met: 1 of {len(TARGETS)}", f"Targets of calls met: 1 of {len(CALL_TARGETS)}"]
-    for runs, expected in (([called], titles[1:]), ([device], titles[:1]), ([device, called], titles)):
-        shown = [table.title for table in OPERATOR.targets(runs, False)]  # type: ignore[misc]
-        assert [title for title in shown if title.startswith("Targets")] == expected
-        assert any(title.startswith("No peer dominates") for title in shown) == (device in runs)
-
-
-@pytest.mark.parametrize("times, verdict", [((10.4, 10.5, 20), MET), ((10.4, 10.6, 20), NEARLY), ((10.4, 20), MISSED)])
-def test_the_median_of_runs_counts(times, verdict, tmp_path):
-    files = [tmp_path / f"{index}.json" for index in range(len(times))]
-    for file, milliseconds in zip(files, times, strict=True):
-        save(run_of(Entry(FIRST, [measured("floor", 10.0), measured("ours", milliseconds)])), file)
-    output = CliRunner().invoke(app, ["table", *map(str, files), "--targets"]).output
-    assert f"| {verdict} |" in output
-    assert f"the median of {len(files)} runs" in output
-
-
 @pytest.mark.parametrize(
     "planned, mib, name, kept",
     [
         (100, 101.9, "ours", True),
-        (100, 98.1, "ours", True),
         (100, 102.1, "ours", False),
-        (100, 97.9, "ours", False),
         (4000, 4040.5, "ours-again", True),
         (4000, 4041.5, "ours-again", False),
         (100, 50, "ours-skipping", True),  # a plan does not know how many labels are ignored
-        (100, 102.1, "ours-skipping", False),
     ],
 )
 def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):

@@ -51,20 +51,6 @@ def test_ways_of_two_processes(way):
     assert (losses[0] == losses[1]) == (way == "tp")  # the same tokens
 
 
-@in_processes(4)
-def test_a_way_of_four_processes():
-    assert check_way("fsdp2-tp")[0].status == "ok"
-
-
-@in_processes(2)
-def test_what_is_not_measured():
-    """Ways that need more processes; and all contenders, if the time of the first process is over."""
-    for way, title in (("fsdp2-tp", "FSDP2 x TP by PyTorch"), ("hsdp", "HSDP by PyTorch")):
-        reasons = {(result.status, result.reason) for result in check_way(way)}
-        assert reasons == {("unavailable", f"{title}: needs a multiple of 4 processes, got 2")}
-    assert [result.status for result in check_way("fsdp2", -1.0)] == ["skipped"] * 3
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @in_processes(2)
 def test_a_divided_head(sequence_parallel):
