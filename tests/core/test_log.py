@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.core import log
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
@@ -132,18 +131,6 @@ def test_the_environment() -> None:
     assert logged.startswith("flce DEBUG new shape: N=9, H=8, V=30")
 
 
-LEVELS = [("debug", logging.DEBUG), ("DEBUG", logging.DEBUG), ("info", logging.INFO), ("", logging.NOTSET)]
-
-
-@pytest.mark.parametrize("name, level", LEVELS)
-def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.Logger("made up")
-    monkeypatch.setattr(log, "logger", logger)
-    monkeypatch.setenv("FLCE_LOG", name)
-    log.configure_from_environment()
-    assert (logger.level, len(logger.handlers), logger.propagate) == (level, 1 if name else 0, not name)
-
-
 def test_a_wrong_level() -> None:
     """The import succeeds, with one warning at the line that imports flce."""
     warned, *rest = stderr(CALLS, FLCE_LOG="loud")
@@ -192,21 +179,3 @@ def test_a_lack_of_memory_warns_once_a_line(
     assert {w.filename for w in of_it} == {__file__}
     assert len(of_it) == (1 if name == "forward" else 2)  # `step` calls forward in one line
     assert len({w.lineno for w in of_it}) == len(of_it)
-
-
-def test_filters_have_the_last_word() -> None:
-    """Filters select one warning for each line, all warnings or none. Another record of warnings shows them again."""
-
-    def count(action: Any, logged: Any = None) -> int:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter(action)
-            for _ in range(3):
-                log.find_caller().warn("of this test alone", UserWarning, logged)
-                with warnings.catch_warnings():
-                    pass
-        return len(caught)
-
-    assert [count(action) for action in ("ignore", "default", "default", "always")] == [0, 1, 0, 3]
-    assert count("default", set()) == 1
-    with pytest.raises(UserWarning, match="of this test"):
-        count("error")

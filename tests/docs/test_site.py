@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,28 +94,3 @@ def test_a_link_without_target_is_an_error(tmp_path: Path, caplog: pytest.LogCap
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     for link, target in BROKEN.items():
         assert any(target in line for line in warned), (link, warned)
-
-
-def test_a_page_without_a_place_is_an_error(tmp_path: Path) -> None:
-    exceptions = pytest.importorskip("mkdocs.exceptions")
-    with pytest.raises(exceptions.Abort):
-        build(tmp_path, GOOD, NAV[:-1])
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_make_docs_fails_if_the_build_warns(tmp_path: Path, right: bool) -> None:
-    """Run the Makefile's command. MkDocs does not count warnings that an option suppresses."""
-    pytest.importorskip("material")
-    write(tmp_path, GOOD if right else "# A page\n\n[gone](gone.md)\n")
-    (tmp_path / "mkdocs.yml").rename(tmp_path / "all.yml")
-    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: all.yml\nplugins: [search]\nnav: {NAV}\n")
-    (arguments,) = re.findall(r"-m (mkdocs .*)", (ROOT / "Makefile").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments.split()],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        timeout=120,
-    )
-    assert (done.returncode == 0) == right, done.stdout + done.stderr

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from typer.testing import CliRunner, Result
 
 import demo
 import flce
-import processes
 from flce.testing import VOCAB_SIZE
 from tests.processes import World, run_python
 
@@ -190,39 +188,3 @@ def test_help_and_a_wrong_option_import_nothing_slow(option: str, status: int) -
     ends = [line for line in done.stdout.splitlines() if line.startswith("status")]
     assert ends == [f"status {status} imported []"] * len(SCRIPTS), done.stdout + done.stderr
     assert (done.stderr if status else done.stdout).count("steps") >= len(SCRIPTS)
-
-
-# The second process has a different loss, is not fused, and ends with status 1.
-TWO_PROCESSES = """
-import os, sys
-
-from demo import Curve
-from processes import run_in_two_processes, average_over_processes
-
-
-def run_process(status):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    curve = average_over_processes(Curve([float(rank), 4.0], [True, rank == 0]))
-    dist.destroy_process_group()
-    assert curve == Curve([0.5, 4.0], [True, False]), curve
-    return status + rank
-
-
-if __name__ == "__main__":
-    sys.exit(run_in_two_processes(run_process, 0))
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
-def test_two_processes_have_one_curve_and_the_worse_status(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TWO_PROCESSES)
-    run_python(script, env={"PYTHONPATH": os.pathsep.join([str(INTEGRATIONS), *sys.path])}, status=1)
-
-
-def test_a_process_of_a_launcher_starts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert processes.run_in_two_processes(max, 1, 2) == 2

@@ -172,15 +172,6 @@ def test_a_vocabulary_that_is_split() -> None:
             assert relative_error(result, correct) < 2e-6
 
 
-@pytest.mark.usefixtures("simulated_verl")
-def test_wrong_arguments() -> None:
-    hidden, weight, labels = problem(torch.float32)
-    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
-        plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "none", "group")
-    with pytest.raises(ValueError, match="'none', 'sum' or 'mean', got 'max'"):
-        plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "max")
-
-
 def test_another_signature_is_refused(simulated_verl: Any) -> None:
     class Other:
         @staticmethod

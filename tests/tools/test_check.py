@@ -23,18 +23,15 @@ from typer.testing import CliRunner
 
 import flce
 from flce.backends.eager import TorchBackend
-from flce.testing.problem import RESULTS, relative_error
+from flce.testing.problem import relative_error
 from flce.tools import check, machine
 from flce.tools.check import (
     CPU,
     Check,
     CheckResult,
-    Figure,
     Results,
     Source,
     SplitCheck,
-    choose_device,
-    compare_results,
     list_checks,
     run_split,
     split_checks,
@@ -156,20 +153,6 @@ def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     assert re.search(r"^softmax +\S+ \(\S+\)", output.stdout, re.M)
 
 
-@pytest.mark.parametrize(
-    "method, title",
-    [
-        ("gradient", "reduction none"),
-        ("gradient", "blocks of classes"),
-        ("gradient", "linear_logprobs"),
-        ("loss_and_gradient", "cross_entropy in place"),
-    ],
-)
-def test_gradients_of_other_schedules(method: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_fault(monkeypatch, method)
-    assert [result.status for result in results(title)] == ["off"]
-
-
 def test_a_loss_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     original = TorchBackend.reduce
 
@@ -214,14 +197,6 @@ def test_a_model_that_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = results("patched model")
     assert result.status == "failed"
     assert result.wrong[0].startswith("MaterializedLogitsError: ")
-
-
-def test_nan_is_off() -> None:
-    figure = Figure("loss", float("nan"), 0.0, 1.0)
-    assert figure.is_off
-    assert figure.share == float("inf")
-    one = {"loss": torch.ones(())}
-    assert not compare_results(one, one, one, RESULTS[torch.float64])[0].is_off
 
 
 def test_stock_in_float64_is_the_truth() -> None:
@@ -314,22 +289,6 @@ def test_a_process_that_hangs(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch
     (found,) = run_split([faulty("hangs", plain), plain], 2)
     assert found.status == "failed"
     assert "rank 1: ended or gave no result within 30 s." in found.wrong
-
-
-@distributed
-def test_devices_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    for gpus in (0, 1, 2):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert choose_device(2, CPU) == CPU
-        assert choose_device(2, None) == (cuda if gpus == 2 else CPU)
-        if gpus == 2:
-            assert choose_device(2, cuda) == cuda
-        else:
-            with pytest.raises(ValueError, match=f"there are {gpus} GPUs for 2 processes"):
-                choose_device(2, cuda)
 
 
 @distributed

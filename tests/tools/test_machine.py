@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -81,13 +79,3 @@ def test_no_device(name: str) -> None:
     assert find_device(None, ["cpu"]) == CPU
     with pytest.raises(ValueError, match="give one of cpu"):
         find_device("cuda:0", ["cpu"])
-
-
-@pytest.mark.parametrize("before", [None, "torch"])
-def test_use_backend_restores_the_variable(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLCE_BACKEND", raising=False)
-    if before is not None:
-        monkeypatch.setenv("FLCE_BACKEND", before)
-    with machine.use_backend("triton"):
-        assert os.environ["FLCE_BACKEND"] == "triton"
-    assert os.environ.get("FLCE_BACKEND") == before
