@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
@@ -17,7 +16,7 @@ pytest.importorskip("transformers", minversion="5", reason="models")
 import transformers
 from typer.testing import CliRunner
 
-from flce.huggingface.estimate import language_model, rehearsal
+from flce.huggingface.estimate import language_model
 from flce.huggingface.estimate.training_memory import StepError, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
 from flce.tools.cli import app
@@ -146,43 +145,3 @@ def test_a_model_without_checkpointing(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- values
-
-
-@pytest.fixture
-def known_ids() -> tuple[rehearsal.StepMeter, Tensor]:
-    """Return a meter, and tokens whose values are set in the meter."""
-    meter = rehearsal.StepMeter(H200)
-    ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    meter.set_value(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    meter.track_storage(ids)
-    return meter, ids
-
-
-def test_values_of_activations_are_unknown(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
-    """Check that integers computed from tokens have values, and that a value of an activation is an error."""
-    meter, ids = known_ids
-    with meter:
-        assert int((ids[:, 1:] + 1).sum()) == 20
-        assert bool((torch.arange(3, device="meta") == ids.new_zeros(3)).any())
-        with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
-            torch.empty(3, device="meta").sum().item()
-        with pytest.raises(rehearsal.ValuesNeededError, match="depends on values of activations"):
-            torch.empty(3, device="meta").nonzero()
-
-
-def test_values_of_tokens_and_constants_are_known(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
-    """Check values computed from tokens and constants, until an unknown value overwrites them."""
-    meter, ids = known_ids
-    with meter, rehearsal.CudaOperatorsMode():
-        assert 4 in ids[:, [-1, 0]]
-        mask = torch.ones(3, device="meta")
-        assert bool(mask.all())
-        assert torch.tensor(2.0).item() == 2  # of a CPU
-        part = mask[1:]
-        part.copy_(torch.empty(2, device="meta"))
-        for stale in (mask, part):
-            with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
-                stale.sum().item()
-        table = torch.empty(6, 4, device="meta")
-        with pytest.raises(IndexError, match="reads row 6 of an embedding with 6 rows"):
-            nn.functional.embedding(ids, table)
