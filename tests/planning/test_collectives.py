@@ -161,14 +161,6 @@ def test_figures() -> None:
     assert fewer.case.vocab_size == 16032
 
 
-def test_the_gather_counts_in_a_budget() -> None:
-    """A thousand processes send 100 MiB of numbers. Chunks reduce the bytes of one collective."""
-    for budget in (256 << 20, 64 << 20):
-        options = flce.ChunkOptions(max_workspace_bytes=budget)
-        plan = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024, options=options)
-        assert plan.workspace_bytes <= budget
-
-
 def test_processes_with_fewer_classes_send_the_same() -> None:
     """This holds even if their own plan would differ: because they have few logits, or because their smaller gradients
     leave less of a budget."""

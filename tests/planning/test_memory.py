@@ -33,7 +33,6 @@ from flce.planning import dry_run, search
 from flce.testing.problem import make_problem
 from tests.helpers import check
 from tests.hopper import case_on_hopper
-from tests.planning.test_plan import plan_on_h200
 
 MIB = 1 << 20
 
@@ -195,28 +194,6 @@ def test_momentary_memory_of_kernels_is_counted(
         monkeypatch.setattr(contract, "SORT_ROW_BYTES", row_bytes)
         counted = count(c, schedule)
         assert round(counted / 2**40, 3) == (products if product_bytes else sorted_rows)
-
-
-def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathered rows are scaled in place. Rows that are not gathered are scaled into a buffer of the same size."""
-    monkeypatch.setattr("flce.engine.sums.FIRST_ROUNDED_CLASSES", 8)  # otherwise the last rounding would be the peak
-
-    def workspace(skip: bool) -> int:
-        c = replace(case_of(torch.bfloat16, "w", skip_ignored=skip), hidden_sizes=(1024,))
-        return count(c, Unnormalized(20))
-
-    assert workspace(True) - workspace(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
-
-
-def test_flops_of_shortened_loops() -> None:
-    """Shortened loops count the FLOPs of complete loops."""
-    for kind in ("training", "frozen", "none"):
-        for mib in (None, 64, 128, 512):
-            plan = plan_on_h200((8192, 4096, 128256), kind, max_workspace_bytes=None if mib is None else mib * MIB)
-            products = plan.flops / (2 * 8192 * 4096 * 128256)
-            least = {"training": 3, "frozen": 2, "none": 4}[kind]
-            assert products >= least * (1 - 1e-9)
-            assert abs(products * 4 - round(products * 4)) < 1e-9 or "BlocksAroundSum" in str(plan)
 
 
 # ---------------------------------------------------------------------------------------------------------
