@@ -436,18 +436,6 @@ def test_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: t
     assert planned == flce.plan(10, 8, 30, torch.float32, device="cpu", adapter_ranks=[2], options=chunks)
 
 
-@pytest.mark.parametrize("value", [False, True])
-def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
-    """Only `label_smoothing` may be a bool, as in PyTorch: a softcap of True would be a softcap of 1."""
-    p = make_problem((5,), 8, 30)
-    check(p.with_(label_smoothing=value))
-    numpy = pytest.importorskip("numpy")
-    assert torch.equal(
-        run_fused(p.with_(label_smoothing=numpy.bool_(value))).loss,
-        run_fused(p.with_(label_smoothing=float(value))).loss,
-    )
-
-
 def test_ignore_index_of_none_and_of_64_bits(backend: str, device: torch.device) -> None:
     """None is the default, as in `torch.nn.functional.linear_cross_entropy`; int32 targets may have any index."""
     x, w = torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device)

@@ -95,13 +95,6 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     assert torch.equal(merged.argmax >= 0, p.target != spec.ignore_index)  # of rows with NaN, too
 
 
-@pytest.mark.parametrize("size, shards", [(1, 1), (7, 3), (4, 3), (1, 3), (12, 4), (13, 4), (5, 8)])
-def test_bounds_are_those_of_chunk(size: int, shards: int) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(shards)]
-    ours = [list(range(*shard_bounds(size, shards, k))) for k in range(shards)]
-    assert ours == chunks + [[]] * (shards - len(chunks))
-
-
 def test_number_of_labels_without_processes() -> None:
     labels = torch.tensor([[1, 2, -100], [3, -100, 5]])
     assert flce.global_num_items(labels).item() == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import textwrap
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import flce
 from flce.backends import get_backend
-from flce.core.problem import LossSpec
-from flce.core.shard import Shard
 from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
-from flce.torch_ops import from_json, to_json
 from tests.helpers import (
     REDUCTIONS,
     STATS,
@@ -30,7 +26,6 @@ from tests.helpers import (
     parametrize_pairs,
     plan_for,
 )
-from tests.processes import run_python
 
 
 def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
@@ -41,24 +36,6 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------
 # torch.library
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        LossSpec("sum", 2**63 - 1, 0.1, 1 / 3, -1e-300, 1e300, 5e-324, ("lse", "entropy")),
-        LossSpec("none", -(2**63), stats=("correct",)),
-        flce.ChunkOptions(7, 2**70, "vocab", torch.bfloat16, torch.float64, True),
-        flce.ChunkOptions(strategy="tokens", logits_dtype=torch.float32, skip_ignored=False),
-    ],
-    ids=str,
-)
-def test_constants_survive_the_operator(record: Any) -> None:
-    """The constants are one argument, a text, and keep their bits and types."""
-    text = to_json({"shift": 3, "needs": (True, False)}, record=record, spec=LossSpec("sum"), shard=None)
-    got = from_json(text, record=type(record), spec=LossSpec, shard=Shard)
-    assert got == {"shift": 3, "needs": (True, False), "record": record, "spec": LossSpec("sum"), "shard": None}
-    assert (repr(got["record"]), hash(got["record"])) == (repr(record), hash(record))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -259,36 +236,6 @@ def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPat
     for n in (0, 1, 50):
         with pytest.raises(torch.OutOfMemoryError):
             run_fused(make_problem((n,), 16, 30, dtype=torch.float32))
-
-
-# In a separate process: free memory in the allocator's segments would allow the allocation.
-LITTLE_MEMORY = """
-    import gc, sys, warnings
-    import torch, flce
-    from flce.testing.problem import make_problem, relative_error, run_fused
-
-    p = make_problem((8192,), 512, 128256, dtype=torch.bfloat16, device="cuda", reduction=sys.argv[1])
-    options = flce.ChunkOptions(strategy="tokens", chunk_rows=8192)  # 2 GiB of logits
-    want = run_fused(p, grad_output=1.5)
-    gc.collect()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1200 << 20)) / total)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        got = run_fused(p, options=options, grad_output=1.5)
-    assert any("could not allocate" in str(w.message) for w in caught), caught
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.testing.assert_close(got.loss, want.loss, rtol=1e-4, atol=1e-4)
-    assert relative_error(got.grad_input, want.grad_input) < 1e-2
-    assert relative_error(got.grad_weight, want.grad_weight) < 1e-2
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_plan_whose_memory_cannot_be_had_on_cuda(reduction: str) -> None:
-    run_python("-c", textwrap.dedent(LITTLE_MEMORY), reduction)
 
 
 def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:

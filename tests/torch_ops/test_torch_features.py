@@ -623,24 +623,6 @@ def test_compile_inductor(name: str, torch_backend: str, device: torch.device) -
     check_compiled(ROWS[name], "inductor", device, dynamic=True)
 
 
-@pytest.mark.usefixtures("_no_compiled_code")
-@pytest.mark.parametrize("name", ["linear mean tokens", "logits mean", "softmax"])
-def test_forward_mode_in_a_graph(name: str, torch_backend: str) -> None:
-    sample = ROWS[name].sample()
-    x, *others = (leaf.detach() for leaf in sample.leaves)
-    with pytest.raises(RuntimeError, match="does not support forward-mode"):
-        torch.compile(jvp, backend="aot_eager")(lambda x: sample.call(x, *others)[0], x)
-
-
-@pytest.mark.usefixtures("_no_compiled_code")
-@pytest.mark.parametrize("name", ["linear mean tokens", "logits none in place", "softmax"])
-def test_compile_without_gradients(name: str, torch_backend: str, device: torch.device) -> None:
-    sample = ROWS[name].sample(f32, device)
-    with torch.no_grad():
-        got = torch.compile(sample.function, backend="aot_eager", fullgraph=True)(sample.data, *sample.leaves)
-        assert_same(got, sample.call(*sample.leaves), 1e-5, 1e-6)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Tensors without memory
 
@@ -747,22 +729,3 @@ def test_cuda_graph(name: str, normalization: str, monkeypatch: pytest.MonkeyPat
                 data.copy_(data.roll(1, dims=1))
         graph.replay()
         assert_same([t.clone() for t in captured], sample.step())
-
-
-@pytest.mark.gpu
-@on_cuda
-@pytest.mark.usefixtures("_no_compiled_code")
-def test_compile_inductor_on_cuda(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = on_gpu(name, normalization, monkeypatch)
-    compiled = torch.compile(sample.function, fullgraph=True, dynamic=True)
-    assert_same(sample.step(functools.partial(compiled, sample.data)), sample.step(), 2e-2, 1e-4)
-
-
-@pytest.mark.gpu
-def test_on_the_second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    for name in ON_CUDA:
-        first, second = (on_gpu(name, "as they are", monkeypatch, f"cuda:{k}").step() for k in range(2))
-        assert torch.cuda.current_device() == 0
-        assert_same([t.cpu() for t in second], [t.cpu() for t in first])
