@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.distributed import pipelining
 
 import flce
 from flce.huggingface import MaterializedLogitsWarning
-from tests.distributed.training import LastStage, V, batch, check_fused, device, from_transformers, tiny_llama
+from tests.distributed.training import LastStage, V, batch, device, from_transformers, tiny_llama
 from tests.helpers import skip_without_gradient_edges
 from tests.processes import in_processes
 
@@ -78,48 +77,8 @@ def test_schedules(name: str) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-class LlamaStage(nn.Module):
-    """Half of the layers of a Llama: the first half with the embedding, or the second half with the head."""
-
-    def __init__(self, llama: Any, is_last: bool) -> None:
-        super().__init__()
-        self.is_last, layers = is_last, llama.model.layers
-        llama.model.layers = layers[1:] if is_last else layers[:1]
-        if is_last:
-            llama.model.embed_tokens = None
-        else:
-            llama.model.norm, llama.lm_head = nn.Identity(), None
-        self.llama = llama
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.llama(inputs_embeds=x).logits if self.is_last else self.llama.model(x).last_hidden_state
-        return result
-
-
 def shifted_sum(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), target[:, 1:].flatten(), reduction="sum") / 64
-
-
-@pytest.mark.parametrize("name", SCHEDULES[:2])
-@in_processes(2)
-def test_split_by_hand(name: str) -> None:
-    """Compare a Llama that is split by hand, its last stage patched, with the whole model."""
-    rank, stock = dist.get_rank(), tiny_llama()
-    ids = torch.cat([batch(i, 0) for i in range(4)])
-    shifted_sum(stock(input_ids=ids).logits, ids).backward()
-    module = LlamaStage(copy.deepcopy(stock), rank == 1)
-    if rank == 1:
-        flce.patch_model(module.llama, on_materialize="raise")
-    schedule = getattr(pipelining, name)(
-        pipelining.PipelineStage(module, rank, 2, device()), n_microbatches=4, loss_fn=shifted_sum, scale_grads=False
-    )
-    schedule.step(*[ids] * (rank == 0), target=ids, return_outputs=False)
-    if rank == 1:
-        check_fused(module.llama, 4)
-    parameters = dict(stock.named_parameters())
-    for key, parameter in module.llama.named_parameters():
-        expected = parameters[key.replace("layers.0", f"layers.{rank}")].grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 class Backbone(nn.Module):

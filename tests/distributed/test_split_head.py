@@ -252,23 +252,6 @@ def test_compiled() -> None:
 
 
 @in_processes(most_processes())
-def test_sequence_first() -> None:
-    """Check Megatron's layout: (S / processes, B, H) in each process, labels (B, S)."""
-    group = groups()["all"]
-    p = problem((3, 8), 16, 41)  # (B, S, H)
-    x = p.input.transpose(0, 1).chunk(group.size())[group.rank()]
-    x, weight = LocalShare.leaf(x), LocalShare(p, group).weight
-    loss = flce.fused_linear_cross_entropy(
-        x.flatten(0, 1), weight, p.target.t().flatten(), process_group=group, vocab_size=41, sequence_parallel=True
-    )
-    loss.backward()
-    expected = run_oracle(p)
-    torch.testing.assert_close(loss, expected.loss)
-    share = expected.grad_input.transpose(0, 1).chunk(group.size())[group.rank()]
-    torch.testing.assert_close(x.grad, share, rtol=1e-9, atol=1e-12)
-
-
-@in_processes(most_processes())
 def test_wrong_arguments() -> None:
     group, rank = groups()["all"], dist.get_rank()
     p = problem((3, 4), 16, 41)

@@ -29,7 +29,6 @@ from tests.distributed.training import (
     WRAPPINGS,
     LastStage,
     V,
-    adamw,
     add_trl_head,
     batch,
     check_fused,
@@ -224,53 +223,6 @@ def test_communication(wrapping, loss):
     assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + losses
 
 
-@pytest.mark.parametrize("precision, loss", [("no", "own loss"), ("bf16", "labels")])
-@in_processes(2)
-def test_accelerate(precision, loss):
-    """Compare patched and stock, wrapped like `accelerate launch` with FSDP2 does."""
-    pytest.importorskip("accelerate", minversion="1.12")
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState
-
-    results = []
-    for model in (models := stock_and_patched()):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-        )
-        accelerator = Accelerator(cpu=device().type == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
-        wrapped, optimizer = accelerator.prepare(model, adamw(model))
-        results.append(train(wrapped, LOSSES[loss], optimizer, accelerator.backward))
-    check_same(results[1], results[0], 1e-6 if precision == "no" else 2e-2)
-    check_fused(models[1])
-
-
-@pytest.mark.parametrize("loss", CALLS)
-@pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
-@in_processes(2)
-def test_lightning_fabric(order, loss):
-    """Train with Lightning Fabric's DDP: two micro-batches in each step, the first without communication."""
-    lightning: Any = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
-    fabric = lightning.Fabric(accelerator=device().type, devices=2, strategy="ddp")
-    fabric.launch()
-    results = []
-    for kind in ("stock", "patched"):
-        model = tiny_llama()
-        if kind == "patched" and order == "patched, set up":
-            flce.patch_model(model, on_materialize="raise")
-        wrapped, optimizer = fabric.setup(model, adamw(model))
-        if kind == "patched" and order == "set up, patched":
-            flce.patch_model(wrapped, on_materialize="raise")
-
-        def without_sync(last, wrapped=wrapped):
-            return fabric.no_backward_sync(wrapped, enabled=not last)
-
-        results.append(train(wrapped, LOSSES[loss], optimizer, fabric.backward, micro=2, context=without_sync))
-    check_same(results[1], results[0])
-    check_fused(wrapped, 2 * STEPS)
-
-
 @pytest.mark.parametrize("loss", CALLS)
 @in_processes(2)
 def test_transformers(loss):
@@ -446,57 +398,7 @@ def test_mean_over_pieces_of_sequences():
     torch.testing.assert_close(weight.grad / size, stock.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-class AttentionModel(nn.Module):
-    """Model of one attention, whose sequences context parallelism divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.projection = nn.Embedding(V, 128), nn.Linear(128, 3 * 128)
-        self.lm_head = nn.Linear(128, V, bias=False)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def forward(self, ids: Tensor) -> Tensor:
-        projected = self.projection(self.embedding(ids)).unflatten(-1, (3, 4, 32))
-        query, key, value = (x.transpose(1, 2).contiguous() for x in projected.unbind(2))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        logits: Tensor = self.lm_head(attended.transpose(1, 2).flatten(2))
-        return logits
-
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.mark.gpu
-@two_gpus
-@in_processes(2)
-def test_context_parallelism():
-    """Compare PyTorch's context parallelism with one process, for labels in few of the pieces."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    size = dist.get_world_size()
-    torch.manual_seed(0)
-    stock = AttentionModel().to(device(), torch.bfloat16)
-    model = flce.patch_model(copy.deepcopy(stock), on_materialize="raise")
-    ids = torch.randint(V, (2, 128 * size), device=device())
-    shift_labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-    shift_labels[:, : 100 * size] = -100
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        F.cross_entropy(stock(ids).flatten(0, 1).float(), shift_labels.flatten()).backward()
-        mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("cp",))
-        with context_parallel(mesh, buffers=[ids, shift_labels], buffer_seq_dims=[1, 1]):
-            num_items = flce.global_num_items(shift_labels) / size
-            loss = F.cross_entropy(model(ids).flatten(0, 1), shift_labels.flatten(), reduction="sum")
-            (loss / num_items).backward()
-    for got, expected in zip(model.parameters(), stock.parameters(), strict=True):
-        assert got.grad is not None
-        assert expected.grad is not None
-        dist.all_reduce(got.grad)
-        assert (got.grad / size - expected.grad).norm() <= 3e-2 * expected.grad.norm()
-    check_fused(model, 1)
 
 
 @pytest.mark.gpu
