@@ -13,7 +13,6 @@ import fnmatch
 import functools
 import importlib
 import inspect
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -192,42 +191,6 @@ def test_an_argument(path, theirs, ours, reduction, device):
     assert got["loss"].dtype == torch.float32
     for name, expected in outcome(call, device, **case, **theirs).items():
         assert_near(got[name], expected.double(), 1e-5, name)
-
-
-def test_differences_of_pytorch(device):
-    """Check the differences in the rows of the first table."""
-    options = original("torch.nn.LinearCrossEntropyOptions")()
-    assert outcome(pytorch, device, dtype=torch.bfloat16)["loss"].dtype == torch.bfloat16
-    assert outcome(fused, device, dtype=torch.bfloat16)["loss"].dtype == torch.float32
-    for call, arguments, gradient in [(pytorch, {}, 0.0), (pytorch, {"options": options}, math.nan), (fused, {}, 0.0)]:
-        got = outcome(call, device, ALL_IGNORED, **arguments)
-        assert got["loss"].isnan()
-        assert bool(got["input"].isnan().all()) == math.isnan(gradient)
-    x, w, y = INPUT.to(device), WEIGHT.to(device), TARGET.to(device)
-    with pytest.raises(RuntimeError, match="dimensionality"):
-        pytorch(x.view(2, 7, H), w, y.view(2, 7), None)
-    with pytest.raises(RuntimeError, match="target dtype"):
-        pytorch(x, w, y.int(), None)
-    with pytest.warns(UserWarning, match="label_smoothing == 0"):
-        pytorch(x, w, y, None, label_smoothing=0.1, options=options)
-
-
-def test_differences_of_liger(device):
-    """Check the differences in the rows of the tables."""
-    assert outcome(liger, device, ALL_IGNORED)["loss"] == 0.0
-    assert outcome(fused, device, ALL_IGNORED)["loss"].isnan()
-    x, w, y = INPUT.to(device, torch.float32), WEIGHT.to(device, torch.float32).requires_grad_(), TARGET.to(device)
-    for call, has_gradient in [(liger, False), (fused, True)]:  # only the head is trained
-        w.grad = None
-        call(x, w, y, None).backward()
-        assert (w.grad is not None) == has_gradient
-    once = torch.autograd.grad(fused(x.requires_grad_(), w, y, None), x)[0].clone()
-    for call, factors in ((fused, (2.0, 2.0)), (liger, (2.0, 4.0))):  # Liger multiplies in each backward pass
-        loss = call(x, w, y, None)
-        for factor in factors:
-            torch.testing.assert_close(torch.autograd.grad(2 * loss, x, retain_graph=True)[0], factor * once)
-    with pytest.raises(ValueError, match="too many values"):
-        liger(x.view(2, 7, H), w, y.view(2, 7), None)
 
 
 def test_log_probabilities_of_trl(device):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,18 +59,6 @@ def test_the_fastest_recording_is_shown_with_the_optimizers_states(monkeypatch: 
     assert run.peak_bytes >= 1000 + sum(2 * p.nbytes for p in tiny_model().parameters())
 
 
-@pytest.mark.parametrize("unknown, eos", [(1, None), (None, 0)])
-def test_a_tokenizer_without_words(unknown: int | None, eos: int | None) -> None:
-    """Check tokenizers that Transformers creates for folders without one: every word is unknown or has no token."""
-
-    def encode(text: str, **_: Any) -> list[int]:
-        return [unknown for _ in text.split()] if unknown else []
-
-    tokenizer: Any = SimpleNamespace(unk_token_id=unknown, eos_token_id=eos, encode=encode)
-    with pytest.raises(ValueError, match=r"the tokenizer has 0 of \d tokens"):
-        demo.token_batches(["the cat sat"], tokenizer, (1, 1, 8))
-
-
 @pytest.mark.parametrize("last, status", [(1.00003, 0), (1.1, 1), (float("nan"), 1)])
 def test_the_verdict(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
     def run_of(loss: float, peak: int) -> demo.TrainingRun:
@@ -94,8 +81,3 @@ def test_the_verdict(last: float, status: int, monkeypatch: pytest.MonkeyPatch, 
     assert f"The loss curves {verdict}" in done.stdout
     for picture in ("demo.png", "demo-memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_without_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no text to train on"):
-        demo.read_documents(tmp_path)

@@ -97,14 +97,6 @@ def test_autocast(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("fail_on_materialize", "one_gpu")
-def test_layers_of_liger():
-    pytest.importorskip("liger_kernel")
-    layers = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
-    assert_agree(train(False, steps=STEPS), train(True, steps=STEPS, **layers), tolerance=1e-4)
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.usefixtures("fail_on_materialize")

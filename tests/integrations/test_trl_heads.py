@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
@@ -174,38 +172,6 @@ def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
     assert flce.report(model).fused == 2
 
 
-class LargestTensorMode(TorchDispatchMode):
-    """A mode that records the bytes of the largest tensor that an operation returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [value for value in tree_leaves(result) if type(value) is Tensor and not value.is_meta]
-        self.largest = max(self.largest, *(tensor.untyped_storage().nbytes() for tensor in tensors), 0)
-        return result
-
-
-@pytest.mark.parametrize("labels, summed", [("labels", True), ("shift_labels", False)])
-@pytest.mark.parametrize("mode_name", ["training", "no_grad", "eval"])
-def test_no_tensor_is_as_large_as_the_logits(mode_name: str, labels: str, summed: bool) -> None:
-    """Check training, calls without gradients (an old policy, a reference) and evaluation."""
-    ids = torch.randint(3, 1000, (4, 128), generator=torch.Generator().manual_seed(0))
-    fused, stock = (build().train(mode_name != "eval") for _ in range(2))
-    with trl_installed(True):
-        flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
-        trl.trainer.sft_trainer.add_fused_lm_head(fused, outputs=("log_probs", "entropy", "is_top1"))
-    largest = []
-    for model, inputs in ((fused, {labels: ids, "fused_lm_head": True, "summed": summed}), (stock, {"labels": ids})):
-        with torch.set_grad_enabled(mode_name == "training"), LargestTensorMode() as mode:
-            outputs = model(input_ids=ids, **inputs)
-            if mode_name == "training":
-                outputs.loss.backward()
-        largest.append(mode.largest)
-    assert largest[0] < 4 * 128 * 1000
-    assert largest[1] >= 4 * 4 * 128 * 1000  # the mode records the stock model's logits
-
-
 @pytest.mark.parametrize("summed", [False, True])
 def test_all_labels_ignored(summed: bool, ours: Callable[..., None]) -> None:
     model = build()
@@ -274,12 +240,6 @@ def test_another_signature_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -
             assert installed_functions() == before
 
 
-def test_wrong_options() -> None:
-    with pytest.raises(TypeError, match="ChunkOptions"):
-        flce.huggingface.trl.install(options={"chunk_rows": 8})  # type: ignore[arg-type]
-    assert installed_functions()["sft"] is add_fused_lm_head
-
-
 # ------------------------------------------------------------------------------------------- heads with TRL's kernel
 
 
@@ -327,11 +287,3 @@ def test_a_head_with_real_logits(ours: Callable[..., None]) -> None:
 
     (message,) = warnings_of(twice)
     assert "TRL's own kernel computes the loss of this model" in message
-
-
-def test_an_unpatched_model(ours: Callable[..., None]) -> None:
-    stock, model = build(), build()
-    add_fused_lm_head(stock, outputs=OUTPUTS)
-    ours(model, outputs=OUTPUTS)
-    flce.unpatch_model(model)
-    assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
