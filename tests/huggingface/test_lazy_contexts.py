@@ -131,27 +131,6 @@ def test_generate_is_stocks(training: bool, build: Build, fused_calls: Calls) ->
         assert is_lazy_now(model)
 
 
-class Generating(nn.Module):
-    """A wrapper with its own `generate`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Any:
-        return self.model(input_ids=input_ids)
-
-    def generate(self, input_ids: Tensor) -> Any:
-        return self.model(input_ids=input_ids).logits
-
-
-def test_a_wrapper_that_generates(build: Build) -> None:
-    wrapper = flce.patch_model(Generating(build("Llama", num_hidden_layers=1)).eval())
-    with lazy_logits(wrapper), torch.no_grad():
-        assert type(wrapper.generate(IDS)) is Tensor
-        assert is_lazy_now(wrapper)
-
-
 def test_a_reference_without_its_adapter(build: Build, fused_calls: Calls) -> None:
     """PEFT's wrapper calls `generate` of the model."""
     peft = pytest.importorskip("peft")
@@ -198,22 +177,3 @@ def test_a_compiled_step(build: Build) -> None:
             torch.testing.assert_close(run(), want)
         torch.testing.assert_close(run(), want)
     assert ["flce.linear_logprobs" in code for code in graphs] == [False, True]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_nested_contexts_share_a_graph(build: Build) -> None:
-    model = flce.patch_model(build("Llama", num_hidden_layers=1).eval())
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    with torch.no_grad():
-        for depth in range(4):
-            with contextlib.ExitStack() as stack:
-                for _ in range(depth):
-                    stack.enter_context(lazy_logits(model))
-                compiled(input_ids=IDS)
-    assert len(graphs) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.core import private
 from flce.huggingface import (
     MaterializedLogitsError,
     MaterializedLogitsWarning,
@@ -264,30 +262,3 @@ def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool
     with torch.no_grad():
         assert replica(input_ids=IDS, labels=IDS).logits is not None
     assert replica(input_ids=IDS).logits is not None
-
-
-def test_hooks_of_fsdp1(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP1 needs a GPU, so the test registers FSDP1's own hooks on the outputs, and replaces their backend."""
-    seen: list[Tensor] = []
-
-    def pre_backward(state: Any, module: Any, handle: Any, grad: Tensor, *unused: Any) -> Tensor:
-        seen.append(grad)
-        return grad
-
-    monkeypatch.setattr(private, "fsdp1_hook", pre_backward)
-
-    def registered(outputs: Any) -> Any:
-        for tensor in outputs.values():
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                hook = functools.partial(pre_backward, None, None, None)
-                tensor.register_hook(torch.utils.hooks.unserializable_hook(hook))
-        return outputs
-
-    model = patch_model(build("Llama"), on_materialize="raise")
-    registered(model(input_ids=IDS, labels=IDS)).loss.backward()
-    assert len(seen) >= 1
-    seen.clear()
-    logits = registered(model(input_ids=IDS)).logits
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
-    assert len(seen) == 1
-    assert all(grad.untyped_storage().nbytes() <= 8 for grad in seen)
