@@ -19,7 +19,7 @@ import flce
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.core.problem import LossSpec
-from flce.engine.borrowing import BlockLayout, place_tiles
+from flce.engine.borrowing import BlockLayout
 from flce.engine.case import Case
 from flce.engine.schedules.unnormalized import BORROWED_TILE_COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.planning.plan import ChunkPlan
@@ -310,34 +310,6 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
     if strategy == "auto":
         with pytest.raises(ValueError, match="the least is"):
             plan(budget, "vocab")
-
-
-@given(
-    tokens=st.integers(1, 20000),
-    hidden=st.integers(1, 1024).map(lambda n: 8 * n),
-    vocab=st.integers(1, 300_000),
-    count=st.sampled_from(BORROWED_TILE_COUNTS),
-    multiprocessors=st.sampled_from([1, 114, 132]),
-)
-def test_location_of_borrowed_tiles(tokens: int, hidden: int, vocab: int, count: int, multiprocessors: int) -> None:
-    """Tiles are in memory that is written after they have been read: before their own classes, without overlap."""
-    own, *tiles = place_tiles(tokens, hidden, vocab, count, multiprocessors)
-    assert own.start == 0
-    assert own.borrowed_class is None
-    assert len(tiles) in (0, count)
-    stop, free = own.stop, 0
-    for tile in tiles:
-        assert tile.start == stop < tile.stop
-        assert stop % 256 == 0
-        assert tile.borrowed_class is not None
-        assert free <= tile.borrowed_class
-        room = -(-(tile.stop - tile.start) // 64) * 64
-        free = tile.borrowed_class + -(-tokens * room // hidden)
-        assert free <= tile.start
-        stop = tile.stop
-    assert stop == vocab
-    if vocab > 512 * (count + 1) * (1 + tokens / hidden):
-        assert tiles  # with room to spare
 
 
 # 1051 classes are recomputed in several blocks.

@@ -306,33 +306,6 @@ def test_default_training(shape: tuple[int, int, int], kind: type, rows: int, mi
     assert 0.97 * mib * MIB <= plan.workspace_bytes <= 1.005 * mib * MIB
 
 
-@pytest.mark.parametrize("reason", ["label smoothing", "no kernels"])
-@pytest.mark.parametrize("shape", [(8192, 4096, 32768), (4096, 2048, 65536), (32768, 1024, 32768)])
-def test_float32_logits_of_chunks_need_little_more_memory_than_rounded_logits(
-    reason: str, shape: tuple[int, int, int]
-) -> None:
-    """This holds if `reason` excludes exponentials. Without kernels, chunks are shorter instead, with sums of dW."""
-    c = replace(on_h200(*shape), has_fused_products=False)
-    if reason == "no kernels":
-        c = replace(c, backend="torch")
-    else:
-        c = replace(c, spec=LossSpec(label_smoothing=0.1))
-    plan = search.make_plan(c)
-    rounded = search.make_plan(replace(c, options=flce.ChunkOptions(logits_dtype=torch.bfloat16)))
-    assert type(plan.schedule) is type(rounded.schedule) is Chunks
-    assert plan.workspace_bytes <= (1 + (reason != "no kernels")) * rounded.workspace_bytes + (65 << 20)
-
-
-def test_float32_logits_of_the_narrowest_tile_are_small() -> None:
-    """With adapters logits are in memory. With rounded logits the least budget was 2.3 MiB."""
-    c = replace(on_h200(16384, 4096, 151936), hidden_sizes=(4096, 16), needs=Needs((True, False), (True, True), False))
-    for strategy in ("auto", "vocab"):
-        plan = search.make_plan(
-            replace(c, options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=11 << 18))  # 2.75 MiB
-        )
-        assert plan.case.dtypes(True).logits == torch.float32
-
-
 @pytest.mark.parametrize(
     "kind, shape, mib",
     [
