@@ -128,7 +128,6 @@ INPUT, WEIGHT, BIAS = (torch.randn(*s, generator=GENERATOR, dtype=torch.float64)
 CLASS_WEIGHT = torch.rand(V, generator=GENERATOR, dtype=torch.float64) + 0.2
 TARGET = torch.randint(V, (N,), generator=GENERATOR)
 TARGET[[2, 9]] = -100
-ALL_IGNORED = torch.full_like(TARGET, -100)
 
 
 def outcome(call, device, target=TARGET, bias: Any = BIAS, dtype=torch.float32, **arguments) -> dict[str, Any]:

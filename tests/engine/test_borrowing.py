@@ -41,11 +41,6 @@ def with_borrowed(plan: ChunkPlan) -> list[slice]:
     return layout.borrowed_blocks(0, plan.case.vocab_size) if isinstance(layout, BlockLayout) else []
 
 
-def borrows(plan: ChunkPlan) -> bool:
-    """Return True if tiles or sums are in borrowed memory of dW."""
-    return bool(with_borrowed(plan)) or isinstance(plan.schedule, BlocksAroundSum)
-
-
 HALVES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "plain": (torch.bfloat16, {}),
     "adapters": (torch.bfloat16, EXTRAS["adapters"]),
