@@ -37,12 +37,10 @@ VIEWS = """
 lazy  {y} = {x}.view(-1, {x}.shape[-1])
 lazy  {y} = {x}.view({x}.shape)
 real  {y} = {x}.view(-1)
-real  {y} = {x}.view_as({x})
 lazy  {y} = {l}.view(8, -1)
 real  {y} = {l}.view(2, 52)
 lazy  {y} = {l}.view(torch.Size([4, 2, 13]))
 lazy  {y} = {x}.reshape(-1, {x}.shape[-1])
-real  {y} = {x}.reshape(-1)
 lazy  {y} = {l}.reshape(1, 2, 4, 13)
 lazy  {y} = {l}[:, :-1].reshape(-1, 13)
 lazy  {y} = torch.reshape({l}, (-1, 13))
@@ -62,7 +60,6 @@ lazy  {y} = {x}.squeeze({d})
 lazy  {y} = {l}[:1].squeeze(0)
 lazy  {y} = {x}[None]
 lazy  {y} = {l}[:, None]
-real  {y} = {x}[..., None]
 lazy  {y} = {x}[{i0}]
 lazy  {y} = {x}[-1]
 lazy  {y} = {x}[torch.tensor({i0})]
@@ -87,7 +84,6 @@ lazy  {y} = {x}[:]
 real  {y} = {x}.narrow({d}, {i}, 1)
 lazy  {y} = {l}.transpose(0, 1)
 lazy  {y} = {x}.unbind({d})[{i}]
-real  {y}, {z} = {x}.tensor_split(2, {d})
 lazy  {y} = {x}.split(2, {d})[-1]
 lazy  {y}, {z} = {x}.split([1, {x}.shape[{d}] - 1], {d})
 lazy  {y}, {z} = torch.split({l}, [1, 3], dim=1)
@@ -100,10 +96,7 @@ lazy  {y} = torch.cat(({l}[:, :1], {l}[:, 1:3], {l}[:, -1:]), dim=-2)
 lazy  {y} = (lambda z: torch.concat([z[:1], z]))({l}.float() / noise((4, 1)).abs())
 real  {y} = torch.cat([{x}[:1], {x}.clone()])
 real  {y} = torch.cat([{x}.detach(), {x}])
-real  {y} = torch.cat([{x}[:1], {x}[:-1] * 2])
-real  {y} = torch.cat([{l}[..., 2:5], {l}[..., 3:6]])
 real  {y} = torch.cat([noise({x}.shape), {x}])
-real  {y} = {g}.diagonal(dim1=-2, dim2=-1)
 lazy  {y} = next(iter({x}))
 lazy  {y} = [row for row in {x}][-1]
 """
@@ -125,7 +118,6 @@ lazy  {y} = {l}[:, 1:].float()
 lazy  {y} = {x}.double()
 lazy  {y} = {x}.half()
 lazy  {y} = {x}.bfloat16()
-real  {y} = ({x} + 0.3).long().double()
 lazy  {y} = {x}.to({t})
 lazy  {y} = {x}.to(dtype={t})
 lazy  {y} = {x}.to({x}.dtype)
@@ -133,7 +125,6 @@ lazy  {y} = {x}.to({x}.dtype, copy=True)
 lazy  {y} = {x}.to(copy=True, dtype={t}, device={x}.device)
 lazy  {y} = {x}.to(torch.device('cpu'), {t})
 lazy  {y} = {x}.to(noise(1).float())
-real  {y} = {x}.type_as(noise(1).float())
 value {y} = noise(1).float().to({x})
 value {y} = noise(1).expand_as({x})
 lazy  {y} = {x}.to('cpu')
@@ -141,7 +132,6 @@ lazy  {y} = {x}.cpu()
 lazy  {y} = {x}[bits({x}.shape[:-1])]
 real  {y} = {x}[bits({x}.shape)]
 lazy  {y} = {x}[bits({x}.shape[:1])]
-real  {y} = {x}[bits({x}.shape[:1]).byte()]
 lazy  {y} = {x}[[0]]
 lazy  {y} = {x}[torch.tensor([0])]
 lazy  {y} = {x}[[0, -1]]
@@ -158,14 +148,11 @@ loss  {y} = {l}[bits((2, 4)), 5]
 loss  {y} = {l}[torch.tensor([1]), 2, 5].squeeze(0)
 loss  {y} = {l}[torch.tensor([1, 0]), torch.tensor([3, 2]), -1]
 lazy  {y} = {l}[torch.tensor([0, 1, 1]), torch.tensor([3, 2, 2])]
-real  {y} = {l}[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([3, 4])]
 loss  {y} = {l}[..., [0, 1, 2, 3]]
 real  {y} = {l}[..., [0, 1, 2, 3, 4]]
 lazy  {y} = {x}.index_select({d}, index({x}, {d}))
 lazy  {y} = torch.index_select({l}, 1, torch.tensor([3, 0, 0], dtype=torch.int32))
-real  {y} = {l}.transpose(1, 2)[0]
 real  {y} = {l}.transpose(1, 2) * {n}
-real  {y} = {l}.transpose(1, 2) + {l}.transpose(2, 1)
 real  {y} = {x}.flip({d})
 real  {y} = copy.deepcopy({x}.detach())
 real  {y} = copy.copy({x})
@@ -175,7 +162,6 @@ value {y} = torch.zeros_like({x})
 value {y} = torch.ones_like({x})
 value {y} = {x}.new_zeros({x}.shape)
 value {y} = {x}.new_full((1,), 2.0)
-real  {y} = {x}.masked_select(bits({x}.shape))
 lazy  {y} = ({l}[:, :-1, :10].float() / 2.0).contiguous().view(-1, 10)
 """
 
@@ -184,8 +170,6 @@ lazy  {y} = {x} * {n}
 lazy  {y} = {n} * {x}
 lazy  {y} = {x} / {n}
 real  {y} = {x} + {n}
-real  {y} = {x} - {n}
-real  {y} = {n} - {x}
 real  {y} = {n} / {x}
 lazy  {y} = -{x}
 lazy  {y} = torch.mul({x}, {n})
@@ -194,36 +178,29 @@ real  {y} = {x} / 0
 lazy  {y} = {x} * scalar({n})
 lazy  {y} = {x} / scalar({n})
 lazy  {y} = scalar({n}) * {x}
-real  {y} = {x} * torch.tensor(2)
 real  {y} = {x} + torch.arange({x}.shape[-1])
-real  {y} = torch.arange({x}.shape[-1]) - {x}
 lazy  {y} = {x} + noise({x}.shape[-1:])
 lazy  {y} = {x} + learned(noise({x}.shape[-1:]))
 lazy  {y} = noise({x}.shape[-1:]) + {x}
-real  {y} = noise({x}.shape[-1:]) - {x}
 lazy  {y} = noise({x}.shape[-1:]).float() + {x}
 lazy  {y} = {x}.float() + noise({x}.shape[-1:])
 lazy  {y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))
 lazy  {y} = noise((13,)).view(1, -1) + {l}
 real  {y} = {l} + noise((13,)).view(1, 1, 1, -1)
 real  {y} = torch.add({x}, noise({x}.shape[-1:]), alpha=2)
-real  {y} = {x}.tanh() + noise({x}.shape[-1:])
 real  {y} = {x} * noise({x}.shape[-1:])
 real  {y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} - {x}.logsumexp(-1, keepdim=True)
-real  {y} = (torch.tanh({l}) - noise((4, 1)).float())[:, 1:].reshape(-1, 13) * 3.0
 lazy  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).float().log_softmax(-1)
 lazy  {y} = {x}.detach() - {x}.logsumexp(-1, keepdim=True)
 lazy  {y} = {x} - {x}.detach().logsumexp(-1, keepdim=True)
 real  {y} = ({x}.log_softmax(-1) + row({x})).log_softmax(-1)
 real  {y} = ({x} - learned(row({x}))).log_softmax(-1)
 real  {y} = {x} * learned(scalar(1.3))
-real  {y} = {x} / learned(scalar(1.3))
 real  {y} = learned(scalar(2.0)) * torch.tanh({x} / learned(scalar(2.0)))
 lazy  {y} = {x} + learned(noise({x}.shape[-1:])) * learned(scalar(1.3))
 real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), -5.0) * learned(scalar(1.3))
 real  {y} = {x} + spike({x}, float('inf'))
-real  {y} = torch.tanh({x} - noise((1,)))
 real  {y} = {x} * noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)
 lazy  {y} = (3.0 * torch.tanh({l}) / noise((2, 1, 1)).abs())[1:].unbind(1)[2]
@@ -232,20 +209,16 @@ real  {y} = {x} / noise({x}.shape[:-1]).abs().unsqueeze(-1).requires_grad_()
 real  {y} = {x} + noise({x}.shape)
 lazy  {y} = {x} + {o}
 real  {y} = {x} - {o}
-real  {y} = {x} * {o}
 lazy  {y} = {x} + {o} * 0.7
 lazy  {y} = {x} + {x}
-real  {y} = ({x} * 0.5 + {x}) * 2.0 + noise({x}.shape[-1:])
 lazy  {y} = torch.tanh({x} / {n}) * {n}
 lazy  {y} = ({x} / 3.0).tanh() * -3.0 / 2.0
 real  {y} = torch.tanh(torch.tanh({x}))
 lazy  {y} = {x}.tanh()
 real  {y} = {x}.sin()
-real  {y} = {x} ** 2
 real  {y} = {x}.clamp(-0.5, 0.5)
 lazy  {y} = torch.clamp({x}, min=torch.finfo({x}.dtype).min)
 real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
-real  {y} = torch.where(bits({x}.shape), {x}, {n})
 lazy  {y} = {x}.log_softmax(-1)
 lazy  {y} = {x}.log_softmax(-1)
 lazy  {y} = {x}.log_softmax(-1).clone()
@@ -259,29 +232,21 @@ real  {y} = {x}.log_softmax(-1) * 2
 lazy  {y} = -F.log_softmax({x}, dim=-1)
 real  {y} = {x}.log_softmax(-1) + noise({x}.shape[-1:])
 real  {y} = {x}.log_softmax(-1)[..., :4]
-real  {y} = {x}.log_softmax(-1).tanh()
 real  {y} = {x}.log_softmax({d})
 lazy  {y} = {x}.softmax(-1)
 lazy  {y} = {x}.softmax(-1)
 real  {y} = {x}.softmax({d})
 lazy  {y} = F.softmax({x}, -1, dtype=torch.float32)
 lazy  {y} = torch.exp({x}.log_softmax(-1))
-real  {y} = ({x} / 2.0).log_softmax(-1).exp()[..., None]
 real  {y} = {x}.exp()
-real  {y} = (-{x}.log_softmax(-1)).exp()
 real  {y} = {x}.softmax(-1).log_softmax(-1)
 lazy  {y} = {x}.softmax(-1) * {x}
 lazy  {y} = {x}.log_softmax(-1) * {x}.softmax(-1)
-real  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
 real  {y} = {x}.softmax(-1) * {o}.log_softmax(-1)
 real  {y} = ({x}.softmax(-1) * {o}).sum(-1)
 real  {y} = {x}.detach().softmax(-1) * {x}
 lazy  {y} = {x}.detach().softmax(-1) * {x}.detach().log_softmax(-1)
-real  {y} = {x}.softmax(-1) * {x} * {x}
-real  {y} = {x}.softmax(-1) / {x}
 real  {y} = {x}.softmax(-1) / noise({x}.shape[:-1]).abs().unsqueeze(-1)
-real  {y} = {x}.scatter(-1, chosen({x}), {n})
-real  {y} = {g} @ noise(({g}.shape[-1], 2))
 """
 
 REDUCTIONS = """
@@ -299,15 +264,10 @@ loss  {y} = Categorical(logits={x}, validate_args=True).entropy()
 loss  {y} = Categorical(logits={x} / 2.0, validate_args=False).log_prob(chosen({x}).squeeze(-1))
 lazy  {y} = Categorical(logits={x}).probs
 real  {y} = ({x}.softmax(-1) * {x}.log_softmax(-1)).sum()
-real  {y} = {x}.softmax(-1).sum(-1)
 real  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).sum(-1)
 loss  {y} = {x}.softmax(-1).gather(-1, few({x}))
 value {y} = {x}.softmax(-1).argmax(-1)
-real  {y} = ({x}.softmax(-1) * {x}).argmax(-1)
-real  {y} = ({x}.softmax(-1) * {x}).gather(-1, chosen({x}))
 real  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
-real  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).logsumexp(-1)
-real  {y} = ({x}.log_softmax(-1) - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
 loss  {y} = ({x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)).log_softmax(-1).gather(-1, chosen({x}))
 real  {y} = {x}.sum({d}, keepdim=True)
 loss  {y} = (-F.log_softmax({x}, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32)
@@ -319,9 +279,7 @@ loss  {y} = torch.mean({x}[:1].float() * {n} / noise({x}[:1].shape[:-1]).abs().u
 loss  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).mean(-1)
 value {y} = {x}[:2].detach().mean()
 value {y} = ({x}.detach().tanh() / {n}).mean(-1)
-real  {y} = {x}.tanh().mean(-1)
 real  {y} = {x}.mean(0)
-real  {y} = {x}.softmax(-1).mean(-1)
 real  {y} = torch.clamp({x}, min=torch.finfo({x}.dtype).min).mean()
 loss  {y} = {x}.logsumexp(-1)
 real  {y} = ({x} + spike({x}, float('inf'))).logsumexp(-1)
@@ -334,14 +292,12 @@ real  {y} = {x}.argmax({d})
 value {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
 value {y} = {x}.log_softmax(-1).argmax(-1)
 real  {y} = {x}.max(-1).values
-real  {y} = {x}.topk(1).values
 loss  {y} = {x}.gather(-1, chosen({x}))
 loss  {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
 loss  {y} = {x}.gather(-1, few({x}))
 loss  {y} = {x}.take_along_dim(few({x}), -1)
 loss  {y} = torch.take_along_dim({x}.log_softmax(-1), indices=chosen({x}), dim=-1)
 real  {y} = torch.take_along_dim({x}, chosen({x}))
-real  {y} = {x}.gather(-1, few({x}).repeat_interleave(2, -1))
 loss  {y} = {x}.gather(-1, few({x})[..., :2])
 loss  {y} = {x}.gather(-1, few({x})[..., :0])
 loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
@@ -352,14 +308,11 @@ loss  {y} = {x}.gather(-1, chosen({x}))[..., 0] - {x}.logsumexp(-1)
 real  note(close({x}.gather(-1, chosen({x})), {x}))
 real  note(close({x}.log_softmax(-1).gather(-1, chosen({x})), {x}.log_softmax(-1)))
 real  {y} = {x} > 0
-real  {y} = {x} == {x}
 real  {y} = {x}.isnan().any()
 """
 
 TOGETHER = """
 real  {y} = torch.cat([{x}, {o}], {d})
-real  {y} = torch.stack([{x}, {o}])
-real  {y} = torch.stack(list({x}))
 """
 
 HEADS = """
@@ -393,13 +346,10 @@ real  {x}[:] = {o}
 real  {x}[{s}] *= {n}
 real  {x}[{i0}] += {o}[{i0}]
 real  {x}[:-1] = {x}[1:].clone()
-real  {x}[{x} < {x}.topk(1).values] = {inf}
 lazy  note({x}.mul_({n}) is {x})
 lazy  note({x}.add_(noise({x}.shape[-1:])) is {x})
 real  note({x}.zero_() is {x})
-real  note(torch.exp_({x}) is {x})
 real  note(F.relu({x}, inplace=True) is {x})
-real  note({x}.__iadd__({n}) is {x})
 lazy  {y} = {x}.mul_({n})
 lazy  {y} = {x}.mul_({n})
 loss  {y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
@@ -416,13 +366,8 @@ lazy  {x}.div_({n})
 real  {y} = {x}.add_({n})
 lazy  {x}.add_({o})
 lazy  {y} = {x}.add_(noise({x}.shape[-1:]))
-real  {x}.sub_({n})
-real  {y} = {x}.tanh_()
 real  note({x}.tanh_() is {x})
-real  {x}.fill_({n})
 real  {x}.masked_fill_(bits({x}.shape), {inf})
-real  {x}.copy_({o})
-real  {x}.copy_(noise({x}.shape))
 real  {y} = {x}.clamp_(-0.5, 0.5)
 lazy  {y} = {x} * {n}; note({y}.detach_() is {y})
 lazy  note({x}.view(-1, {x}.shape[-1]).mul_({n}).shape)
@@ -442,7 +387,6 @@ real  {x} -= noise({x}.shape[-1:])
 lazy  {x} *= scalar({n})
 real  {x}.data.mul_({n})
 real  {x}.detach().mul_({n})
-real  {x}.detach()[0] = {n}
 """
 
 # Rarely used: other names for the same memory, and in-place changes of the shape of logits.
@@ -458,20 +402,14 @@ lazy  {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x},
 
 READS = """
 real  note({x}.isnan().any().item())
-real  note({x}.tolist())
 real  note({x}.detach().numpy())
-real  note(np.asarray({x}.detach()))
-real  note({x}.detach().cpu().float().numpy())
 lazy  note({x}.argmax(-1).tolist())
 lazy  note(len({x}))
-real  note([row.sum().item() for row in {x}])
-real  note(torch.allclose({x}, {o}.to({x}.dtype), equal_nan=True))
 lazy  note({x}.shape, {x}.size(), {x}.size(-1), {x}.dim(), {x}.ndim, {x}.numel())
 lazy  note(torch.numel({x}), {x}.device.type, {x}.dtype, {x}.nbytes, {x}.is_cuda, {x}.is_leaf, {x}.element_size())
 real  note({x}.data_ptr() > 0)
 lazy  note({x}.layout, {x}.is_sparse)
 lazy  note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), hash({x}) == hash({x}))
-real  note({x}[..., 0].flatten()[0].item())
 lazy  note(torch.broadcast_tensors(chosen({x}), {x})[0])
 real  {y} = torch.broadcast_tensors({x}, noise((2, *{x}.shape)))[0]
 real  note({x}.grad_fn is None)
@@ -537,12 +475,9 @@ loss  {loss} = {g}.logsumexp(-1).square().mean()
 loss  {loss} = -({g}.softmax(-1) * {g}.log_softmax(-1)).sum(-1).mean()
 loss  {loss} = (Categorical(logits={g}).log_prob(chosen({g}).squeeze(-1)) + 0.1 * entropy({g})).sum()
 real  {loss} = F.cross_entropy(({g} - noise((1,))).flatten(0, -2), labels({g}).flatten())
-real  {loss} = F.cross_entropy({g}.softmax(-1).flatten(0, -2), labels({g}).flatten())
 real  {loss} = F.cross_entropy(({g} / noise((1,)).abs()).flatten(0, -2), labels({g}).flatten())
-real  {loss} = F.nll_loss({g}.softmax(-1).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = -F.logsigmoid(picked({g}).sum() - picked({o}).sum())
 real  {loss} = {g}.log_softmax(-1).sum()
-real  {loss} = {x}.sum()
 """
 
 # Of one or two models, which both train or not.
@@ -555,7 +490,6 @@ loss  {loss} = (-{logp} * {probs}).sum()
 real  {loss} = {probs} * {part}
 lazy  {y} = {probs} * ({logp} - {logq})
 lazy  {y} = {probs} * {logp}
-real  {y} = ({probs} * {logp})[..., 1]
 loss  {loss} = F.kl_div({logp}, {logq}, reduction='batchmean', log_target=True)
 loss  {loss} = F.kl_div({logq}, {logp}, reduction='mean', log_target=True)
 loss  {loss} = F.kl_div({logp}, {probs}, reduction='batchmean')
