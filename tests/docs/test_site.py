@@ -88,6 +88,7 @@ BROKEN = {
 
 def test_a_link_without_target_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Check that each broken link has a warning, and that the build fails."""
+    assert "-m mkdocs build --strict" in (ROOT / "Makefile").read_text()
     exceptions = pytest.importorskip("mkdocs.exceptions")
     with pytest.raises(exceptions.Abort, match=f"{len(BROKEN)} warnings"):
         build(tmp_path, "# A page\n\n" + "\n\n".join(BROKEN), NAV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,14 @@ def test_optimizers() -> None:
             assert profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
 
 
+def test_eight_bits() -> None:
+    """Check the state of bitsandbytes: 2 bytes for each entry, 2 float32 for 256 entries; small tensors in float32."""
+    state = memory.OPTIMIZERS["adamw-8bit"].state_bytes
+    assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
+    assert state(torch.empty(5000, device="meta")) == 2 * 5000 + 2 * 4 * 20
+    assert state(torch.empty(100, device="meta")) == 800
+
+
 def test_memory_of_training_options() -> None:
     plain = rehearsed(BFLOAT16(1), tie_word_embeddings=False)
     weights = sum(p.nbytes for p in plain.model.parameters())
@@ -211,6 +220,19 @@ def test_a_budget_of_the_loss() -> None:
     assert "too small" in obstacle
     with pytest.raises(StepError, match="too small"):
         steps.step(longest * 2, PATCHED)
+
+
+def test_dropout_is_the_kernel_of_a_gpu() -> None:
+    # The mask has one byte for each entry.
+    x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    meter = rehearsal.StepMeter(H200)
+    meter.track_storage(x, rehearsal.WEIGHTS, is_permanent=True)
+    with meter, rehearsal.CudaOperatorsMode():
+        kept = torch.nn.functional.dropout(x, 0.1, training=True)
+        again = torch.nn.functional.dropout(x, 0.1, training=False)
+    assert kept.shape == x.shape
+    assert again is x
+    assert meter.current[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.ALLOCATION_BYTES)
 
 
 # -------------------------------------------------------------------------------------------- the longest sequence
@@ -320,6 +342,32 @@ def test_a_model(folder: Path) -> None:
         "  weights",
     ):
         assert expected in output.stdout
+
+
+@pytest.mark.parametrize(
+    "first, for_each_token, sentence",
+    [
+        (0.4, 0.0, None),
+        (0.4, 0.05, "A step of 4,096 tokens takes about 205 s,"),  # Mamba without kernels
+        (2.0, math.inf, None),  # the model cannot run such short sequences
+    ],
+)
+def test_a_long_duration_is_predicted(
+    first: float, for_each_token: float, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Measured:
+        def step(self, length: int, variant: Variant) -> None:
+            nonlocal now
+            if for_each_token == math.inf:
+                raise memory.StepError("too short")
+            now += first + for_each_token * length
+
+    monkeypatch.setattr("flce.tools.cli.plan.time.monotonic", lambda: now)
+    measured: Any = Measured()
+    found = command._predict_duration(measured, STOCK, 4096, 4)
+    assert (sentence is None) if found is None else (sentence is not None and sentence in found)
 
 
 def test_json(folder: Path) -> None:
