@@ -131,6 +131,18 @@ def test_the_environment() -> None:
     assert logged.startswith("flce DEBUG new shape: N=9, H=8, V=30")
 
 
+LEVELS = [("debug", logging.DEBUG), ("DEBUG", logging.DEBUG), ("info", logging.INFO), ("", logging.NOTSET)]
+
+
+@pytest.mark.parametrize("name, level", LEVELS)
+def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.Logger("made up")
+    monkeypatch.setattr(log, "logger", logger)
+    monkeypatch.setenv("FLCE_LOG", name)
+    log.configure_from_environment()
+    assert (logger.level, len(logger.handlers), logger.propagate) == (level, 1 if name else 0, not name)
+
+
 def test_a_wrong_level() -> None:
     """The import succeeds, with one warning at the line that imports flce."""
     warned, *rest = stderr(CALLS, FLCE_LOG="loud")

@@ -91,7 +91,7 @@ SCALARS: list[Case] = [
     ),
     *(
         (ValueError, f"label_smoothing must be in [0, 1], got {value}", {"label_smoothing": value})
-        for value in (1.1, math.nan)
+        for value in (-0.1, 1.1)
     ),
     *(
         (ValueError, f"softcap must be None or a finite number > 0, got {value}", {"softcap": value})
