@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
+from flce.core import log
 from flce.engine import passes
 from flce.planning import new_shapes
 from flce.testing.problem import make_problem
@@ -113,6 +114,7 @@ def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> 
 CALLS = """
 import torch
 import flce
+from flce.core import log
 x, w, y = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8), torch.zeros(9, dtype=torch.long)
 for _ in range(2):
     flce.fused_linear_cross_entropy(x, w, y).backward()
