@@ -25,8 +25,6 @@ from benchmarks.rows import TASKS, RowCase, RowProblem, make_call
 from benchmarks.small_card import CLOSE, MULTIPLE, longest
 from benchmarks.tables import markdown, shortfalls
 from flce.core.sizes import MIB
-from flce.ops import linear_operators
-from flce.planning import device_kinds
 from flce.testing.problem import relative_error
 from tests.benchmarks.made_up import run_of
 
@@ -109,8 +107,6 @@ def test_what_fails_is_recorded_and_the_others_go_on(calls_before, error, status
     assert f": {reason}" in markdown(run, OPERATOR.tables(run, False))
 
 
-from flce.ops import linear_operators
-from flce.planning import device_kinds
 def test_the_plan_is_recorded():
     """The plan has the budget, the mode and the options of the measured call. No plan is no failure."""
     case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head", budget_mib=2)
