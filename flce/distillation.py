@@ -17,6 +17,7 @@ from flce.backends.formulas import divergence_terms
 from flce.core.numbers import check_bool, check_float
 from flce.core.options import ChunkOptions
 from flce.core.problem import DIVERGENCE_RESULTS, DIVERGENCES, LinearDivergenceOutput, LinearTerm, LogprobSpec
+from flce.engine.per_token import logprob_spec
 from flce.ops.arguments import check_tensors
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
@@ -139,7 +140,7 @@ def linear_divergence(
                 adapters=teacher_adapters, shift=0, options=options, division=division,
             )  # fmt: skip
         spec = replace(
-            problem.spec, divergence=kind, beta=beta, teacher_softcap=theirs.softcap,
+            logprob_spec(problem), divergence=kind, beta=beta, teacher_softcap=theirs.softcap,
             teacher_logit_scale=theirs.logit_scale,
         )  # fmt: skip
         terms = tuple([LinearTerm(x.detach(), w.detach()) for x, w in other.terms])

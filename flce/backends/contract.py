@@ -302,8 +302,8 @@ class GradientCall(NamedTuple):
     def select_rows(self, rows: slice) -> GradientCall:
         if rows.start == 0 and rows.stop >= len(self.inputs.target):
             return self
-        numbers = {"normalizer": self.normalizer[:, rows], "row_gradient": self.row_gradient[:, rows]}
-        return self._replace(inputs=self.inputs.select_rows(rows), **numbers)
+        normalizer, row_gradient = self.normalizer[:, rows], self.row_gradient[:, rows]
+        return self._replace(inputs=self.inputs.select_rows(rows), normalizer=normalizer, row_gradient=row_gradient)
 
 
 TileCall: TypeAlias = StatisticsCall | GradientCall

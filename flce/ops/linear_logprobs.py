@@ -33,7 +33,6 @@ from flce.planning.plan import ChunkPlan
 from flce.planning.search import BudgetError
 from flce.torch_ops import register_formula, register_operator, update_active_counters
 
-_INDICES = {"argmax": torch.int64, "top_k_ids": torch.int64}
 _NUM_SAVED = len(SavedRows._fields)
 _NUM_ROWS = _NUM_SAVED + NUM_DIFFERENTIABLE
 
@@ -90,17 +89,18 @@ def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
 
 def _forward_fake(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
     spec, n, accum = per_token.logprob_spec(p), p.num_tokens, accumulation_dtype(p.dtype)
-    shapes = dict.fromkeys(TokenResults._fields, (n,))
-    shapes |= {"normalizer": (NORMALIZER_SLOTS, n), "teacher_rows": (DIVERGENCE_SLOTS, n)}
-    shapes |= {
-        "candidate_logprob": (n, spec.candidates),
-        "top_k_logprob": (n, spec.top_k),
-        "top_k_ids": (n, spec.top_k),
+    # The shape and the dtype of each result, unless they are (n,) and `accum`.
+    others = {
+        "candidate_logprob": ((n, spec.candidates), accum),
+        "normalizer": ((NORMALIZER_SLOTS, n), accum),
+        "argmax": ((n,), torch.int64),
+        "top_k_logprob": ((n, spec.top_k), accum),
+        "top_k_ids": ((n, spec.top_k), torch.int64),
+        "teacher_rows": ((DIVERGENCE_SLOTS, n), accum),
     }
-    return tuple(
-        p.terms[0].input.new_empty(shapes[name] if requested else 0, dtype=_INDICES.get(name, accum))
-        for name, requested in TokenResults.requested_fields(spec).items()
-    )
+    requested = TokenResults.requested_fields(spec)
+    results = (others.get(name, ((n,), accum)) if requested[name] else ((0,), accum) for name in requested)
+    return tuple(p.terms[0].input.new_empty(shape, dtype=dtype) for shape, dtype in results)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

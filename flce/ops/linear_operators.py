@@ -1,4 +1,4 @@
-"""What the operators of the linear losses have in common: their arguments, and the choice of a plan.
+"""Arguments of the operators of the linear losses, the choice of their plan, and their fake results and FLOPs.
 
 The schema of an operator allows only tensors, scalars and lists of them. `OperatorArguments.from_problem` splits a
 problem into such arguments, `to_problem` rebuilds it in the operator.
@@ -85,7 +85,7 @@ class OperatorArguments(NamedTuple):
         constants = to_json({**others, "needs": p.needs.flat}, spec=p.spec, options=p.options, shard=p.shard)
         return OperatorArguments.from_tensors(problem_tensors(p), constants)
 
-    def to_problem(self, spec: type[LossSpec] = LossSpec) -> LinearCrossEntropyProblem:
+    def to_problem(self, spec: Any = LossSpec) -> LinearCrossEntropyProblem:
         """Return the problem. `spec` is the class of its scalar arguments."""
         constants = from_json(self.constants, spec=spec, options=ChunkOptions, shard=Shard)
         terms, needs = tuple(map(LinearTerm, self.inputs, self.weights)), Needs.from_flat(constants["needs"])

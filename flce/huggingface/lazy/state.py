@@ -113,7 +113,9 @@ class Term:
     def with_snapshot(self) -> Term:
         """Return the term with a snapshot, and with aliases that have the present ``requires_grad`` of its tensors."""
         tensors = {name: getattr(self, name) for name in TENSOR_NAMES}
-        aliases = {name: alias_in_graph(tensor) for name, tensor in tensors.items() if tensor is not None}
+        aliases: dict[str, Any] = {
+            name: alias_in_graph(tensor) for name, tensor in tensors.items() if tensor is not None
+        }
         name = "a vector that was added to the logits was" if self.hidden is None else "the hidden states were"
         return replace(self, **aliases, snapshot=TensorSnapshot(next(iter(aliases.values())), name))
 
