@@ -85,10 +85,9 @@ def e4m3_scale(inner: int) -> float:
 def can_output_dtype(dtype: torch.dtype) -> bool:
     """Return True if CUDA products of half-precision operands can have results of this dtype, which must be float32.
 
-    PyTorch refuses float32 results if it accumulates in float16, and on ROCm before 2.10.
+    PyTorch refuses float32 results if it accumulates in float16.
     """
-    refused = torch.version.hip is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.10"
-    return dtype == torch.float32 and not refused and not torch.backends.cuda.matmul.allow_fp16_accumulation
+    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

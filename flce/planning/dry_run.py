@@ -207,16 +207,12 @@ class CountingBackend:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
+    loss_and_gradient = exponentials = gradient
+
     def divergence(self, logits: Tensor, teacher_logits: Tensor, call: Any, teacher: Any, grad: Any = None) -> None:
         self.add_pass(logits, teacher_logits, *([] if grad is None else [grad]))
         if self.case.backend == "torch":
             self.add_scratch(max(eager.divergence_bytes(t, self.case.device_type) for t in (logits, teacher_logits)))
-
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
-        self._pass(logits, grad)
-
-    def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
-        self._pass(logits, exps)
 
     def fused_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.add_product(len(x), len(weight), x.shape[1])
