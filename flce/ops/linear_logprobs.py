@@ -28,8 +28,7 @@ from flce.ops.linear_operators import (
     plan_for_problem,
     run_plan,
 )
-from flce.planning import new_shapes
-from flce.planning.plan import ChunkPlan
+from flce.planning.plan import DISPATCHED, IN_GRAPH, ChunkPlan, log_new_shape
 from flce.planning.search import BudgetError
 from flce.torch_ops import register_formula, register_operator, update_active_counters
 
@@ -81,7 +80,7 @@ def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
     # The plan of backward is made here too, so that a budget that is too small raises before any work.
     plan, problem = _forward_and_backward_plans(p)[0], _without_gradients(p)
     if log.is_debug_enabled():
-        new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if p.is_traced else new_shapes.DISPATCHED)
+        log_new_shape(plan, IN_GRAPH if p.is_traced else DISPATCHED)
     results = run_plan(lambda plan: per_token.forward(problem, plan), plan)
     # A result that is not requested has the shape (0,).
     return tuple(results.normalizer.new_empty(0) if value is None else value for value in results)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import fields
 
+from flce.core.log import logger
 from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
 from flce.engine.schedules import Schedule
@@ -14,6 +16,10 @@ from flce.planning.dry_run import PlanCosts, count_costs
 
 # Share of the device's memory within which plans without a budget stay, see `search`.
 MEMORY_SHARE = 1 / 24
+# Routes of a call, for the log.
+DIRECT = "without the custom operators, because no mode, transform or tensor subclass needs them"
+IN_GRAPH = "through the custom operators, in a graph"
+DISPATCHED = "through the custom operators, for a mode, a transform or a tensor subclass"
 
 
 class ChunkPlan(Plan):
@@ -108,3 +114,23 @@ def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
     fastest."""
     limit = within * min(plan.seconds for plan in plans)
     return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)
+
+
+@functools.lru_cache(maxsize=4096)  # Each plan and route is logged once.
+def log_new_shape(plan: ChunkPlan, route: str) -> None:
+    """Log the plan of a new shape. ``route``: one of DIRECT, IN_GRAPH, DISPATCHED."""
+    if plan.in_registers:
+        location = "products keep logits in registers"
+    else:
+        location = f"logits in memory: {plan.case.logits_in_memory_reason or 'this schedule makes a pass over them'}"
+    logger.debug("new shape: %s; %s; %s; %s", plan, _describe_options(plan.case), location, route)
+
+
+def _describe_options(c: Case) -> str:
+    """Return the options that differ from the defaults, and the needed gradients."""
+    changed = [f for f in fields(c.spec) if f.name == "reduction" or getattr(c.spec, f.name) != f.default]
+    needs = {"input": any(c.needs.inputs), "weight": any(c.needs.weights), "bias": c.needs.bias}
+    grads = ", ".join(name for name, needed in needs.items() if needed)
+    return ", ".join(
+        [*(f"{f.name}={getattr(c.spec, f.name)!r}" for f in changed), f"gradients of {grads or 'nothing'}"]
+    )

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flce
 from flce.core import log
 from flce.engine import passes
-from flce.planning import new_shapes
+from flce.ops import linear_cross_entropy
+from flce.planning import plan
 from flce.testing.problem import make_problem
 from tests.processes import run_python
 
@@ -54,7 +55,7 @@ def test_each_shape_once(logged: Any, torch_backend: str) -> None:
         assert part in line
     assert "reduction='mean', gradients of input;" in line
     assert "logits in memory: no kernel" in line
-    assert line.endswith(new_shapes.DIRECT)
+    assert line.endswith(plan.DIRECT)
     for tokens in (6, 5, 6):
         call(tokens, classes)
     (other,) = logged()
@@ -75,9 +76,9 @@ def test_a_watched_call_goes_through_the_operators(logged: Any, torch_backend: s
         with _Nothing():
             call(5, classes)
     (line,) = logged()
-    assert line.endswith(new_shapes.DISPATCHED)
+    assert line.endswith(plan.DISPATCHED)
     call(5, classes)
-    assert [line.endswith(new_shapes.DIRECT) for line in logged()] == [True]
+    assert [line.endswith(plan.DIRECT) for line in logged()] == [True]
 
 
 def test_tracing_logs_nothing(logged: Any, torch_backend: str) -> None:
@@ -98,12 +99,12 @@ def test_tracing_logs_nothing(logged: Any, torch_backend: str) -> None:
     torch.compiler.reset()
     assert not while_traced
     (line,) = logged()
-    assert line.endswith(new_shapes.IN_GRAPH)
+    assert line.endswith(plan.IN_GRAPH)
 
 
 def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a handler no message is formatted."""
-    monkeypatch.setattr(new_shapes, "log_new_shape", lambda *args: pytest.fail("logged"))
+    monkeypatch.setattr(linear_cross_entropy, "log_new_shape", lambda *args: pytest.fail("logged"))
     call(5, next(_sizes))
     with _Nothing():
         call(5, next(_sizes))
