@@ -155,10 +155,6 @@ def make_unary(name: str, value: Any = None) -> Callable[..., Any]:
     return lambda state: state.with_op(name, value)
 
 
-def make_cast(dtype: torch.dtype) -> Callable[..., Any]:
-    return lambda state: to_dtype(state, dtype)
-
-
 def to_dtype(state: LazyState, dtype: Any) -> LazyState:
     require_lazy(dtype in FLOATING)
     return state if dtype == state.dtype else state.with_op("to", dtype)

@@ -6,7 +6,6 @@ fused loss, and other results without logits.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -208,10 +207,11 @@ class LazyState:
         """The device of the products."""
         return self.terms[0].hidden.device  # type: ignore[union-attr]
 
-    @functools.cached_property
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        tensors = [tensor for term in self.terms for tensor in (term.hidden, term.weight, term.bias)]
-        return (*[tensor for tensor in tensors if tensor is not None], *self.token_vectors.values())
+        # `torch.compile` cannot trace `functools.cached_property` of Python 3.11, which has a lock.
+        tensors = [x for term in self.terms for x in (term.hidden, term.weight, term.bias) if x is not None]
+        return (*tensors, *self.token_vectors.values())
 
     @property
     def resolved_terms(self) -> tuple[Term, ...]:
@@ -465,7 +465,7 @@ class LazyState:
         ``is_loss``: whether the result is a loss, which is counted as fused without a gradient, too.
         """
         products, biases = [], []
-        dtype = self.weight.dtype
+        dtype = self.terms[0].weight.dtype  # type: ignore[union-attr]
         requires_grad = self.count_result(is_loss)
         for term in self.resolved_terms:
             factor = term.factor

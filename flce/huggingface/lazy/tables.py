@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class Operation(NamedTuple):
     kind: Literal["new", "elementwise", "view", "in place", "of views"] = "new"
 
 
-_cast = elementwise.make_cast
+_cast = elementwise.to_dtype
 # Functions that are not in this table compute the real logits: a warning is better than a wrong result.
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(indexing.reshaped(Tensor.reshape), "Transformers: its loss of causal models", "view"),
@@ -63,10 +64,10 @@ _TABLE: dict[str, Operation] = {
     "clone": Operation(elementwise.clone, "DDP: outputs", "elementwise"),
     "to": Operation(elementwise.to, "Accelerate: outputs of a model on several devices", "elementwise"),
     "cpu": Operation(lambda state: elementwise.to(state, "cpu"), "Trainer: outputs of an evaluation", "elementwise"),
-    "float": Operation(_cast(torch.float32), "Transformers: its loss of causal models", "elementwise"),
-    "double": Operation(_cast(torch.float64), "a cast, as float", "elementwise"),
-    "half": Operation(_cast(torch.float16), "a cast, as float", "elementwise"),
-    "bfloat16": Operation(_cast(torch.bfloat16), "a cast, as float", "elementwise"),
+    "float": Operation(partial(_cast, dtype=torch.float32), "Transformers: its loss of causal models", "elementwise"),
+    "double": Operation(partial(_cast, dtype=torch.float64), "a cast, as float", "elementwise"),
+    "half": Operation(partial(_cast, dtype=torch.float16), "a cast, as float", "elementwise"),
+    "bfloat16": Operation(partial(_cast, dtype=torch.bfloat16), "a cast, as float", "elementwise"),
     "mul multiply __mul__ __rmul__": Operation(elementwise.multiply, "Cohere; TRL; distillation", "elementwise"),
     "div divide true_divide __truediv__": Operation(elementwise.divide, "Granite; prime-rl", "elementwise"),
     "add __add__ __radd__": Operation(elementwise.add, "BART: a bias; PEFT: an adapter", "elementwise"),
