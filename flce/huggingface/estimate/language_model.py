@@ -89,6 +89,11 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def output_embedding(model: Any) -> Any:
+    """Return the output embedding of a model, or None."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
 def max_positions(config: Any) -> int | None:
     """Return the longest sequence that the config of a model allows, or None if it has no limit."""
     text = config.get_text_config(decoder=True)
@@ -184,7 +189,7 @@ def quantize_linear_layers(model: Any) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_embedding(model)
     left = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, layer in list(model.named_modules()):
         is_linear = type(layer) is nn.Linear or isinstance(layer, Conv1D)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from flce.huggingface.estimate.language_model import output_embedding
 from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY, UNSHARDED, WEIGHTS, StepMeter
 
 SHARDING_KINDS = ("fsdp", "zero3")
@@ -179,7 +180,7 @@ def _units_of_fsdp(model: Any) -> list[_Unit]:
 
 def _units_of_zero3(model: Any, divided: list[nn.Parameter]) -> list[_Unit]:
     """Return a unit for each module with parameters. The head and the last modules stay gathered until backward."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_embedding(model)
     units, entries_after, remaining = [], 0, {id(p): p for p in divided}
     for module in reversed(list(model.modules())):
         parameters = [remaining.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in remaining]

@@ -26,6 +26,7 @@ from flce.huggingface.estimate.language_model import (
     format_in_one_line,
     make_model,
     max_positions,
+    output_embedding,
     quantize_linear_layers,
 )
 from flce.huggingface.estimate.rehearsal import (
@@ -160,7 +161,7 @@ class TrainingMemory:
             if training.lora is not None:
                 add_adapters(self.model, training.lora)
         self.inputs = StepInputs(self.model)
-        head = self._head()
+        head = output_embedding(self.model)
         if training.frozen_head and head is not None:
             head.weight.requires_grad_(False)
         if min(self.head_shape) < 1:
@@ -178,7 +179,7 @@ class TrainingMemory:
     @property
     def head_shape(self) -> tuple[int, int]:
         """V and H of the output embedding, or of the config if the model has no output embedding."""
-        head: Any = self._head()
+        head: Any = output_embedding(self.model)
         if head is None:
             text = self.config.get_text_config(decoder=True)
             return getattr(text, "vocab_size", 0), getattr(text, "hidden_size", getattr(text, "d_model", 0))
@@ -226,9 +227,6 @@ class TrainingMemory:
         return LongestSequence(low, obstacle)
 
     # ------------------------------------------------------------------------------------------------- one step
-
-    def _head(self) -> Any:
-        return self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
 
     @contextlib.contextmanager
     def _apply_variant(self, variant: Variant) -> Iterator[None]:
@@ -284,7 +282,7 @@ class TrainingMemory:
                 p.grad = torch.empty_like(p)
                 meter.track_storage(p.grad, GRADIENTS)
         handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trained]
-        head = self._head()
+        head = output_embedding(self.model)
         if head is not None:
             handles.append(head.register_forward_pre_hook(self._on_loss_begin))
         try:

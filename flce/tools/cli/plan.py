@@ -288,13 +288,13 @@ def _print_plan(result: dict[str, Any]) -> None:
     if training["load_in_4bit"]:
         precision = f"4 bits and {precision}"
     if training["lora"]:
-        precision += f", LoRA of rank {training['lora']['rank']} ({_count_text(training['trained_parameters'])})"
+        precision += f", LoRA of rank {training['lora']['rank']} ({training['trained_parameters']:,} parameters)"
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
     if training["sharding"]:
         batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
     model = result["model"]
     console.print(
-        f"\n{model['class']}, {_count_text(model['parameters'])} in {precision}, {training['optimizer']}, {batch}",
+        f"\n{model['class']}, {model['parameters']:,} parameters in {precision}, {training['optimizer']}, {batch}",
         soft_wrap=True,
     )
     print_table(console, _table(result["steps"], training["batch_size"]))
@@ -307,14 +307,6 @@ def _print_plan(result: dict[str, Any]) -> None:
     if any(step["patched"] and not step["fused"] for step in result["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) has the reason.", soft_wrap=True)
     console.print(result["note"], soft_wrap=True)
-
-
-def _count_text(parameters: int) -> str:
-    """Return a number of parameters in a unit that shows it."""
-    for unit, name in ((1e9, " billion"), (1e6, " million")):
-        if parameters >= unit / 10:
-            return f"{parameters / unit:.2f}{name} parameters"
-    return f"{parameters:,} parameters"
 
 
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
