@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -342,32 +341,6 @@ def test_a_model(folder: Path) -> None:
         "  weights",
     ):
         assert expected in output.stdout
-
-
-@pytest.mark.parametrize(
-    "first, for_each_token, sentence",
-    [
-        (0.4, 0.0, None),
-        (0.4, 0.05, "A step of 4,096 tokens takes about 205 s,"),  # Mamba without kernels
-        (2.0, math.inf, None),  # the model cannot run such short sequences
-    ],
-)
-def test_a_long_duration_is_predicted(
-    first: float, for_each_token: float, sentence: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-
-    class Measured:
-        def step(self, length: int, variant: Variant) -> None:
-            nonlocal now
-            if for_each_token == math.inf:
-                raise memory.StepError("too short")
-            now += first + for_each_token * length
-
-    monkeypatch.setattr("flce.tools.cli.plan.time.monotonic", lambda: now)
-    measured: Any = Measured()
-    found = command._predict_duration(measured, STOCK, 4096, 4)
-    assert (sentence is None) if found is None else (sentence is not None and sentence in found)
 
 
 def test_json(folder: Path) -> None:
