@@ -256,7 +256,8 @@ def _slabs(*tiles: Tensor) -> list[tuple[Any, ...]]:
     of each tile."""
     tile = tiles[0]
     *outer, rows, cols = tile.shape
-    step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, accumulation_dtype(tile.dtype).itemsize)
+    itemsize = max(torch.float32.itemsize, tile.element_size())  # of the accumulation dtype
+    step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, itemsize)
     if not outer and 0 < rows <= step:
         return [(slice(0, rows), *tiles)]
     slabs = []
@@ -275,7 +276,8 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     """Return z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols). `logits` may be
     overwritten."""
     spec = call.spec
-    z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep_logits)
+    # As `accumulation_dtype`, which would cost a call.
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=call.tile.keep_logits)
     if z.dim() > 2:
         z = z.reshape(-1, z.shape[-1])
     bias = call.inputs.bias

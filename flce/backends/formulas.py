@@ -43,7 +43,7 @@ from flce.backends.contract import (
     TileCall,
     log_sum_exp,
 )
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec
 
 
 def write_empty_state(state: Tensor) -> None:
@@ -166,7 +166,7 @@ def row_gradient(call: GradientCall) -> Tensor:
 
 def loss_scales(p: RowProblem) -> Tensor:
     """Return the result of `Backend.loss_scales`."""
-    accum, target = accumulation_dtype(p.dtype), p.target
+    accum, target = p.accum, p.target
     if p.class_weight is None:
         weight_sum = torch.full((), p.vocab_size, dtype=accum, device=p.device)
     else:

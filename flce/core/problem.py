@@ -242,6 +242,7 @@ class LinearCrossEntropyProblem:
     local_vocab_size: int = field(init=False)  # number of classes of the weights
     vocab_size: int = field(init=False)
     dtype: torch.dtype = field(init=False)
+    accum: torch.dtype = field(init=False)  # `accumulation_dtype`
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -251,6 +252,7 @@ class LinearCrossEntropyProblem:
             ("local_vocab_size", weight.shape[0]),
             ("vocab_size", weight.shape[0] if self.shard is None else self.shard.vocab_size),
             ("dtype", input.dtype),
+            ("accum", accumulation_dtype(input.dtype)),
             ("device", input.device),
         ):
             object.__setattr__(self, name, value)
@@ -282,6 +284,10 @@ class CrossEntropyProblem:
     @property
     def dtype(self) -> torch.dtype:
         return self.logits.dtype
+
+    @property
+    def accum(self) -> torch.dtype:
+        return accumulation_dtype(self.logits.dtype)
 
     @property
     def device(self) -> torch.device:

@@ -42,7 +42,7 @@ class Exponentials:
         ctx, factors = self._context, slice_columns(self.factors, tokens)
         xs = ctx.term_inputs(tokens)
         if ctx.in_registers:
-            call, device_count = ctx.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
+            call, device_count = ctx.rows.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
             weight, scales = ctx.terms[0].weight, ctx.rows.scales.for_gradient
             ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales, quantized)
@@ -60,9 +60,9 @@ class Exponentials:
         for block_tokens, classes, logits, exps in ctx.compute_logit_blocks(xs, tokens, ctx.all_classes, memory):
             block_factors = slice_columns(self.factors, block_tokens)
             if block_tokens != previous_tokens:
-                previous_tokens, call = block_tokens, ctx.statistics_call(block_tokens)
+                previous_tokens, call = block_tokens, ctx.rows.statistics_call(block_tokens)
                 state = ctx.new((EXPONENTIAL_SLOTS, len(logits)), ctx.normalizer.dtype)
-            call = call._replace(tile=ctx.tile_classes(classes))
+            call = call._replace(tile=ctx.rows.tile_classes(classes))
             ctx.backend.exponentials(logits, exps, call, state, block_factors)
             if ctx.rows.is_shard and classes.stop == ctx.vocab_size:
                 ctx.rows.keep_state(block_tokens, state)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, GradientCall, StatisticsCall, Teacher, TileCall, TileClasses
+from flce.backends.contract import STATE_SLOTS, Backend, GradientCall, Teacher, TileCall
 from flce.backends.formulas import finish_divergence
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
@@ -252,7 +252,7 @@ class PassContext:
     def db_memory(self) -> Tensor:
         """Return the memory of the gradient of the bias, (V,)."""
         if self._db is None:
-            self._db = self.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
+            self._db = self.new((self.vocab_size,), self.problem.accum, zero=True)
         return self._db
 
     def finish_gradients(self) -> list[Tensor]:
@@ -311,7 +311,7 @@ class PassContext:
     def compute_statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, tokens: slice) -> None:
         """Compute losses and the gradient of logits for some rows and all classes, in one pass. `dlogits` may be
         `logits`."""
-        call = self.statistics_call(tokens)
+        call = self.rows.statistics_call(tokens)
         if not self.rows.is_shard:
             self.backend.loss_and_gradient(logits, dlogits, call)
             return
@@ -324,7 +324,7 @@ class PassContext:
     def compute_statistics(self, tokens: slice, logits: Tensor | None) -> None:
         """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
         (at least as many rows, some columns), one block after the other; or in registers."""
-        call, xs, state, teacher = self.statistics_call(tokens), self.term_inputs(tokens), None, self.teacher
+        call, xs, state, teacher = self.rows.statistics_call(tokens), self.term_inputs(tokens), None, self.teacher
         if self.in_registers:
             self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             return
@@ -337,7 +337,7 @@ class PassContext:
             block_logits = logits[:rows, : block.stop - block.start]
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
-            tile = self.tile_classes(block)._replace(keep_logits=teacher is not None)
+            tile = self.rows.tile_classes(block)._replace(keep_logits=teacher is not None)
             if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
             if teacher is not None:
@@ -391,10 +391,6 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, tokens: slice, scaled: bool = True) -> StatisticsCall:
-        """Return the call that writes statistics of some rows for all classes. `scaled`: with loss scales."""
-        return self.rows.statistics_call(tokens, self.tile_classes(self.all_classes), scaled)
-
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> GradientCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""
         row_gradient, first_row = self.row_gradient, 0
@@ -409,12 +405,12 @@ class PassContext:
             call = GradientCall(
                 inputs,
                 self.rows.spec,
-                self.tile_classes(classes),
+                self.rows.tile_classes(classes),
                 slice_columns(self.normalizer, tokens),
                 slice_columns(row_gradient, offset_slice(tokens, -first_row)),
             )
             self._gradient_calls[tokens.start, tokens.stop] = call
-        return call._replace(tile=self.tile_classes(classes))
+        return call._replace(tile=self.rows.tile_classes(classes))
 
     def _compute_row_gradient(self, chunk: slice) -> Tensor:
         """Return `GradientCall.row_gradient` of the loss of a chunk. It is computed once for each chunk."""
@@ -423,7 +419,3 @@ class PassContext:
             self._gradient_calls.clear()
             self._chunk_row_gradient = chunk, self.rows.compute_row_gradient(chunk)
         return self._chunk_row_gradient[1]
-
-    def tile_classes(self, classes: slice) -> TileClasses:
-        size = classes.stop - classes.start
-        return TileClasses(classes.start, size, self.vocab_size, padded_cols(size), is_shard=self.rows.is_shard)

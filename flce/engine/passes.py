@@ -22,7 +22,7 @@ from torch import Tensor
 from flce.backends import load_backend
 from flce.backends.contract import Backend, RowOutputs
 from flce.core.options import SkipIgnored
-from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
@@ -93,7 +93,7 @@ def forward(
     skip_ignored = not none_ignored and plan.case.skip_ignored
     can_count_on_device = schedule.can_count_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, can_count_on_device)
-    accum, num_rows = accumulation_dtype(problem.dtype), selection.max_num_rows
+    accum, num_rows = problem.accum, selection.max_num_rows
     outputs = RowOutputs.allocate(problem.spec, accum, (num_rows,), runtime.arena.new)
     rows = problem, selection, scales, runtime.arena, outputs.normalizer, outputs
     context = build_context(plan, runtime, rows)
@@ -125,7 +125,7 @@ def backward(
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     problem = problem if problem.shard is None else gather_class_weights(problem, problem.shard)
-    runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), accumulation_dtype(problem.dtype)
+    runtime, accum = runtime or runtime_on(problem.device, plan.case.backend), problem.accum
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     upstream, has_gradient_scale = upstream.to(accum), plan.dtypes.unscales_sums
     row_upstream = None if upstream.dim() == 0 else selection.take(upstream)

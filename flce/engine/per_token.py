@@ -35,7 +35,7 @@ from flce.backends.contract import (
     log_sum_exp,
 )
 from flce.backends.formulas import finish_divergence, is_class
-from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
 from flce.engine.passes import Plan, Runtime, build_context, runtime_on
@@ -102,7 +102,7 @@ def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
 
 def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | None = None) -> TokenResults:
     """Compute the results of all tokens."""
-    spec, accum = logprob_spec(problem), accumulation_dtype(problem.dtype)
+    spec, accum = logprob_spec(problem), problem.accum
     none_ignored = vectors.check_targets(problem)
     vectors.check_candidates(problem.candidates, problem.vocab_size)
     problem = replace(problem, inverse_temperature=vectors.check_inverse_temperature(problem.inverse_temperature))

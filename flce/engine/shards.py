@@ -114,9 +114,15 @@ class Rows:
         inputs = self.selection.row_inputs(tokens, None, weighted=False)
         return inputs._replace(target=slice_columns(self.target, tokens), class_weight=self.class_weight)
 
-    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> StatisticsCall:
-        """Return the call that writes statistics of some rows for all classes of this process."""
+    def tile_classes(self, classes: slice) -> TileClasses:
+        vocab_size, size = self.problem.local_vocab_size, classes.stop - classes.start
+        return TileClasses(classes.start, size, vocab_size, padded_cols(size), is_shard=self.is_shard)
+
+    def statistics_call(self, tokens: slice, scaled: bool = True) -> StatisticsCall:
+        """Return the call that writes statistics of some rows for all classes of this process. `scaled`: with loss
+        scales."""
         assert self.out is not None
+        tile = self.tile_classes(slice(0, self.problem.local_vocab_size))
         return StatisticsCall(self.inputs(tokens, scaled), self.spec, tile, self.out.select_rows(tokens))
 
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:
@@ -200,12 +206,13 @@ class ShardRows(Rows):
         memory = dict(zip(self._names, slice_columns(self._statistics, tokens), strict=True))
         return RowStatistics(*(memory.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
 
-    def statistics_call(self, tokens: slice, tile: TileClasses, scaled: bool) -> StatisticsCall:
+    def statistics_call(self, tokens: slice, scaled: bool = True) -> StatisticsCall:
         own = self._own_statistics(tokens)._asdict()
         normalizer = slice_columns(self._statistics[:NORMALIZER_SLOTS], tokens)
         out = RowOutputs(*(own.get(name) for name in RowOutputs._fields))._replace(  # type: ignore[arg-type]
             loss=normalizer[0], normalizer=normalizer, logprob=None
         )
+        tile = self.tile_classes(slice(0, self.problem.local_vocab_size))
         return StatisticsCall(self.tile_inputs(tokens), self.spec, tile, out)
 
     def keep_state(self, tokens: slice, state: Tensor | None) -> None:

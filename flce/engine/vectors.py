@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce.backends.contract import Backend, RowOutputs, RowProblem
 from flce.backends.formulas import scale_losses
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec
 
 # The largest entry that the gradient of float16 logits should have. The range of float16 is 6e-8 to 65504. The headroom
 # of 2^6 is for factors that `LossSpec.typical_gradient` does not include.
@@ -31,7 +31,7 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
 
-    outputs = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), tuple(p.target.shape), new)
+    outputs = RowOutputs.allocate(p.spec, p.accum, tuple(p.target.shape), new)
     if p.spec.reduction != "none":
         loss, z_loss = outputs.loss.new_empty(()), outputs.z_loss
         outputs = outputs._replace(loss=loss, z_loss=None if z_loss is None else z_loss.new_empty(()))

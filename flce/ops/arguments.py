@@ -445,13 +445,12 @@ def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | No
             )
 
 
-def refuse_double_backward(function: str, instead: str) -> None:
-    """Raise RuntimeError in a backward that is differentiated itself."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{function} cannot be differentiated twice (create_graph=True): its gradients are not part of the graph. "
-            f"Use {instead} for that."
-        )
+def refuse_double_backward(function: str, instead: str) -> NoReturn:
+    """Raise RuntimeError in a backward that is differentiated itself: gradients are enabled there."""
+    raise RuntimeError(
+        f"{function} cannot be differentiated twice (create_graph=True): its gradients are not part of the graph. "
+        f"Use {instead} for that."
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------

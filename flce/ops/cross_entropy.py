@@ -34,7 +34,7 @@ from flce.backends.contract import (
     TileClasses,
 )
 from flce.backends.formulas import Targets, write_empty_state, write_results
-from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
+from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -110,7 +110,7 @@ def _compute_losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, needs_scales=False).for_loss
     logits, order = as_rows(p.logits)
-    out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
+    out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
     inputs = _row_inputs(p, order, scales, not p.needs_token_weight)
     _compute_statistics(p, backend, logits, StatisticsCall(inputs, p.spec, _tile(p, keep_logits=True), out))
     return _reduce_outputs(p, backend, order, out, scales)
@@ -126,7 +126,7 @@ def _compute_losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, 
     inputs = _row_inputs(p, order, scales.for_gradient())
     if p.needs_token_weight:  # It is computed from unweighted losses.
         inputs = inputs._replace(token_weight=None, upstream=inputs.token_weight)
-    out = RowOutputs.allocate(p.spec, accumulation_dtype(p.dtype), (p.target.numel(),), Arena(p.device).new)
+    out = RowOutputs.allocate(p.spec, p.accum, (p.target.numel(),), Arena(p.device).new)
     if not p.shard:
         vectors.check_targets(p)
         backend.loss_and_gradient(logits, logits, StatisticsCall(inputs, p.spec, _tile(p), out))
@@ -238,7 +238,8 @@ class _InPlace(torch.autograd.Function):
         grad_loss = grads[0]
         if grad_loss is None:
             return None, None, None, None
-        refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
+        if torch.is_grad_enabled():
+            refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
         if ctx.has_run:
             raise RuntimeError(
                 "backward through the same flce.cross_entropy(inplace=True) a second time: the first backward returned "
@@ -287,7 +288,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _Arguments(*args).to_problem()
     num_scales = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
     shapes = (num_scales,), p.target.shape if p.needs_token_weight else (0,)
-    others = (p.logits.new_empty(shape, dtype=accumulation_dtype(p.dtype)) for shape in shapes)
+    others = (p.logits.new_empty(shape, dtype=p.accum) for shape in shapes)
     return *vectors.fake_outputs(p, p.logits), *others
 
 
@@ -306,7 +307,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad_loss is None:
         return tuple(_Arguments())
-    refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
+    if torch.is_grad_enabled():
+        refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
     normalizer, loss_scales, token_weight_grad, *tensors = ctx.saved_tensors
     needed, grad = _Arguments(*ctx.needs_input_grad), None
     if needed.logits:

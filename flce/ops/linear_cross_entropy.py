@@ -18,7 +18,7 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.backends.contract import RowOutputs
 from flce.core import log, private
-from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem
 from flce.engine import passes, vectors
 from flce.engine.case import Case
 from flce.ops.arguments import PLAIN_TENSORS, refuse_double_backward
@@ -82,7 +82,7 @@ def _run_forward(problem: LinearCrossEntropyProblem, route: str) -> passes.Forwa
 def _fake_outputs(p: LinearCrossEntropyProblem, c: Case) -> tuple[Any, ...]:
     c.check()
     gradients, dtypes = c.needs.any and not is_deferred(c, p.is_traced), c.dtypes(deferred=False)
-    accum, like = accumulation_dtype(p.dtype), p.terms[0].input
+    accum, like = p.accum, p.terms[0].input
     scaled = gradients and dtypes.logits_grad == torch.float16
     gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
     token_weight_grad = like.new_empty(p.num_tokens if p.needs_token_weight else 0, dtype=accum)
@@ -134,7 +134,8 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     """Return the gradients at the positions of the arguments, None for arguments without a gradient."""
     if grad_loss is None:
         return OperatorArguments.place_gradients(ctx.needs)
-    refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
+    if torch.is_grad_enabled():
+        refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     token_weight_grad, *saved = ctx.saved_tensors
     gradients: Sequence[Tensor] = ()
     can_bypass = _can_bypass_dispatcher((grad_loss, *saved))

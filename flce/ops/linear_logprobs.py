@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce.backends.contract import DIVERGENCE_SLOTS, NORMALIZER_SLOTS
 from flce.core import log
-from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs
 from flce.engine import per_token
 from flce.engine.per_token import NUM_DIFFERENTIABLE, SavedRows, TokenResults, UpstreamGradients
 from flce.ops.arguments import refuse_double_backward
@@ -87,7 +87,7 @@ def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
-    spec, n, accum = per_token.logprob_spec(p), p.num_tokens, accumulation_dtype(p.dtype)
+    spec, n, accum = per_token.logprob_spec(p), p.num_tokens, p.accum
     # The shape and the dtype of each result, unless they are (n,) and `accum`.
     others = {
         "candidate_logprob": ((n, spec.candidates), accum),
@@ -116,7 +116,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-    refuse_double_backward(ctx.name, "torch.nn.functional.linear and log_softmax")
+    if torch.is_grad_enabled():
+        refuse_double_backward(ctx.name, "torch.nn.functional.linear and log_softmax")
     given = [*upstream[:NUM_DIFFERENTIABLE]]
     if all(gradient is None for gradient in given):
         return OperatorArguments.place_gradients(ctx.needs, num_teacher_terms=ctx.num_teacher_terms)

@@ -19,7 +19,7 @@ from flce.backends import choose_backend, has_fused_products
 from flce.core.devices import device_record
 from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
 from flce.core.shard import Shard
 from flce.engine.case import Case, Dtypes
 from flce.planning.device_kinds import DescribedDevice
@@ -179,7 +179,7 @@ def fake_gradients(p: LinearCrossEntropyProblem, dtypes: Dtypes) -> list[Tensor]
     grads = (
         *(term.input.new_empty(term.input.shape, dtype=dtypes.grads) for term in p.terms),
         *(term.weight.new_empty(term.weight.shape, dtype=dtypes.grads) for term in p.terms),
-        p.terms[0].weight.new_empty(p.local_vocab_size, dtype=accumulation_dtype(p.dtype)),
+        p.terms[0].weight.new_empty(p.local_vocab_size, dtype=p.accum),
     )
     return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
 

@@ -149,5 +149,5 @@ def make_logprob_problem(
     of = "linear_weight" if division == NOT_DIVIDED else "all processes"
     check_logprob_arguments(target, shift, options, spec, problem.vocab_size, of)
     if row_temperature is not None:
-        row_temperature = 1.0 / row_temperature.to(accumulation_dtype(problem.dtype)).reshape(-1)
+        row_temperature = 1.0 / row_temperature.to(problem.accum).reshape(-1)
     return replace(problem, candidates=candidates, inverse_temperature=row_temperature)

@@ -115,7 +115,7 @@ def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
 def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime) -> list[Tensor]:
     """Run forward and, if gradients are needed, backward. A call runs forward by the plan without gradients, which
     takes as long."""
-    n, arena, accum = problem.num_tokens, runtime.arena, accumulation_dtype(problem.dtype)
+    n, arena, accum = problem.num_tokens, runtime.arena, problem.accum
     per_token.forward(problem, plan, runtime)
     if not problem.needs.any:
         return []

@@ -18,7 +18,7 @@ from flce.backends import formulas
 from flce.backends.contract import RowOutputs, RowProblem
 from flce.backends.triton.launch import Launch, build_launch, overlap_options, thread_options
 from flce.backends.triton.replay import run
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec
 
 # 2.5 microseconds for 4096 rows, 5 for 16384; with half or twice the warps 5% more, with a quarter of the block 60%.
 BLOCK, WARPS = 4096, 16
@@ -108,7 +108,7 @@ def reduction_kernel(
 def loss_scales(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
         return formulas.loss_scales(p)
-    scales = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
+    scales = torch.empty(3, dtype=p.accum, device=p.device)
     run(_launch, scales, True, p.target, p.num_items, p.spec, p.vocab_size, None, scales, None, False)
     return scales
 

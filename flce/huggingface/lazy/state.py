@@ -398,7 +398,8 @@ class LazyState:
 
     def fused_loss(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """Call :func:`flce.fused_linear_cross_entropy` for these logits. Call it within :meth:`gathered_weights`."""
-        require_lazy(not self.normal_form.has_divisor)
+        if self.normal_form.has_divisor:
+            raise NoLazyFormError
         weight = None if weight is None else weight.to(self.product_device)
         spec = {"empty_loss": self.settings.empty_loss, **spec}
         return self._call_operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)

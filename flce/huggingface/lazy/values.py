@@ -186,7 +186,7 @@ def cross_entropy(
         # Class probabilities are as large as the logits, so a loss without logits would save no memory.
         and target.dtype == torch.int64
         and target.shape == state.hidden.shape[:-1]
-        and (state.ndim <= 2 or state.class_dim == 1)  # with more dimensions, stock's classes are in the second one
+        and (target.dim() <= 1 or state.class_dim == 1)  # with more dimensions, stock's classes are in the second one
         and normal_form.has_loss
     )
     return state.cross_entropy(
