@@ -12,6 +12,7 @@ committed, packaged, or published as an artifact of CI.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import itertools
 import shutil
@@ -159,6 +160,7 @@ def docstrings(source: str) -> list[str]:
     return [text for text in found if text and "\n" in text]
 
 
+@functools.cache
 def texts() -> dict[str, list[str]]:
     """Return two kinds of documents: "code" is Python's standard library, "english" its documentation strings."""
     code = read_documents()
