@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsError, lazy_logits
+from tests.helpers import parametrize_pairs
 from tests.huggingface.scripts import IDS, Build, Calls, Compare
 
 pytestmark = pytest.mark.usefixtures("fail_on_materialize")
@@ -36,9 +37,7 @@ def is_lazy_now(model: Any) -> bool:
         return type(model(input_ids=IDS).logits) is LazyLogits
 
 
-@pytest.mark.parametrize("how", NO_GRADIENTS)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@parametrize_pairs(name=["Llama", "Gemma2"], training=[True, False], how=list(NO_GRADIENTS))
 def test_values_are_stocks(name: str, training: bool, how: str, compare: Compare) -> None:
     script = """
         model = patch(build(name).train(training), on_materialize="raise")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -90,8 +91,7 @@ def test_training_step(name: str, config: str, when: str, compare: Compare) -> N
     compare(script, name=name, config=config, when=when)
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config, when", zip(CONFIGS, itertools.cycle(WHEN)))
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_evaluation(config: str, when: str, compare: Compare) -> None:
     """Calls with labels are fused, also if the wrapper calls the inner forward. Other calls run stock code."""
@@ -245,9 +245,7 @@ OF_EACH_CONFIG = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("config", ["backbone", "head too", "modules_to_save"])
-@pytest.mark.parametrize("name", OF_EACH_CONFIG)
+@parametrize_pairs(name=list(OF_EACH_CONFIG), config=["backbone", "head too", "modules_to_save"], when=WHEN)
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_with_each_config(name: str, config: str, when: str, compare: Compare) -> None:
     compare(OF_EACH_CONFIG[name], config=config, when=when)

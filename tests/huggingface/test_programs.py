@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface import patch_model
-from tests.helpers import skip_where_old_transformers_fails
+from tests.helpers import parametrize_pairs, skip_where_old_transformers_fails
 from tests.huggingface.scripts import IDS, Around, Build, Compare
 from tests.processes import run_python
 
@@ -29,13 +29,7 @@ def logits_only(model: Any, ids: Tensor) -> tuple[Tensor]:
     return (model(input_ids=ids, use_cache=False).logits,)
 
 
-returned = pytest.mark.parametrize("returned", [logits_and_loss, logits_only])
-in_training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-
-
-@returned
-@in_training
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@parametrize_pairs(strict=[True, False], training=[True, False], returned=[logits_and_loss, logits_only])
 def test_export(strict: bool, training: bool, returned: Any, compare: Compare) -> None:
     """After an export, the next call is fused, and its gradients equal stock's."""
     script = """
@@ -74,9 +68,7 @@ def test_an_exported_program_needs_no_flce(build: Build, tmp_path: Path) -> None
     assert "[2, 9, 97]" in run_python("-c", script).stdout
 
 
-@returned
-@in_training
-@pytest.mark.parametrize("earlier", [False, True], ids=["first call", "later call"])
+@parametrize_pairs(earlier=[False, True], training=[True, False], returned=[logits_and_loss, logits_only])
 def test_jit_trace(earlier: bool, training: bool, returned: Any, build: Build, compare: Compare) -> None:
     stock = Around(build("Llama", num_hidden_layers=1).train(training), returned)
     skip_where_old_transformers_fails(lambda: torch.jit.trace(stock, (IDS,)))
