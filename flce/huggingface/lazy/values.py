@@ -55,7 +55,7 @@ _OPS_AFTER_LOGPROBS = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
     require_lazy(is_class_dim(state, dim) and not state.normal_form.is_negative)
     require_lazy(not state.normal_form.form.startswith("weighted"))
-    return _with_kept_dim(state, state.argmax(), keepdim)
+    return _with_kept_dim(state.argmax(), keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
@@ -63,7 +63,7 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
     lse = logsumexp_of(state)
     if lse.is_cpu and not torch.compiler.is_compiling():
         require_lazy(not bool(lse.isnan().any()))  # stock's logsumexp of infinite logits is infinite
-    result = _with_kept_dim(state, lse.to(to_autocast_dtype(state).dtype), keepdim)
+    result = _with_kept_dim(lse.to(to_autocast_dtype(state).dtype), keepdim)
     state.cached_results.setdefault("logsumexp", []).append((result, version_of(result)))
     return result
 
@@ -116,7 +116,7 @@ def make_reduction(is_mean: bool) -> Callable[..., Any]:
             value = value.to(state.device, state.dtype)
         if is_total:
             return value.mean() if is_mean else value.sum()
-        return _with_kept_dim(state, value, keepdim)
+        return _with_kept_dim(value, keepdim)
 
     return handler
 
@@ -155,7 +155,7 @@ def _mean_of_tokens(state: LazyState) -> Tensor:
     return state.with_terms(terms).as_copy().logits().sum(-1)  # the sum over one class is no view
 
 
-def _with_kept_dim(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
+def _with_kept_dim(values: Tensor, keepdim: bool) -> Tensor:
     return _not_a_view(values.unsqueeze(-1)) if keepdim else values
 
 
