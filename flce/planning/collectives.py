@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.formulas import RowStatistics
-from flce.core.numbers import check_int
+from flce.core.numbers import check_bool, check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import HeadSharding
 from flce.engine.arena import CountingArena
@@ -46,8 +46,7 @@ class Collective:
 
 def sharding_from_arguments(shards: int | None, sequence_parallel: bool, num_tokens: int) -> HeadSharding | None:
     """Check the arguments of `flce.plan` and return the division; None without `shards`."""
-    if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
+    check_bool("sequence_parallel", sequence_parallel)
     if shards is None:
         if sequence_parallel:
             raise ValueError("sequence_parallel=True needs shards, the number of processes")
@@ -63,31 +62,22 @@ def sharding_from_arguments(shards: int | None, sequence_parallel: bool, num_tok
     return HeadSharding(shards, sequence_parallel)
 
 
-class Tally:
-    """Numbers of calls and bytes of collectives, by operation and operand."""
-
-    def __init__(self) -> None:
-        self._calls: Counter[tuple[Operation, str]] = Counter()
-        self._bytes: Counter[tuple[Operation, str]] = Counter()
+class Tally(Counter[tuple[Operation, str, str]]):
+    """Numbers of calls and bytes of collectives, by operation, operand, and "calls" or "bytes"."""
 
     def add(self, operation: Operation, what: str, size: int) -> None:
-        self._calls[operation, what] += 1
-        self._bytes[operation, what] += size
-
-    def copy(self) -> Tally:
-        tally = Tally()
-        tally._calls, tally._bytes = self._calls.copy(), self._bytes.copy()
-        return tally
+        self[operation, what, "calls"] += 1
+        self[operation, what, "bytes"] += size
 
     def repeat_since(self, before: Tally, times: float) -> None:
         """Count collectives that were added since `before` `times` times instead of once."""
-        for now, then in ((self._calls, before._calls), (self._bytes, before._bytes)):
-            for key, value in now.items():
-                now[key] = then[key] + math.ceil(times * (value - then[key]))
+        for key, value in self.items():
+            self[key] = before[key] + math.ceil(times * (value - before[key]))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        return tuple(Collective(*key, calls, self._bytes[key]) for key, calls in self._calls.items())
+        calls = [key for key in self if key[2] == "calls"]
+        return tuple(Collective(*key[:2], self[key], self[(*key[:2], "bytes")]) for key in calls)
 
 
 def numbers_sent(spec: LossSpec) -> int:
