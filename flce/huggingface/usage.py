@@ -134,7 +134,7 @@ def report_materialized(func: Any, on_materialize: str, usage: Usage | None, wit
         )
     if on_materialize == "warn":
         caller.warn(
-            f"{where} needs the logits themselves, so they are computed and no memory is saved here.{hint} Call "
+            f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
             "logits.materialize() to compute them without this warning.",
             MaterializedLogitsWarning,
             None if usage is None else usage.warned_lines,

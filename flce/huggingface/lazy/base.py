@@ -15,7 +15,7 @@ from torch import Tensor
 from flce.core.log import find_caller
 from flce.huggingface.head_call import HeadCall, register_wrapper_hooks
 from flce.huggingface.lazy.state import LazyState
-from flce.huggingface.staleness import version_of
+from flce.huggingface.staleness import StaleLogitsError, version_of
 from flce.huggingface.usage import EXPLICIT_MATERIALIZE, report_materialized
 from flce.huggingface.wrappers import current_checkpoint, suspend_checkpoint
 
@@ -352,8 +352,22 @@ def register_results(state: LazyState, values: Iterable[Any]) -> None:
 
 
 def materialize_and_report(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
-    """Count that ``func`` needs the logits, warn or raise, as ``on_materialize`` says, and call ``compute``."""
-    if not torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
-        usage = state.calls[0].usage if state.calls else None
-        report_materialized(func, state.settings.on_materialize, usage, state.requires_grad)
-    return compute()
+    """Call ``compute`` for the logits that ``func`` needs. Count this, then warn or raise, as ``on_materialize`` says.
+
+    If the logits can no longer be computed, no warning is given.
+    """
+    if torch.compiler.is_compiling():  # a graph has no frames of the caller, and a warning would end it
+        return compute()
+    usage = state.calls[0].usage if state.calls else None
+    report_arguments = func, state.settings.on_materialize, usage, state.requires_grad
+    if state.settings.on_materialize == "raise":
+        report_materialized(*report_arguments)
+    try:
+        logits = compute()
+    except StaleLogitsError:
+        raise
+    except Exception:  # usually out of memory: the warning names the reason
+        report_materialized(*report_arguments)
+        raise
+    report_materialized(*report_arguments)
+    return logits
