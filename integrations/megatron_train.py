@@ -1,9 +1,8 @@
-"""Megatron-Core with flce: a subclass of `GPTModel` computes the loss. Two processes share one model.
+"""Megatron-Core with flce: `flce.megatron.install()` replaces the loss. Two processes share one model.
 
     python integrations/megatron_train.py
 
-The head is divided over the processes by classes. Each process computes the logits of its classes in memory, and flce
-reads these logits. flce saves the memory of the gradient's tensor and of the float32 copies.
+The head is divided over the processes by classes. flce stores no logits.
 
 The script trains the same small model with Megatron's loss and with flce, and ends with status 1 if the losses differ.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any
-from unittest import mock
 
 import typer
 
@@ -26,14 +24,15 @@ from processes import average_over_processes, run_in_two_processes
 def prepare_device() -> Iterator[Any]:
     """Yield the device. Without a GPU, replace the functions of CUDA that Megatron calls anyway."""
     import torch
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_cpu import replace_cuda
 
     if has_gpu():
         model_parallel_cuda_manual_seed(1)
         yield torch.device("cuda", torch.cuda.current_device())
     else:
-        fork = mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext())
-        with mock.patch("torch.cuda.current_device", return_value="cpu"), fork:
+        with replace_cuda():
             yield torch.device("cpu")
 
 
@@ -44,12 +43,14 @@ def train(patched: bool, steps: int) -> Curve:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_model import FlceGPTModel
+    import flce.megatron
 
     curve = Curve()
+    if patched:
+        flce.megatron.install()  # the only difference
     with prepare_device() as device:
         torch.manual_seed(0)
-        model = (FlceGPTModel if patched else GPTModel)(  # the only difference
+        model = GPTModel(
             config=TransformerConfig(
                 num_layers=SIZES["num_hidden_layers"],
                 hidden_size=SIZES["hidden_size"],

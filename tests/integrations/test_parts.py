@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -19,7 +17,6 @@ pytest.importorskip("typer", reason="the scripts' command line")
 pytest.importorskip("transformers")
 
 import flce
-from demo import is_fused
 from flce.huggingface import FlceCallback
 from flce.testing import tiny_model
 
@@ -56,22 +53,6 @@ def test_ms_swift_s_plugin_registers_the_callback(part: Part) -> None:
     part("swift_plugin", "swift.callbacks", callbacks_map=callbacks)
     assert callbacks.keys() == {"lisa", "flce"}
     assert isinstance(callbacks["flce"]("args", "trainer"), FlceCallback)
-
-
-def test_megatron_s_loss_of_each_token(part: Part, tmp_path: Path) -> None:
-    model = part("megatron_model", "megatron.core.models.gpt", GPTModel=SimpleNamespace).FlceGPTModel
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(5, 2, 8), torch.randn(20, 8, requires_grad=True)  # (S, B, H)
-    labels, upstream = torch.randint(20, (2, 5)), torch.rand(2, 5)
-    expected = F.cross_entropy(F.linear(hidden, weight).permute(1, 2, 0), labels, reduction="none")
-    (gradient,) = torch.autograd.grad(expected, weight, upstream)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    one_rank = SimpleNamespace(tp=dist.group.WORLD)
-    loss = model(pg_collection=one_rank, vocab_size=20).compute_language_model_loss(labels, F.linear(hidden, weight))
-    dist.destroy_process_group()
-    torch.testing.assert_close(loss, expected)
-    assert (is_fused(expected), is_fused(loss)) == (False, True)
-    torch.testing.assert_close(torch.autograd.grad(loss, weight, upstream)[0], gradient)
 
 
 class Decoder(nn.Module):

@@ -41,7 +41,7 @@ def refuse(event, arguments):
 sys.addaudithook(refuse)
 import importlib, pkgutil, flce
 for module in pkgutil.walk_packages(flce.__path__, "flce."):
-    if not module.name.startswith(("flce.huggingface", "flce.__main__")):  # the first imports other libraries
+    if not module.name.startswith(("flce.huggingface", "flce.megatron", "flce.__main__")):  # two import other libraries
         importlib.import_module(module.name)
 x, w = torch.randn(5, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
 flce.fused_linear_cross_entropy(x, w, torch.randint(30, (5,))).backward()

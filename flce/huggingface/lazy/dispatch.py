@@ -109,7 +109,7 @@ def _run_on_state(lazy: Any, func: Any, operation: Operation | None, args: Any, 
             views = functools.lru_cache(maxsize=1)(views)
         cuts = [lambda x, index=index: views(x)[index] for index in range(len(result))]
         return tuple([_make_view(lazy, view, cut, is_single=False) for view, cut in zip(result, cuts, strict=True)])
-    if type(result) is not LazyState:
+    if not isinstance(result, LazyState):
         register_results(state, (result,))
         return result if state.division is None else state.division.place_result(result)
     if not has_plain_arguments and any(isinstance(value, LazyState) for value in (*states, *keyword_states.values())):

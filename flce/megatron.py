@@ -1,0 +1,330 @@
+"""Losses and log-probabilities of Megatron-Core's `GPTModel`, whose head tensor parallelism divides, without logits.
+
+Megatron's own code of the model runs. Only the matrix product of the output layer is replaced: it returns lazy logits
+of this process's classes, as Megatron's logits have. `compute_language_model_loss`, `vocab_parallel_logprobs` and
+`vocab_parallel_entropy` compute results over the classes of all processes from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel, gpt_model
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather_tokens
+from torch import Tensor
+
+from flce.core.options import ChunkOptions
+from flce.core.problem import LinearLogprobsOutput
+from flce.functional import cross_entropy
+from flce.huggingface.divided_head import HeadDivision
+from flce.huggingface.head_call import HeadCall, reason_not_lazy
+from flce.huggingface.lazy import is_lazy, make_lazy, register_results, state_of
+from flce.huggingface.lazy.normal_form import NoLazyFormError, NormalForm, require_lazy
+from flce.huggingface.lazy.state import LazyState, Settings, head_state
+from flce.huggingface.staleness import optimizer_steps
+from flce.huggingface.usage import Usage
+from flce.ops.arguments import check_options
+
+__all__ = [
+    "FlceGPTModel",
+    "install",
+    "output_processor",
+    "uninstall",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+]
+
+
+@dataclass(frozen=True)
+class _ShardDivision(HeadDivision):
+    """Division of the classes over tensor-parallel processes. `vocab_size` is the number of classes of this process.
+
+    Attributes:
+        group: the processes, which have equal numbers of classes.
+        has_token_shares: whether the hidden states are this process's share of the tokens (sequence parallelism).
+        is_merged: whether results are computed over the classes of all processes.
+    """
+
+    group: Any = None
+    has_token_shares: bool = False
+    is_merged: bool = False
+
+    @property
+    def group_arguments(self) -> dict[str, Any]:
+        if self.group.size() == 1:
+            return {}
+        vocab_size = self.vocab_size * self.group.size()
+        return {"process_group": self.group, "vocab_size": vocab_size, "sequence_parallel": self.has_token_shares}
+
+    def merge_classes(self, local: Tensor) -> Tensor:
+        return local
+
+    def sum_gradient(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens, for the product with this process's classes."""
+        prepare = gather_tokens if self.has_token_shares else mappings.copy_to_tensor_model_parallel_region
+        return prepare(hidden, group=self.group)
+
+    def local_classes(self, index: Tensor) -> Any:
+        raise NoLazyFormError
+
+
+class _ShardState(LazyState):
+    """State of lazy logits of one process's classes. Operations are operations on the logits of these classes."""
+
+    division: _ShardDivision
+
+    @property
+    def shape(self) -> torch.Size:
+        shape, division = super().shape, self.division
+        return torch.Size((shape[0] * division.group.size(), *shape[1:])) if division.has_token_shares else shape
+
+    def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
+        require_lazy(not self.division.has_token_shares)  # the function expects the hidden states of all tokens
+        return super().with_hidden(function)
+
+    def _call_operator(self, *args: Any, **kwargs: Any) -> Any:
+        require_lazy(self.division.is_merged)
+        return super()._call_operator(*args, **kwargs)
+
+    def _merged(self, group: Any) -> LazyState:
+        """Return the state of the same tokens in one dimension, with results over the classes of all processes."""
+        # With token shares, flce gathers the first dimension of (S / processes * B, H).
+        tokens = super().with_hidden(lambda x: x.reshape(-1, x.shape[-1]))
+        return replace(tokens, division=replace(self.division, group=group, is_merged=True))
+
+    def loss(self, labels: Tensor) -> Tensor:
+        """Return the loss of each token, of the shape of the labels."""
+        state = self._merged(self.division.group)
+        with state.gathered_weights():
+            loss: Tensor = state.fused_loss(_without_negative(labels).reshape(-1), reduction="none", ignore_index=-100)
+        register_results(state, (loss,))
+        return loss.view(labels.shape)
+
+    def results(
+        self, group: Any, labels: Tensor | None, outputs: Sequence[str], temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Return the named results of `flce.linear_logprobs` for each token."""
+        state = self._merged(group)
+        target = None if labels is None else _without_negative(labels).reshape(-1)
+        results = state.token_results(*outputs, target=target, temperature=temperature)
+        register_results(state, [getattr(results, name) for name in outputs])
+        return {name: getattr(results, name).view(self.shape[:-1]) for name in outputs}
+
+
+def _shard_state(logits: Any) -> _ShardState | None:
+    """Return the state of lazy logits from which losses or log-probabilities can be computed, or None."""
+    state = state_of(logits)
+    if not isinstance(state, _ShardState) or state.class_dim != -1:
+        return None
+    form = state.normal_form  # a softmax would be over this process's classes
+    return state if form == NormalForm(*form[:2], has_divisor=form.has_divisor) else None
+
+
+def _without_negative(labels: Tensor) -> Tensor:
+    """Return the labels with -100 for all negative labels, whose loss Megatron's training loops mask."""
+    return labels.where(labels >= 0, -100)
+
+
+_usage = Usage()
+
+
+@contextlib.contextmanager
+def _lazy_output_layer(layer: Any, options: ChunkOptions | None, gathers_tokens: bool) -> Iterator[None]:
+    """Return a context in which a `ColumnParallelLinear` returns lazy logits.
+
+    ``gathers_tokens``: gather the tokens of sequence parallelism at the call of the layer, so that other code can
+    select tokens from the lazy logits. Otherwise the loss gathers the tokens, and reduce-scatters their gradient.
+    """
+    if layer.config.defer_embedding_wgrad_compute:
+        raise ValueError("flce needs defer_embedding_wgrad_compute=False in the TransformerConfig, got True")
+    stock_product = layer._forward_impl
+
+    def product(**kwargs: Any) -> Any:
+        hidden, weight, bias, group = (kwargs[name] for name in ("input", "weight", "bias", "tp_group"))
+        if reason_not_lazy(hidden, weight, bias) is not None:
+            return stock_product(**kwargs)
+        has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
+        if kwargs["sequence_parallel"] and gathers_tokens:
+            # flce sums the gradient over the processes, so that each process keeps its share.
+            hidden = gather_tokens(hidden, tensor_parallel_output_grad=False, group=group)
+        optimizer_steps.register()
+        division = _ShardDivision(None, len(weight), group=group, has_token_shares=has_token_shares)
+        state = _ShardState(**vars(head_state(hidden, weight, bias, Settings(options), division=division)))
+        return make_lazy(state.with_calls((HeadCall(weight, bias, _usage, layer, None),)))
+
+    layer._forward_impl = product
+    try:
+        yield
+    finally:
+        del layer._forward_impl
+
+
+_STOCK = {name: getattr(GPTModel, name) for name in ("_postprocess", "compute_language_model_loss")}
+
+
+def install(*, lazy: bool = False, options: ChunkOptions | None = None) -> None:
+    """Compute the loss of every Megatron-Core `GPTModel` with flce, without logits in memory.
+
+    With labels a model returns the loss of each token (B, S), as before, in training and in evaluation. Models that
+    exist already and subclasses are included. A second call replaces the arguments of the first call.
+
+    Args:
+        lazy: without labels a model returns lazy logits (B, S, V / processes), from which `vocab_parallel_logprobs` and
+            `vocab_parallel_entropy` compute results without the logits. A temperature, casts and selections of tokens
+            are lazy too. Other operations compute the real logits, with a warning.
+        options: memory and precision, see `flce.ChunkOptions`.
+
+    Raises:
+        TypeError: `options` are not `flce.ChunkOptions`.
+    """
+    GPTModel._postprocess = _make_postprocess(lazy, options)
+    GPTModel.compute_language_model_loss = _compute_language_model_loss
+
+
+def uninstall() -> None:
+    """Undo `install`. Without `install`, this call has no effect."""
+    for name, method in _STOCK.items():
+        setattr(GPTModel, name, method)
+
+
+def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[..., Any]:
+    check_options(options)
+    stock = _STOCK["_postprocess"]
+
+    @functools.wraps(stock)
+    def _postprocess(self: Any, **kwargs: Any) -> Any:
+        is_inference = kwargs.get("inference_context") is not None and not self.training
+        if not self.post_process or is_inference:
+            return stock(self, **kwargs)
+        layer, has_labels, run = self.output_layer, kwargs.get("labels") is not None, stock
+        if not has_labels and self.config.mtp_num_layers and not hasattr(gpt_model, "process_mtp_loss"):
+            run = _main_logits
+        gathers_classes = kwargs.get("runtime_gather_output")
+        gathers_classes = layer.gather_output if gathers_classes is None else gathers_classes
+        if layer.tp_group.size() == 1:
+            kwargs["runtime_gather_output"] = gathers_classes = False
+        if gathers_classes or not (has_labels or lazy):
+            return run(self, **kwargs)
+        with _lazy_output_layer(layer, options, gathers_tokens=not has_labels):
+            return run(self, **kwargs)
+
+    return _postprocess
+
+
+def _main_logits(
+    model: Any, hidden_states: Tensor, mtp_in_postprocess: bool | None = None,
+    runtime_gather_output: bool | None = None, **others: Any,
+) -> Tensor:  # fmt: skip
+    """Return the logits of a model with MTP layers, for which Megatron-Core before 0.17 needs labels."""
+    if not mtp_in_postprocess:  # an earlier stage has run the MTP layers
+        hidden_states = hidden_states.chunk(1 + model.config.mtp_num_layers)[0]
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else None
+    logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
+    return logits.transpose(0, 1).contiguous()
+
+
+@functools.wraps(_STOCK["compute_language_model_loss"])
+def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
+    state = _shard_state(logits)
+    if state is None:
+        real = logits.materialize() if is_lazy(logits) else logits
+        return _STOCK["compute_language_model_loss"](self, labels, real)
+    return state.loss(labels.t()).t().contiguous()
+
+
+class FlceGPTModel(GPTModel):
+    """Megatron-Core's `GPTModel` whose loss flce computes, without `install` for other models.
+
+    The arguments are the arguments of `GPTModel`. A subclass may set the arguments of `install`:
+    ``class LazyGPTModel(FlceGPTModel, lazy=True)``.
+    """
+
+    _postprocess = _make_postprocess(False, None)
+    compute_language_model_loss = _compute_language_model_loss
+
+    def __init_subclass__(cls, lazy: bool = False, options: ChunkOptions | None = None, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if lazy or options is not None:
+            cls._postprocess = _make_postprocess(lazy, options)
+
+
+def output_processor(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor,
+    context: Mapping[str, Any] | None = None, scale_logits: Callable[[Any], Any] = lambda logits: logits, **others: Any,
+) -> Any:  # fmt: skip
+    """Compute losses or log-probabilities of labels without logits, as the output processor of a `GPTModel`.
+
+    Pass it to a ``GPTModel.forward`` that has the parameters, since Megatron-Core 0.18:
+    ``model(ids, positions, mask, labels=labels, output_processor=output_processor, output_processor_context=context)``.
+
+    Args:
+        hidden_states, output_layer, output_weight, scale_logits, others: Megatron-Core passes them.
+        labels: (B, S) class indices. Negative labels are ignored: their results are 0.
+        context: None: the loss of each label. Otherwise names of results of `flce.linear_logprobs`, and a temperature:
+            ``{"outputs": ("logprob", "entropy"), "temperature": 0.7}``.
+
+    Returns:
+        The losses (B, S), or with `context` a `flce.LinearLogprobsOutput` with results (B, S).
+    """
+    with _lazy_output_layer(output_layer, None, gathers_tokens=False):
+        logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+        state = _shard_state(scale_logits(logits))
+    if state is None:
+        raise TypeError(f"output_processor needs a linear output layer, whose logits can be lazy, got {output_layer}")
+    if context is None:
+        return state.loss(labels.t()).t().contiguous()
+    results = state.results(state.division.group, labels.t(), **context)
+    return LinearLogprobsOutput(**{name: value.t().contiguous() for name, value in results.items()})
+
+
+def vocab_parallel_logprobs(
+    vocab_parallel_logits: Tensor, labels: Tensor, group: Any = None, *, with_entropy: bool = False
+) -> Any:
+    """Return the log-probability of each label, with gradients.
+
+    Args:
+        vocab_parallel_logits: (..., V / processes) logits of this process's classes. After ``install(lazy=True)``
+            models return lazy logits, from which the result is computed without the logits.
+        labels: (...) class indices of the full vocabulary. Negative labels are ignored: their results are 0.
+        group: the tensor-parallel processes; None: Megatron's group.
+        with_entropy: return entropies too. From lazy logits both are computed in one call.
+
+    Returns:
+        The log-probabilities (...), or with `with_entropy` a tuple of log-probabilities and entropies, in float32
+        (float64 for float64 logits).
+    """
+    group, state = group or parallel_state.get_tensor_model_parallel_group(), _shard_state(vocab_parallel_logits)
+    if state is not None:
+        results = state.results(group, labels, ["logprob", "entropy"] if with_entropy else ["logprob"])
+    else:
+        division = {"process_group": group, "vocab_size": vocab_parallel_logits.shape[-1] * group.size()}
+        loss = cross_entropy(vocab_parallel_logits, _without_negative(labels), reduction="none", **division)
+        results = {"logprob": -loss}
+        if with_entropy:
+            results["entropy"] = vocab_parallel_entropy(vocab_parallel_logits, group) * (labels >= 0)
+    return (results["logprob"], results["entropy"]) if with_entropy else results["logprob"]
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor, group: Any = None) -> Tensor:
+    """Return the entropy (...) of each token, with gradients. Arguments are as in `vocab_parallel_logprobs`."""
+    group, state = group or parallel_state.get_tensor_model_parallel_group(), _shard_state(vocab_parallel_logits)
+    if state is not None:
+        return state.results(group, None, ["entropy"])["entropy"]
+    sum_over_group = functools.partial(mappings.reduce_from_tensor_model_parallel_region, group=group)
+    logits = vocab_parallel_logits if vocab_parallel_logits.dtype == torch.float64 else vocab_parallel_logits.float()
+    largest = logits.detach().amax(-1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    shifted = logits - largest
+    exponentials = shifted.exp()
+    total = sum_over_group(exponentials.sum(-1))
+    entropy: Tensor = total.log() - sum_over_group((exponentials * shifted).sum(-1)) / total
+    return entropy
