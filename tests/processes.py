@@ -30,13 +30,8 @@ CALL_TIMEOUT = 120  # seconds of one call in a process group
 
 # Each import takes seconds. Without a GPU one process imports these modules, and the others are forked from it.
 SLOW_IMPORTS = ["tests.distributed.training", "transformers.models.llama.modeling_llama", "peft", "accelerate"]
-SLOW_IMPORTS += [
-    "megatron.core.models.gpt",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "deepspeed",
-    "lightning.fabric",
-]
+SLOW_IMPORTS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "deepspeed", "lightning.fabric"]
+SLOW_IMPORTS += ["megatron.core.models.gpt"]
 
 
 def run_python(
