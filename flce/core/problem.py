@@ -238,6 +238,7 @@ class LinearCrossEntropyProblem:
     is_traced: bool = False  # True if the call is part of a graph, which may run with other numbers of tokens
 
     # Derived fields.
+    needs_gradients: bool = field(init=False)
     num_tokens: int = field(init=False)
     local_vocab_size: int = field(init=False)  # number of classes of the weights
     vocab_size: int = field(init=False)
@@ -248,6 +249,7 @@ class LinearCrossEntropyProblem:
     def __post_init__(self) -> None:
         input, weight = self.terms[0]
         for name, value in (
+            ("needs_gradients", self.needs.any),
             ("num_tokens", input.shape[0]),
             ("local_vocab_size", weight.shape[0]),
             ("vocab_size", weight.shape[0] if self.shard is None else self.shard.vocab_size),

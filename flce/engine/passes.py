@@ -87,7 +87,7 @@ def forward(
     problem = problem if problem.shard is None else gather_class_weights(problem, problem.shard)
     none_ignored = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_on(problem.device, plan.case.backend), plan.schedule
-    with_gradients = problem.needs.any and not (deferred or schedule.deferred)
+    with_gradients = problem.needs_gradients and not (deferred or schedule.deferred)
     has_gradient_scale = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, has_gradient_scale)
     skip_ignored = not none_ignored and plan.case.skip_ignored
@@ -105,7 +105,7 @@ def forward(
     results, _, token_weight_grad = vectors.reduce(
         problem, runtime.backend, outputs, scales.for_loss, problem.target, problem.token_weight
     )
-    if problem.needs.any and schedule.deferred and not deferred:
+    if problem.needs_gradients and schedule.deferred and not deferred:
         del context
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
     return ForwardResult(results, grads, scales.gradient_scale, token_weight_grad)

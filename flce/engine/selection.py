@@ -126,7 +126,7 @@ class Selection:
         rows."""
         if self.index is None:
             return out
-        return out.select_rows(slice(0, self.num_rows)).map(lambda values: self.scatter(values, -1))
+        return out.map(lambda values: self.scatter(values[..., : self.num_rows], -1))
 
     def scatter(self, values: Tensor, dim: int = 0) -> Tensor:
         """Return values of all N rows along `dim` from values of the selected rows. Other rows get 0, or -1 for

@@ -14,7 +14,6 @@ probability of the shard's classes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -234,7 +233,7 @@ class ShardRows(Rows):
         own, width = self._own_statistics(tokens), p.local_vocab_size
         if shard.is_empty:
             own, width = own._replace(offset=torch.full_like(own.offset, -torch.inf)), 0
-        shards = unpack_shard_results(*gather_shard_results(own, width, shard), shard)
+        shards, _ = gather_shard_results(own, width, shard)
         if shards.argmax is not None:  # An index below 2^24 is exact in float32.
             starts = torch.arange(len(shards.argmax), device=shards.argmax.device) * shard.max_local_vocab_size
             shards = shards._replace(argmax=shards.argmax + starts[:, None])
@@ -321,29 +320,16 @@ def gather_class_weights(p: LinearCrossEntropyProblem, shard: Shard) -> LinearCr
     return replace(p, class_weight=shard.gather_full(weight))
 
 
-def gather_shard_results(local_results: RowStatistics, width: int, shard: Shard) -> tuple[Tensor, Sequence[str]]:
-    """Gather the results of rows over the classes of each process. One collective. `width`: classes of this process.
-
-    Return them, (processes, names * rows + 1), and their names in order. The last number is the process's number of
-    classes.
-    """
-    values = {
-        name: value.to(local_results.offset.dtype)
-        for name, value in local_results._asdict().items()
-        if value is not None
-    }
-    return all_gather(
-        torch.cat([*values.values(), local_results.offset.new_full((1,), width)]), shard.process_group
-    ), list(values)
-
-
-def unpack_shard_results(gathered: Tensor, names: Sequence[str], shard: Shard) -> RowStatistics:
-    """Return the results of all processes, (processes, rows) each, from `gather_shard_results`. They are NaN if
-    processes have other numbers of classes than `shard` expects. The host does not wait to check this."""
-    values = dict(zip(names, gathered[:, :-1].view(len(gathered), len(names), -1).unbind(1), strict=True))
+def gather_shard_results(own: RowStatistics, width: int, shard: Shard) -> tuple[RowStatistics, Tensor]:
+    """Return the results of rows over the classes of each process, (processes, rows) each, and the number of classes of
+    each process. One collective. The results are NaN if processes have other numbers of classes than `shard` expects.
+    The host does not wait to check this. `own`, `width`: results and number of classes of this process."""
+    named = {name: value.to(own.offset.dtype) for name, value in own._asdict().items() if value is not None}
+    gathered = all_gather(torch.cat([*named.values(), own.offset.new_full((1,), width)]), shard.process_group)
+    values = dict(zip(named, gathered[:, :-1].view(len(gathered), len(named), -1).unbind(1), strict=True))
     differ = (gathered[:, -1] != shard.local_vocab_sizes(gathered)).any()
     values["offset"] = torch.where(differ, torch.nan, values["offset"])
-    return RowStatistics(*(values.get(name) for name in RowStatistics._fields))  # type: ignore[arg-type]
+    return RowStatistics(*(values.get(name) for name in RowStatistics._fields)), gathered[:, -1]  # type: ignore[arg-type]
 
 
 def merge_shard_results(

@@ -19,25 +19,16 @@ FIRST_ROUNDED_CLASSES = 256
 MAX_SUB_BLOCKS = 16
 
 
-def add_tile(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
-    """Add a tile to all requested gradients: dX, dW and the gradient of the bias.
-
-    Args:
-        dlogits: (rows, cols) gradient of the tile's logits.
-        dw_sums: sums of dW by term (`build_dw_sums`, `block_sum_builder`); empty if no dW is needed.
-    """
-    add_to_dx(ctx, dlogits, tokens, classes)
-    add_to_dw(ctx, dlogits, tokens, classes, dw_sums)
-
-
 def add_to_dx(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice) -> None:
-    """Add a tile to dX of each term, in `dx_memory`: the result, or a sum that the schedule rounds."""
+    """Add a tile to dX of each term, in `dx_memory`: the result, or a sum that the schedule rounds. dlogits: (rows,
+    cols), the gradient of the tile's logits."""
     for k in ctx.dx_terms:
         _add_to_dx_of_term(ctx, k, dlogits, tokens, classes)
 
 
 def add_to_dw(ctx: PassContext, dlogits: Tensor, tokens: slice, classes: slice, dw_sums: Mapping[int, DwSum]) -> None:
-    """Add a tile to dW of each term and to the gradient of the bias."""
+    """Add a tile to dW of each term and to the gradient of the bias. `dw_sums`: sums of dW by term (`build_dw_sums`,
+    `block_sum_builder`); empty if no dW is needed."""
     xs = ctx.term_inputs(tokens)
     for k, dw_sum in dw_sums.items():
         dw_sum.add(dlogits, xs[k])

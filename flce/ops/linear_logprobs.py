@@ -66,7 +66,7 @@ def _forward_and_backward_plans(p: LinearCrossEntropyProblem) -> list[ChunkPlan]
     """Return the plan of forward and, if gradients are needed, of backward. An error of a budget that is too small
     names a budget that fits both plans."""
     plans, refused, forward = [], [], _without_gradients(p)
-    for planned in (forward, p) if p.needs.any else (forward,):
+    for planned in (forward, p) if p.needs_gradients else (forward,):
         try:
             plans.append(_plan_untraced(planned))
         except BudgetError as error:

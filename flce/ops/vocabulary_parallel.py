@@ -21,7 +21,7 @@ from flce.core import private
 from flce.core.numbers import check_bool, check_int
 from flce.core.problem import LossSpec
 from flce.core.shard import Shard, all_gather, shard_bounds
-from flce.engine.shards import gather_shard_results, merge_shard_results, unpack_shard_results
+from flce.engine.shards import gather_shard_results, merge_shard_results
 from flce.engine.vectors import can_read_values as can_read_values
 from flce.torch_ops import register_operator
 
@@ -205,14 +205,13 @@ def merge_results(
     """
     weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
     weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
-    gathered, names = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
-    widths, expected = gathered[:, -1], shard.local_vocab_sizes(gathered)
-    if can_read_values(gathered.device) and not torch.equal(widths, expected):
+    shards, widths = gather_shard_results(results_from_state(state, spec, cols, weight_sum), cols, shard)
+    expected = shard.local_vocab_sizes(widths)
+    if can_read_values(widths.device) and not torch.equal(widths, expected):
         raise ValueError(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
-    shards = unpack_shard_results(gathered, names, shard)
     return merge_shard_results(shards, target, class_weight, shard)
 
 

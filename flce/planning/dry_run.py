@@ -117,7 +117,7 @@ def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtim
     takes as long."""
     n, arena, accum = problem.num_tokens, runtime.arena, problem.accum
     per_token.forward(problem, plan, runtime)
-    if not problem.needs.any:
+    if not problem.needs_gradients:
         return []
 
     def vector() -> Tensor:

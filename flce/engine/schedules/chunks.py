@@ -9,7 +9,7 @@ from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 from flce.engine.schedules.statistics import Deferred, statistics_schedule
-from flce.engine.sums import add_tile, build_dw_sums, finish_sums
+from flce.engine.sums import add_to_dw, add_to_dx, build_dw_sums, finish_sums
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Chunks(Schedule):
             tile_logits, tile_dlogits = slice_rows(logits, tile_rows), slice_rows(dlogits, tile_rows)
             ctx.write_logits(ctx.term_inputs(chunk), ctx.all_classes, tile_logits)
             ctx.compute_statistics_and_gradient(tile_logits, tile_dlogits, chunk)
-            add_tile(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
+            add_to_dx(ctx, tile_dlogits, chunk, ctx.all_classes)
+            add_to_dw(ctx, tile_dlogits, chunk, ctx.all_classes, dw_sums)
         finish_sums(dw_sums)
 
     def for_shard(self, c: Case) -> Chunks:
@@ -64,5 +65,6 @@ class DeferredChunks(Deferred):
         dw_sums = build_dw_sums(ctx, self.rows)
         for chunk in ctx.chunks(self.rows):
             dlogits = ctx.compute_gradient(chunk, ctx.all_classes, tile)
-            add_tile(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
+            add_to_dx(ctx, dlogits, chunk, ctx.all_classes)
+            add_to_dw(ctx, dlogits, chunk, ctx.all_classes, dw_sums)
         finish_sums(dw_sums)
