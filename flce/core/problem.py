@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -157,6 +157,20 @@ class LogprobSpec(LossSpec):
         object.__setattr__(self, "top_k", check_int("top_k", self.top_k))
         if not 0 <= self.top_k <= MAX_ENTRIES:
             raise ValueError(f"top_k must be from 0 to {MAX_ENTRIES}, got {self.top_k}")
+
+
+class SpecArguments(TypedDict, total=False):
+    """Fields of `LossSpec` except `stats`, and `shift`, as arguments of both losses; for type checkers."""
+
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    z_loss: float
+    shift: int
+    empty_loss: str
 
 
 def loss_spec(**values: Any) -> LossSpec:

@@ -84,7 +84,7 @@ def make_linear_problem(
     # Two-dimensional inputs need no view: a view costs host time, and twice as much if it is differentiated.
     rows = [x if x.dim() == 2 else x.reshape(-1, x.shape[-1]) for x in inputs]
     return LinearCrossEntropyProblem(
-        tuple(map(LinearTerm, rows, weights)),
+        tuple([LinearTerm(x, w) for x, w in zip(rows, weights, strict=True)]),
         # Vectors are short, so a copy is cheap: backends require contiguous vectors of one dtype.
         target.reshape(-1).contiguous(),
         linear_bias,
