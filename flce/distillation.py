@@ -21,7 +21,7 @@ from flce.engine.per_token import logprob_spec
 from flce.ops.arguments import check_tensors
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
+from flce.ops.problems import make_linear_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
 
 

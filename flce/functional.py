@@ -24,7 +24,6 @@ from flce.core.problem import (
 from flce.core.shard import shard_bounds
 from flce.engine.case import Case
 from flce.ops.arguments import (
-    check_logits_arguments,
     check_options,
     dispatches_torch_function,
     names_replacements,
@@ -33,7 +32,7 @@ from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.dtensors import supports_divided_heads
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
-from flce.ops.linear_problem import make_linear_problem, make_logprob_problem
+from flce.ops.problems import make_linear_problem, make_logits_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
 from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import kind_text, resolve_device
@@ -433,7 +432,7 @@ def cross_entropy(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
         logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, stats=stats, empty_loss=empty_loss,
     )  # fmt: skip
-    problem = check_logits_arguments(
+    problem = make_logits_problem(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
     overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()

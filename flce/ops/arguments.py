@@ -8,16 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.core import private
-from flce.core.numbers import check_bool, check_float, check_int
+from flce.core.numbers import check_float, check_int
 from flce.core.options import ChunkOptions
-from flce.core.problem import MAX_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
+from flce.core.problem import MAX_ENTRIES, LogprobSpec, LossSpec, accumulation_dtype
 from flce.ops import vocabulary_parallel
 from flce.ops.vocabulary_parallel import DivisionArguments
 from flce.torch_ops import is_in_forward_ad, is_in_transform
@@ -98,7 +97,7 @@ def check_shapes(
         ("token_weight", token_weight, tokens),
     ):
         if tensor is not None and tensor.shape != shape:
-            _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
+            refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
 
 
 def check_logprob_tensors(
@@ -149,72 +148,6 @@ def check_logprob_arguments(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
             f"got {options.logits_dtype}"
         )
-
-
-def check_logits_arguments(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items: int | Tensor | None,
-    shift: int,
-    inplace: bool,
-    process_group: dist.ProcessGroup | None,
-    vocab_size: int | None,
-    spec: LossSpec,
-) -> CrossEntropyProblem:
-    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is already checked.
-
-    Returns:
-        The problem. For a DTensor it has the local tensor.
-    """
-    tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
-    check_tensors(tensors, dtensors=True)
-    shift = check_shift(shift, target)
-    check_bool("inplace", inplace)
-    if logits.dim() < 1:
-        raise ValueError("logits must have shape (..., V), got a 0-d tensor")
-    if logits.dtype not in FLOATING:
-        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
-    if vocabulary_parallel.is_dtensor(logits):
-        if process_group is not None or vocab_size is not None:
-            raise ValueError(
-                "process_group and vocab_size need plain logits, got a DTensor: omit them, or give logits.to_local()"
-            )
-        logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
-    target, weight, token_weight, num_items = (
-        vocabulary_parallel.local_tensor(value, name)
-        for name, value in {**tensors, "num_items": num_items}.items()
-        if name != "logits"
-    )
-    shard, tokens, total_vocab_size = None, logits.shape[:-1], logits.shape[-1]
-    if process_group is not None:
-        shard = vocabulary_parallel.shard_from_group(logits.shape[-1], vocab_size, process_group)
-        total_vocab_size = shard.vocab_size
-    elif vocab_size is not None:
-        vocabulary_parallel.refuse_without_group(vocab_size=vocab_size)
-    if total_vocab_size == 0:
-        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
-    for name, value, shape in (
-        ("target", target, tokens),
-        ("weight", weight, (total_vocab_size,)),
-        ("token_weight", token_weight, tokens),
-    ):
-        if value is not None and value.shape != shape:
-            _refuse_shape(name, value, shape, {"logits": logits})
-    if num_items is not None:
-        num_items = num_items_tensor(num_items, spec, logits)
-    refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
-    accum = accumulation_dtype(logits.dtype)
-    target = target.to(torch.int64)
-    if shift:
-        target = shift_target(target, shift, spec.ignore_index)
-    if weight is not None:
-        refuse_class_weight_gradient(weight)
-        weight = weight.detach().to(accum).contiguous()
-    token_weight = None if token_weight is None else token_weight.to(accum)
-    needs_token_weight = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
-    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, needs_token_weight)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -362,12 +295,12 @@ def _check_adapters(adapters: Sequence[Tensor], input: Tensor, linear_weight: Te
                 f"{tuple(b.shape)}{hint}"
             )
         if a.shape != (*input.shape[:-1], b.shape[1]):
-            _refuse_shape(
+            refuse_shape(
                 f"adapters[{k}][0]", a, (*input.shape[:-1], b.shape[1]), {"input": input, f"adapters[{k}][1]": b}
             )
 
 
-def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
+def refuse_shape(name: str, value: Tensor, shape: Sequence[int], related: Mapping[str, Tensor]) -> NoReturn:
     """Raise ValueError. `related`: the tensors that determine `shape`, the input or the logits first."""
     first, *others = related.values()
     hint = ""

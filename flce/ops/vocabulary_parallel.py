@@ -1,6 +1,6 @@
 """Vocabulary parallelism: the classes of a head, or of logits, are divided over the processes of a group.
 
-All processes have the same tokens, and each process has one shard of the classes. `ops.linear_problem` calls this
+All processes have the same tokens, and each process has one shard of the classes. `ops.problems` calls this
 module to check the shards, and to gather the tokens of sequence parallelism. `ops.cross_entropy` calls `merge_results`,
 which merges the statistics of rows of logits over the processes with one collective. `engine/shards.py` merges the
 results of a divided head.

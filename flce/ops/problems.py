@@ -1,5 +1,4 @@
-"""The problem of a call of a linear loss: its arguments, checked, gathered, cast and flattened. `functional` and
-`distillation` call it."""
+"""The problems of calls: checked, gathered, cast and flattened arguments. `functional` and `distillation` call it."""
 
 from __future__ import annotations
 
@@ -8,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from flce.core.numbers import check_bool
 from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import (
+    CrossEntropyProblem,
     LinearCrossEntropyProblem,
     LinearTerm,
     LogprobSpec,
@@ -19,7 +21,9 @@ from flce.core.problem import (
     Needs,
     accumulation_dtype,
 )
+from flce.ops import vocabulary_parallel
 from flce.ops.arguments import (
+    FLOATING,
     adapters_by_name,
     autocast_dtype,
     cast_bias,
@@ -29,7 +33,11 @@ from flce.ops.arguments import (
     check_logprob_tensors,
     check_shapes,
     check_shift,
+    check_tensors,
     num_items_tensor,
+    refuse_class_weight_gradient,
+    refuse_shape,
+    refuse_transforms,
     shift_target,
 )
 from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, gather_tokens, pad_shard, shard_of_head
@@ -151,3 +159,66 @@ def make_logprob_problem(
     if row_temperature is not None:
         row_temperature = 1.0 / row_temperature.to(problem.accum).reshape(-1)
     return replace(problem, candidates=candidates, inverse_temperature=row_temperature)
+
+
+def make_logits_problem(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: int | Tensor | None,
+    shift: int,
+    inplace: bool,
+    process_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+    spec: LossSpec,
+) -> CrossEntropyProblem:
+    """Return the problem of a call of `flce.cross_entropy`, which documents the arguments and the errors. `spec`: the
+    checked scalar arguments. For a DTensor the problem has the local tensor."""
+    tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
+    check_tensors(tensors, dtensors=True)
+    shift = check_shift(shift, target)
+    check_bool("inplace", inplace)
+    if logits.dim() < 1:
+        raise ValueError("logits must have shape (..., V), got a 0-d tensor")
+    if logits.dtype not in FLOATING:
+        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    if vocabulary_parallel.is_dtensor(logits):
+        if process_group is not None or vocab_size is not None:
+            raise ValueError(
+                "process_group and vocab_size need plain logits, got a DTensor: omit them, or give logits.to_local()"
+            )
+        logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
+    target, weight, token_weight, num_items = (
+        vocabulary_parallel.local_tensor(value, name)
+        for name, value in {**tensors, "num_items": num_items}.items()
+        if name != "logits"
+    )
+    shard, tokens, total_vocab_size = None, logits.shape[:-1], logits.shape[-1]
+    if process_group is not None:
+        shard = vocabulary_parallel.shard_from_group(logits.shape[-1], vocab_size, process_group)
+        total_vocab_size = shard.vocab_size
+    elif vocab_size is not None:
+        vocabulary_parallel.refuse_without_group(vocab_size=vocab_size)
+    if total_vocab_size == 0:
+        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
+    for name, value, shape in (
+        ("target", target, tokens),
+        ("weight", weight, (total_vocab_size,)),
+        ("token_weight", token_weight, tokens),
+    ):
+        if value is not None and value.shape != shape:
+            refuse_shape(name, value, shape, {"logits": logits})
+    if num_items is not None:
+        num_items = num_items_tensor(num_items, spec, logits)
+    refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
+    accum = accumulation_dtype(logits.dtype)
+    target = target.to(torch.int64)
+    if shift:
+        target = shift_target(target, shift, spec.ignore_index)
+    if weight is not None:
+        refuse_class_weight_gradient(weight)
+        weight = weight.detach().to(accum).contiguous()
+    token_weight = None if token_weight is None else token_weight.to(accum)
+    needs_token_weight = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
+    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, needs_token_weight)
