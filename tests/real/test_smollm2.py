@@ -79,8 +79,8 @@ def test_training(smollm2: Any, lora: bool, tmp_path: Path) -> None:
     assert min(losses[-4:]) < max(losses[:4])
     assert stock.keys() == patched_gradients.keys()
     assert any("lm_head" in name or "embed_tokens" in name for name in stock)
-    for name, gradient in patched_gradients.items():
-        assert (gradient - stock[name]).norm() <= 1e-4 * stock[name].norm() + 1e-12, name
+    for name, gradient in patched_gradients.items():  # from float64, stock's are off by up to 5e-4, flce's by 2e-5
+        assert (gradient - stock[name]).norm() <= 1e-3 * stock[name].norm() + 1e-12, name
     assert texts[0] == texts[1]
     if not lora:
         model.save_pretrained(tmp_path)
