@@ -325,6 +325,7 @@ NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
     C("floor-training", "bare products of training", "floor", weight_grad_twice),
     ours("ours-e4m3", "flce, gradient products in E4M3", "bfloat16", grad_dtype=torch.float8_e4m3fn),
+    ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12),
     peer("torchao", "torchao's float8 head, not compiled", needs_torchao, torchao_loss, "bfloat16"),
 ]
 

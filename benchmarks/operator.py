@@ -55,7 +55,7 @@ FP8 = [
     ),
     OperatorCase(*MAIN, contenders=FP8_NAMES, label=FP8_LABEL),
 ]
-REAL_NAMES = ("floor", "ours", budget_name(256), "ours-e4m3", "stock", *PEERS)
+REAL_NAMES = ("floor", "ours", budget_name(256), "ours-sampled", "ours-e4m3", "stock", *PEERS)
 # Real heads, and the same logits in larger hidden sizes.
 REAL_HEADS = [
     OperatorCase(8192, hidden, vocab, contenders=REAL_NAMES, errors=True, head=f"{model} {text}")
@@ -66,6 +66,21 @@ REAL_HEADS = [
     )
     for hidden in sizes
     for text in TEXTS
+]
+SAMPLED_NAMES = ("floor", "ours", "ours-sampled", "ours-e4m3", "stock")
+SAMPLED = [
+    *(
+        OperatorCase(tokens, hidden, 262144, contenders=SAMPLED_NAMES, errors=True, head=f"gemma3 {text}")
+        for tokens, hidden in ((8192, 4096), (4096, 4096), (2048, 4096), (8192, 2304), (8192, 1024), (8192, 640))
+        for text in TEXTS
+    ),
+    OperatorCase(8192, 4096, 262144, contenders=SAMPLED_NAMES, mode="frozen-head", head="gemma3 code"),
+    OperatorCase(8192, 4096, 262144, contenders=SAMPLED_NAMES, own_products=False, head="gemma3 code"),
+    *(
+        OperatorCase(8192, 4096, 128256, contenders=SAMPLED_NAMES, errors=True, head=f"zipf {std}")
+        for std in ("6", "5", "3.5")
+    ),
+    *(OperatorCase(8192, 4096, 128000, contenders=SAMPLED_NAMES, errors=True, head=f"trained {t}") for t in TEXTS),
 ]
 SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
 
@@ -113,6 +128,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-exact": lambda: plan_cases(target_cases(targets.EXACT_TARGETS), rounds=7, seconds=0.5),
     # Heads of real and of trained models, as they are and in a larger hidden size. Four minutes.
     "real-heads": lambda: plan_cases(REAL_HEADS, rounds=7, seconds=0.4),
+    # Gradients from sampled entries, on real heads and on random ones without frequent classes. Five minutes.
+    "sampled": lambda: plan_cases(SAMPLED, rounds=7, seconds=0.4),
     # Half a minute.
     "h200-fp8": lambda: plan_cases(FP8, rounds=9, seconds=0.8),
 }

@@ -119,9 +119,10 @@ def rivals(run: Run, label: str = PEERS_LABEL) -> Table:
     return Table("", [tables.SHAPE, *names.values()], rows)
 
 
-HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained"}
+HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained", "zipf": "Zipf and noise"}
 HEAD_METHODS = {
-    "ours": "flce", "ours-e4m3": "flce, E4M3", "stock": "stock", "torch-compile": "`torch.compile`",
+    "ours": "flce", "ours-sampled": "flce, sampled", "ours-e4m3": "flce, E4M3", "stock": "stock",
+    "torch-compile": "`torch.compile`",
     "liger-float32-8x": "Liger, float32 sums", "trl": "TRL", "cce": "CCE",
 }  # fmt: skip
 

@@ -17,6 +17,8 @@ import flce
 
 TEXTS = ("code", "english")
 HEADS = tuple(f"{model} {text}" for model in ("gemma3", "smollm2", "trained") for text in TEXTS)
+# Random heads whose logits are those of Zipf's law plus noise of a standard deviation, "zipf 6".
+ZIPF = "zipf"
 SEQUENCE = 1024
 SKIPPED = 100_000  # tokens at the start of a text
 TRAINED_LOSS, TRAINED_STEPS, TRAINED_BATCH = 2.8, 1500, 8
@@ -83,13 +85,15 @@ def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dic
 
 
 def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states (N, H), head (V, H) and targets (N,) of one of `HEADS`, in float32.
+    """Return hidden states (N, H), head (V, H) and targets (N,) of one of `HEADS` or of `ZIPF`, in float32.
 
     Raises:
         ValueError: the model has a larger hidden size, or another vocabulary.
     """
     tokens, hidden, vocab = shape
     name, text = head.split()
+    if name == ZIPF:
+        return zipf_head(shape, float(text), device)
     model, ids = train_model(hidden, vocab, device) if name == "trained" else load_model(name, device)
     x, target = hidden_states(model, sequences(ids[text], tokens)[: -(-tokens // SEQUENCE)])
     weight = model.get_output_embeddings().weight.detach().float()
@@ -101,6 +105,20 @@ def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> t
         isometry = torch.linalg.qr(normal)[0].t()
         x, weight = x @ isometry, weight @ isometry
     return x, weight, target
+
+
+@torch.no_grad()
+def zipf_head(shape: tuple[int, int, int], std: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a random head whose classes have frequencies of Zipf's law, with targets that are drawn from its
+    probabilities. No class is frequent in many rows, because the noise does not depend on the class."""
+    tokens, hidden, vocab = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(rows, hidden, device=device, generator=generator) for rows in (tokens, vocab))
+    weight *= std / hidden**0.5
+    ranks = torch.randperm(vocab, device=device, generator=generator)
+    x[:, 0], weight[:, 0] = 1.0, -1.1 * torch.log(ranks + 5.0)
+    probabilities = ((part @ weight.t()).softmax(-1) for part in x.split(512))
+    return x, weight, torch.cat([torch.multinomial(p, 1, generator=generator)[:, 0] for p in probabilities])
 
 
 @torch.no_grad()

@@ -215,7 +215,7 @@ def _reshape_results(
     return {
         name: value.reshape((*shape, *value.shape[target.dim() :])) if value.dim() else value
         for name, value in named.items()
-        if value is not None and name != "normalizer"
+        if value is not None and name not in ("normalizer", "samples")
     }
 
 

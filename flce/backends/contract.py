@@ -98,6 +98,13 @@ FUSED_PRODUCT_FIELDS = frozenset(
 # which computes all of them.
 EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
 
+# Sampled gradients (`ChunkOptions.sample_below`). At most this many classes have dense gradients, or a share of 1 /
+# FREQUENT_DIVISOR of all classes. The list of the other entries has room for ENTRIES_PER_TOKEN for each token.
+MAX_FREQUENT, FREQUENT_DIVISOR = 4096, 8
+ENTRIES_PER_TOKEN = 512
+# Classes of a word of marks: one bit each.
+WORD_CLASSES = 32
+
 
 def e4m3_row_bytes(vocab_size: int) -> int:
     """Return the bytes for each row that `fused_exponentials` allocates for E4M3: its sample, in bfloat16, and its
@@ -366,6 +373,60 @@ class QuantizedTile(NamedTuple):
     entries: Entries  # by tokens; `quantize_tile` and `fused_exponentials` write V in the slot of the target
 
 
+class Marks(NamedTuple):
+    """How entries of the gradient of the logits are chosen while statistics are computed, and the output: with
+    u = `sampling.uniform(seeds, class)`, 0 < u < 1, an entry is marked if u < exp(z - threshold)."""
+
+    threshold: Tensor  # (rows,) logarithm of s times a lower bound of the sum of exp(z); inf for ignored rows
+    seeds: Tensor  # (rows,) int32
+    first_class: int  # the class of column 0, in the whole vocabulary
+    words: Tensor  # (rows, words of all classes) int32: bit k of word i is 1 if class 32 i + k is marked
+
+    def select_classes(self, start: int) -> Marks:
+        """Return the marks of a tile that begins with the class `start`, divisible by WORD_CLASSES."""
+        return self._replace(first_class=self.first_class + start, words=self.words[:, start // WORD_CLASSES :])
+
+
+class Samples(NamedTuple):
+    """The entries of the gradient of the logits of all rows, by rows: each row has its target, if this process has it,
+    and its marked classes in ascending order, without frequent classes. Backward thins them with the complete sums of
+    exponentials."""
+
+    bounds: Tensor  # (N + 1,) int64: row i has the entries [bounds[i], bounds[i + 1])
+    frequent: Tensor  # (K,) int64, ascending: the classes with dense gradients
+    seeds: Tensor  # (N,) int32
+    classes: Tensor  # (capacity,) int32
+
+    @staticmethod
+    def sizes(num_tokens: int, vocab_size: int) -> list[int]:
+        """Return the numbers of int32 of each field."""
+        return [2 * (num_tokens + 1), 2 * num_frequent(vocab_size), num_tokens, ENTRIES_PER_TOKEN * num_tokens]
+
+    @staticmethod
+    def from_memory(memory: Tensor, num_tokens: int, vocab_size: int) -> Samples:
+        """Return the fields as views of one memory of int32."""
+        bounds, frequent, seeds, classes = memory.split(Samples.sizes(num_tokens, vocab_size))
+        return Samples(bounds.view(torch.int64), frequent.view(torch.int64), seeds, classes)
+
+    def select_rows(self, rows: slice) -> Samples:
+        return self._replace(bounds=self.bounds[rows.start : rows.stop + 1], seeds=self.seeds[rows])
+
+
+class SampledEntries(NamedTuple):
+    """The values of a list of entries, in its order."""
+
+    rows: Tensor  # (entries,) int32 rows of the call
+    values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
+    classes: Tensor  # (entries,) int32; V for entries that were dropped
+    first_class: int  # see `Marks`
+    sample_below: float
+
+
+def num_frequent(vocab_size: int) -> int:
+    """Return the number of classes whose gradients are dense if the others are sampled."""
+    return max(1, min(MAX_FREQUENT, vocab_size // FREQUENT_DIVISOR))
+
+
 class Backend(Protocol):
     name: str
 
@@ -419,10 +480,64 @@ class Backend(Protocol):
             factors: (2, rows) float32; written at the last tile, not in a shard.
         """
 
-    def fused_statistics(self, x: Tensor, weight: Tensor, call: StatisticsCall) -> None:
-        """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
+    def fused_statistics(self, x: Tensor, weight: Tensor, call: StatisticsCall, marks: Marks | None = None) -> None:
+        """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and `mark_entries`
+        if `marks` are given.
 
         x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
+        """
+
+    def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
+        """Write the words of ``marks.words`` of the classes of a tile, whose logits are not changed."""
+
+    def list_entries(self, words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+        """Append the entries of some rows to a list. Entries beyond the capacity are counted in the bounds, and not
+        written.
+
+        Args:
+            words: (rows, words of all classes) of `mark_entries`.
+            omitted: (words of all classes,) int32: the bits of frequent classes.
+            target: (rows,) the target's class, or -1.
+            out: the list. ``bounds[0]`` is set, the other bounds of these rows are written.
+        """
+
+    def sampled_logits(self, x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> None:
+        """Add ``x[row] @ weight[class]`` of each entry of some rows to `out`, (entries of all rows,)."""
+
+    def sampled_gradient(
+        self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int,
+        out: SampledEntries, *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None,
+        index: Tensor | None, gradient_scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Compute the values of the entries of some rows, and dX.
+
+        With p the probability of an entry, computed from ``call.normalizer``, g its gradient and q = min(1, p /
+        ``out.sample_below``), the value is g / q if u < q (see `Marks`), and 0 otherwise. The target's value is its
+        gradient.
+
+        Args:
+            x: (rows, H); weight: (V, H).
+            call: of all classes, with `row_gradient`.
+            samples: of these rows, the first of which is `first_row` of all selected rows.
+            out: of all rows.
+            logits: (entries of all rows,) of `sampled_logits`; None: the entries' logits are computed here.
+            dense: (rows, H) added to dX; None: 0.
+            grad: ``grad[index] = (dense + sum of value * weight[class]) / gradient_scale``; None: not requested.
+            index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
+        """
+
+    def sampled_weight_gradient(
+        self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor,
+        grad: Tensor, gradient_scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic.
+
+        Args:
+            x: (rows, H).
+            order: (entries,) int64, a stable sort of the entries by classes.
+            bounds: (V + 1,) int64: class k has the entries [bounds[k], bounds[k + 1]) of this order.
+            place: (V,) int32: the row of `dense` of each class, or -1.
+            dense: (K, H) of the accumulation dtype; grad: (V, H).
         """
 
     def fused_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: GradientCall) -> None:

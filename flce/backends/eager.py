@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends import e4m3, formulas
+from flce.backends import e4m3, formulas, sampling
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
@@ -34,7 +34,9 @@ from flce.backends.contract import (
     TARGET,
     TARGET_LOGIT,
     TEACHER,
+    WORD_CLASSES,
     GradientCall,
+    Marks,
     StatisticsCall,
     Teacher,
     TileCall,
@@ -167,6 +169,20 @@ class TorchBackend:
     exponentials = fused_statistics = fused_gradient = fused_exponentials = _unavailable
     combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
     add_target_terms = normalize_quantized = _unavailable
+
+    def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
+        words = marks.words[:, : -(-call.tile.cols // WORD_CLASSES)]
+        classes = torch.arange(call.tile.cols, device=logits.device) + marks.first_class
+        for part, slab_logits in _slabs(logits):
+            slab = call._replace(tile=call.tile._replace(keep_logits=True)).select_rows(part)
+            z = _transform(slab_logits, slab, want_jacobian=False)[0].to(torch.float32)
+            ratio = z.sub_(marks.threshold[part, None]).exp_()
+            words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
+
+    list_entries = staticmethod(sampling.list_entries)
+    sampled_logits = staticmethod(sampling.sampled_logits)
+    sampled_gradient = staticmethod(sampling.sampled_gradient)
+    sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
 
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flce.core.numbers import check_dtype, check_int
+from flce.core.numbers import check_dtype, check_float, check_int
 from flce.core.sizes import parse_bytes
 
 _WIDE = torch.float32, torch.float64
@@ -47,6 +47,12 @@ class ChunkOptions:
             The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a
             gradient of the bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and
             ``str(plan)`` names the reason.
+        sample_below: a number s from 2^-20 to 2^-4, for gradients in less than half of the time: of the probabilities
+            of a token that are below s, a random choice is multiplied with W and x instead of all. The gradients are
+            right on average, and have noise that grows with s; losses are exact. See `docs/sampled-gradients.md`.
+            Default: all probabilities are multiplied. Gradients that cannot be sampled are dense, and ``str(plan)``
+            names the reason. They are dense, too, if too many probabilities are above s, and while a CUDA graph is
+            captured.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -60,6 +66,7 @@ class ChunkOptions:
     accum_dtype: torch.dtype = torch.float32
     skip_ignored: SkipIgnored = "auto"
     grad_dtype: torch.dtype | None = None
+    sample_below: float | None = None
 
     def __post_init__(self) -> None:
         for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):
@@ -85,6 +92,13 @@ class ChunkOptions:
             check_dtype(name, value, "None or a torch.dtype" if may_be_none else "a torch.dtype")
             if value not in dtypes:
                 raise ValueError(f"{name} must be {expected}, got {value}")
+        if self.sample_below is not None:
+            value = check_float("sample_below", self.sample_below)
+            object.__setattr__(self, "sample_below", value)
+            if not 2.0**-20 <= value <= 2.0**-4:
+                raise ValueError(f"sample_below must be from 2**-20 to 2**-4, or None, got {value:g}")
+            if self.grad_dtype is not None:
+                raise ValueError("give sample_below or grad_dtype, not both")
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
 

@@ -196,6 +196,24 @@ class Case:
         return self.options.grad_dtype is not None and self.bfloat16_operands_reason is None
 
     @property
+    def samples(self) -> bool:
+        """True if gradients are computed from sampled entries: `ChunkOptions.sample_below` is set, and they can."""
+        return self.options.sample_below is not None and self.dense_reason is None
+
+    @property
+    def dense_reason(self) -> str | None:
+        """The reason why gradients cannot be sampled, in words; None if they can."""
+        if self.options.strategy == "vocab":
+            return "strategy 'vocab'"
+        if self.teacher is not None:
+            return "a divergence"
+        if self.spec.label_smoothing:
+            return "label smoothing"
+        if getattr(self.spec, "candidates", 0):
+            return "candidates"
+        return None
+
+    @property
     def bfloat16_operands_reason(self) -> str | None:
         """The reason why products for dX and dW cannot have E4M3 operands, in words; None if they can."""
         if len(self.hidden_sizes) > 1:

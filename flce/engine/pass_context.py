@@ -10,10 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, GradientCall, Teacher, TileCall
+from flce.backends.contract import (
+    ENTRIES_PER_TOKEN,
+    LOGPROB,
+    STATE_SLOTS,
+    Backend,
+    GradientCall,
+    Marks,
+    Samples,
+    Teacher,
+    TileCall,
+)
 from flce.backends.formulas import finish_divergence
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
+from flce.core.log import find_caller
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import offset_slice, slice_columns, slice_rows
 from flce.engine.arena import Arena
@@ -63,6 +74,7 @@ class PassContext:
         top_k: the largest logits of each row, collected in the statistics pass.
         teacher: the teacher of a divergence.
         has_mixture: True if the terms of "jsd" were summed with the statistics, because a tile has all classes.
+        samples_memory: `samples` of `schedules/sampled.py`: written by forward, read by backward.
     """
 
     rows: Rows
@@ -76,6 +88,7 @@ class PassContext:
     top_k: TopK | None = None
     teacher: Teacher | None = None
     has_mixture: bool = False
+    samples_memory: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.new = self.arena.new
@@ -321,12 +334,13 @@ class PassContext:
         self.rows.merge_results(tokens)
         self.backend.gradient(logits, dlogits, self._gradient_call(tokens, tokens, self.all_classes))
 
-    def compute_statistics(self, tokens: slice, logits: Tensor | None) -> None:
-        """Compute losses and statistics for some rows and all classes. Logits are computed in the memory of `logits`,
-        (at least as many rows, some columns), one block after the other; or in registers."""
+    def compute_statistics(self, tokens: slice, logits: Tensor | None, marks: Marks | None = None) -> None:
+        """Compute losses and statistics for some rows and all classes, and `marks` if they are given. Logits are
+        computed in the memory of `logits`, (at least as many rows, some columns), one block after the other; or in
+        registers."""
         call, xs, state, teacher = self.rows.statistics_call(tokens), self.term_inputs(tokens), None, self.teacher
         if self.in_registers:
-            self.backend.fused_statistics(xs[0], self.terms[0].weight, call)
+            self.backend.fused_statistics(xs[0], self.terms[0].weight, call, marks)
             return
         assert logits is not None
         rows = tokens.stop - tokens.start
@@ -338,6 +352,8 @@ class PassContext:
             self.write_logits(xs, block, block_logits)
             self.collect_top_k(block_logits, tokens, block)
             tile = self.rows.tile_classes(block)._replace(keep_logits=teacher is not None)
+            if marks is not None:
+                self.backend.mark_entries(block_logits, call._replace(tile=tile), marks.select_classes(block.start))
             if needs_statistics:
                 self.backend.statistics(block_logits, call._replace(tile=tile), state)
             if teacher is not None:
@@ -390,6 +406,39 @@ class PassContext:
             self.top_k.add(logits, None if bias is None else slice_columns(bias, classes), tokens, classes)
 
     # ------------------------------------------------------------------------------------------------- others
+
+    def gradient_call(self, chunk: slice) -> GradientCall:
+        """Return the call that computes gradients of the tokens of a chunk and all classes."""
+        return self._gradient_call(chunk, chunk, self.all_classes)
+
+    @property
+    def samples(self) -> Samples:
+        assert self.samples_memory is not None
+        return Samples.from_memory(self.samples_memory, self.problem.num_tokens, self.vocab_size)
+
+    def count_entries(self) -> int | None:
+        """Return the number of entries of `samples`. The host waits for the device. None if there are more than the
+        list has room for, if a sum of exponentials is not finite, or while a CUDA graph is captured: all processes of a
+        divided head then compute dense gradients."""
+        samples, rows = self.samples, self.selection.num_rows
+        if self.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        count = samples.bounds[rows]
+        failed = (count > len(samples.classes)) | ~self.normalizer[:LOGPROB, :rows].isfinite().all()
+        failures = self.rows.sum_over_processes(failed.to(torch.int64))
+        if not failures.item():
+            return int(count)
+        find_caller().warn(
+            "gradients are not sampled: a token needs more than "
+            f"{ENTRIES_PER_TOKEN} entries on average, or a sum of exponentials is not finite. This call computes dense "
+            "gradients",
+            RuntimeWarning,
+        )
+        return None
+
+    def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return classes of entries in ascending order, and their positions before."""
+        return torch.sort(classes, stable=True)
 
     def _gradient_call(self, chunk: slice, tokens: slice, classes: slice) -> GradientCall:
         """Return the call that computes gradients of some tokens of a chunk and some classes from the normalizer."""

@@ -78,6 +78,7 @@ class ForwardResult(NamedTuple):
     gradient_scale: Tensor | None  # () divisor of the upstream gradient; None: 1
     # (N,) gradient of the loss, or of each row's loss, with respect to token weights; None: not requested
     token_weight_grad: Tensor | None
+    samples: Tensor | None  # the memory of `Samples` for backward, if gradients are sampled
 
 
 def forward(
@@ -101,14 +102,14 @@ def forward(
     if not with_gradients:  # Schedules with gradients have merged already, before each chunk's gradients.
         context.rows.merge_results(slice(0, selection.num_rows))
     grads = context.finish_gradients() if with_gradients else []
-    outputs = selection.scatter_outputs(outputs)
+    outputs, samples = selection.scatter_outputs(outputs), context.samples_memory
     results, _, token_weight_grad = vectors.reduce(
         problem, runtime.backend, outputs, scales.for_loss, problem.target, problem.token_weight
     )
     if problem.needs_gradients and schedule.deferred and not deferred:
         del context
-        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
-    return ForwardResult(results, grads, scales.gradient_scale, token_weight_grad)
+        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime, samples)
+    return ForwardResult(results, grads, scales.gradient_scale, token_weight_grad, samples)
 
 
 def backward(
@@ -117,8 +118,9 @@ def backward(
     normalizer: Tensor,
     upstream: Tensor,
     runtime: Runtime | None = None,
+    samples: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute the deferred gradients from recomputed logits.
+    """Compute the deferred gradients from recomputed logits, or from `samples` of forward.
 
     Args:
         normalizer: (slots, N), from `forward`.
@@ -134,7 +136,7 @@ def backward(
     )
     normalizer = selection.take(normalizer, dim=1)
     rows = problem, selection, scales, runtime.arena, normalizer, None, row_upstream
-    context = build_context(plan, runtime, rows, gradient_scale=scales.gradient_scale)
+    context = build_context(plan, runtime, rows, gradient_scale=scales.gradient_scale, samples_memory=samples)
     plan.schedule.backward(context)
     return context.finish_gradients()
 

@@ -62,6 +62,7 @@ class TokenResults(NamedTuple):
     top_k_logprob: Tensor | None  # (N, k)
     top_k_ids: Tensor | None  # (N, k) int64
     teacher_rows: Tensor | None  # (DIVERGENCE_SLOTS, N)
+    samples: Tensor | None  # the memory of `Samples` for backward, if gradients are sampled
 
     @staticmethod
     def requested_fields(spec: LogprobSpec) -> dict[str, bool]:
@@ -69,7 +70,13 @@ class TokenResults(NamedTuple):
         rows = dict(zip(RowOutputs._fields, RowOutputs.requested_fields(spec), strict=True))
         top, divergence = spec.top_k > 0, spec.divergence is not None
         others = {"top_k_logprob": top, "top_k_ids": top, "divergence": divergence, "teacher_rows": divergence}
-        requested = {**rows, **others, "lse": "lse" in spec.stats, "candidate_logprob": spec.candidates > 0}
+        requested = {
+            **rows,
+            **others,
+            "samples": True,
+            "lse": "lse" in spec.stats,
+            "candidate_logprob": spec.candidates > 0,
+        }
         return {name: requested[name] for name in TokenResults._fields}
 
 
@@ -93,6 +100,7 @@ class SavedRows(NamedTuple):
     entropy: Tensor | None  # (N,) if it has a gradient
     candidate_logprob: Tensor | None  # (N, K) if they have a gradient
     teacher_rows: Tensor | None = None  # (DIVERGENCE_SLOTS, N) if the divergence has a gradient
+    samples: Tensor | None = None  # the memory of `Samples`, or (0,)
 
 
 def logprob_spec(problem: LinearCrossEntropyProblem) -> LogprobSpec:
@@ -151,7 +159,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime | N
     lse = log_sum_exp(outputs.normalizer) if "lse" in spec.stats else None
     return TokenResults(
         outputs.logprob, outputs.entropy, lse, candidate_logprob, divergence, outputs.normalizer, outputs.argmax,
-        outputs.mean_logit, outputs.log_sum_sq_prob, top_k_logprob, top_k_ids, teacher_rows,
+        outputs.mean_logit, outputs.log_sum_sq_prob, top_k_logprob, top_k_ids, teacher_rows, context.samples_memory,
     )  # fmt: skip
 
 
@@ -181,11 +189,12 @@ def backward(
     upstream: UpstreamGradients,
     runtime: Runtime | None = None,
 ) -> list[Tensor]:
-    """Compute the gradients from recomputed logits."""
+    """Compute the gradients from recomputed logits, or from samples of forward."""
     runtime = runtime or runtime_on(problem.device, plan.case.backend)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    dims = (1, 0, 0, 1)
-    saved = SavedRows(*(None if t is None else selection.take(t, dim) for t, dim in zip(saved, dims, strict=True)))  # type: ignore[arg-type]
+    *of_rows, samples = saved
+    of_rows = [None if t is None else selection.take(t, dim) for t, dim in zip(of_rows, (1, 0, 0, 1), strict=True)]
+    saved = SavedRows(*of_rows)  # type: ignore[arg-type]
     upstream = UpstreamGradients(*(None if t is None else selection.take(t) for t in upstream))
     candidate_grads, candidate_upstream = None, upstream.candidate_logprob
     if candidate_upstream is not None:
@@ -206,8 +215,9 @@ def backward(
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     rows = problem, selection, scales, runtime.arena, saved.normalizer
     context = build_context(
-        plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient, teacher=teacher
-    )
+        plan, runtime, rows, gradient_scale=gradient_scale, row_gradient=row_gradient, teacher=teacher,
+        samples_memory=samples,
+    )  # fmt: skip
     if candidate_grads is not None:
         context.candidate_grads = candidate_grads._replace(ids=context.rows.local_ids(candidate_grads.ids))
     plan.schedule.backward(context)

@@ -83,6 +83,8 @@ class Rows:
 
     is_shard = False
     """True if this process has only some of the classes."""
+    first_class = 0
+    """The first class of this process."""
 
     def __post_init__(self) -> None:
         self.spec = self.problem.spec
@@ -156,6 +158,11 @@ class Rows:
         """Sum `x` over all processes in place and return it. One collective."""
         return x
 
+    def max_over_processes(self, x: Tensor) -> Tensor:
+        """Replace `x` by its maximum over all processes and return it. One collective. An empty shard does not
+        count."""
+        return x
+
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
         """Merge the statistics in `Teacher.rows` of all processes, in place. One collective."""
 
@@ -181,6 +188,7 @@ class ShardRows(Rows):
         assert shard is not None
         self.shard: Shard = shard
         self.group: Any = shard.process_group
+        self.first_class = shard.start
         self._dx_sums: dict[int, list[Any]] = {}
         # The ignored target is shifted as all targets are, in 64 bits.
         shifted = (p.spec.ignore_index - shard.start + 2**63) % 2**64 - 2**63
@@ -266,6 +274,12 @@ class ShardRows(Rows):
 
     def sum_over_processes(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
+        return x
+
+    def max_over_processes(self, x: Tensor) -> Tensor:
+        if self.shard.is_empty:
+            x.fill_(-torch.inf)
+        dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
         return x
 
     def merge_divergences(self, rows: Tensor, kind: str) -> None:

@@ -31,6 +31,7 @@ from flce.ops.linear_operators import (
     is_deferred,
     make_case,
     on_problem,
+    pack_samples,
     plan_for_problem,
     problem_tensors,
     run_plan,
@@ -47,10 +48,9 @@ from flce.torch_ops import (
 )
 
 # The fields of `RowOutputs`, (0,) if not requested; the gradients times a gradient scale, in the order of `Needs.flat`
-# (not visible to users); the gradient scale, () or, for 1, (0,); and the gradient of `token_weight`, (N,) or (0,).
-_RESULTS = ", ".join(
-    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor gradient_scale", "Tensor token_weight_grad"]
-)
+# (not visible to users); the gradient scale, () or, for 1, (0,); the gradient of `token_weight`, (N,) or (0,); and the
+# memory of `Samples`, or (0,).
+_RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads"] + ["Tensor"] * 3)
 
 
 def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
@@ -60,7 +60,7 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
         if _can_bypass_dispatcher(tensors):
             return RowOutputs._make(flce_linear_cross_entropy.apply(problem, *tensors))
         update_active_counters()
-    *outputs, _, _, _ = torch.ops.flce.linear_cross_entropy(*OperatorArguments.from_problem(problem))
+    *outputs, _, _, _, _ = torch.ops.flce.linear_cross_entropy(*OperatorArguments.from_problem(problem))
     return RowOutputs.from_tensors(problem.spec, outputs)
 
 
@@ -68,7 +68,8 @@ def _forward(problem: LinearCrossEntropyProblem) -> tuple[Any, ...]:
     result = _run_forward(problem, IN_GRAPH if problem.is_traced else DISPATCHED)
     optional = result.gradient_scale, result.token_weight_grad
     gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
-    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad
+    samples = pack_samples(problem, result.samples)
+    return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad, samples
 
 
 def _run_forward(problem: LinearCrossEntropyProblem, route: str) -> passes.ForwardResult:
@@ -87,7 +88,7 @@ def _fake_outputs(p: LinearCrossEntropyProblem, c: Case) -> tuple[Any, ...]:
     gradient_scale = like.new_empty(() if scaled else (0,), dtype=accum)
     token_weight_grad = like.new_empty(p.num_tokens if p.needs_token_weight else 0, dtype=accum)
     grads = fake_gradients(p, dtypes) if gradients else []
-    return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad
+    return *vectors.fake_outputs(p, like), grads, gradient_scale, token_weight_grad, pack_samples(p, None)
 
 
 def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[tuple[Any, ...], ChunkPlan]:
@@ -98,15 +99,19 @@ def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[
     return _fake_outputs(problem, case), plan_for_case(case)
 
 
-def _backward(normalizer: Tensor, upstream: Tensor, problem: LinearCrossEntropyProblem) -> list[Tensor]:
-    return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan_for_problem(problem))
+def _backward(
+    normalizer: Tensor, samples: Tensor | None, upstream: Tensor, problem: LinearCrossEntropyProblem
+) -> list[Tensor]:
+    return run_plan(
+        lambda plan: passes.backward(problem, plan, normalizer, upstream, samples=samples), plan_for_problem(problem)
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *outputs, grads, gradient_scale, token_weight_grad = output
-    ctx.mark_non_differentiable(*outputs[1:], *grads, gradient_scale, token_weight_grad)
+    *outputs, grads, gradient_scale, token_weight_grad, samples = output
+    ctx.mark_non_differentiable(*outputs[1:], *grads, gradient_scale, token_weight_grad, samples)
     problem, normalizer = OperatorArguments(*inputs).to_problem(), RowOutputs(*outputs).normalizer
-    _save_for_backward(ctx, problem, grads, gradient_scale, token_weight_grad, normalizer)
+    _save_for_backward(ctx, problem, grads, gradient_scale, token_weight_grad, normalizer, samples)
 
 
 def _save_for_backward(
@@ -116,8 +121,10 @@ def _save_for_backward(
     gradient_scale: Tensor | None,
     token_weight_grad: Tensor | None,
     normalizer: Tensor,
+    samples: Tensor | None,
 ) -> None:
-    """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer and the problem's tensors."""
+    """Save for backward: the gradient of `token_weight`; the gradients, or the normalizer, the samples and the
+    problem's tensors."""
     ctx.needs, ctx.needs_token_weight = p.needs.flat, p.needs_token_weight
     ctx.dtype, ctx.deferred = p.dtype, not grads
     # Otherwise autograd allocates a zero gradient for every output, also for an output as large as the head.
@@ -127,7 +134,7 @@ def _save_for_backward(
     else:
         arguments = OperatorArguments.from_problem(p)
         ctx.constants = arguments.constants
-        ctx.save_for_backward(token_weight_grad, normalizer, *arguments.tensors())
+        ctx.save_for_backward(token_weight_grad, normalizer, samples, *arguments.tensors())
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -154,11 +161,14 @@ def _compute_gradients(
     """Return the needed gradients, in the order of `Needs.flat`. `can_bypass`: the result of `_can_bypass_dispatcher`;
     `in_place`: True if the memory of saved gradients may be overwritten."""
     if ctx.deferred:
-        normalizer, *tensors = saved
-        upstream, arguments = upstream.contiguous(), OperatorArguments.from_tensors(tensors, ctx.constants)
+        normalizer, samples, *tensors = saved
+        rows, arguments = (
+            (normalizer, samples, upstream.contiguous()),
+            OperatorArguments.from_tensors(tensors, ctx.constants),
+        )
         if can_bypass:
-            return _backward(normalizer, upstream, arguments.to_problem())
-        gradients: list[Tensor] = torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream, *arguments)
+            return _backward(*rows, arguments.to_problem())
+        gradients: list[Tensor] = torch.ops.flce.linear_cross_entropy_backward(*rows, *arguments)
         return gradients
     *grads, gradient_scale = saved
     factor = upstream
@@ -210,9 +220,9 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, p: LinearCrossEntropyProblem, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the problem as separate arguments: `tensors`."""
         register_skipped_frames()
-        outputs, grads, gradient_scale, token_weight_grad = _run_forward(p, DIRECT)
+        outputs, grads, gradient_scale, token_weight_grad, samples = _run_forward(p, DIRECT)
         ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
-        _save_for_backward(ctx, p, grads, gradient_scale, token_weight_grad, outputs.normalizer)
+        _save_for_backward(ctx, p, grads, gradient_scale, token_weight_grad, outputs.normalizer, samples)
         # Every tensor that a node returns costs host time. The caller needs the normalizer for statistics
         # only; backward has it from `_save_for_backward`.
         return (*outputs[:2], outputs.normalizer if p.spec.stats else None, *outputs[3:])
@@ -226,7 +236,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
 
 def _forward_flops(problem: LinearCrossEntropyProblem, out_val: tuple[Any, ...]) -> int:
     logits, gradients = count_flops(problem)
-    *_, grads, _, _ = out_val
+    *_, grads, _, _, _ = out_val
     return logits + (gradients if grads else 0)
 
 
@@ -240,9 +250,9 @@ register_operator(
 )
 register_operator(
     "linear_cross_entropy_backward",
-    f"(Tensor normalizer, Tensor upstream, {SCHEMA}) -> Tensor[]",
-    on_problem(_backward, 2),
-    on_problem(lambda _, __, problem: fake_deferred_gradients(problem), 2),
+    f"(Tensor normalizer, Tensor? samples, Tensor upstream, {SCHEMA}) -> Tensor[]",
+    on_problem(_backward, 3),
+    on_problem(lambda *args: fake_deferred_gradients(args[-1]), 3),
 )
 register_operator(
     "scale_",
@@ -257,6 +267,4 @@ register_operator(
     lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
 )
 register_formula("linear_cross_entropy", on_problem(_forward_flops))
-register_formula(
-    "linear_cross_entropy_backward", on_problem(lambda _, __, problem, out_val: sum(count_flops(problem)), 2)
-)
+register_formula("linear_cross_entropy_backward", on_problem(lambda *args, out_val: sum(count_flops(args[-1])), 3))

@@ -25,6 +25,7 @@ from flce.ops.linear_operators import (
     count_flops,
     fake_deferred_gradients,
     on_problem,
+    pack_samples,
     plan_for_problem,
     run_plan,
 )
@@ -78,10 +79,14 @@ def _forward_and_backward_plans(p: LinearCrossEntropyProblem) -> list[ChunkPlan]
 
 def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
     # The plan of backward is made here too, so that a budget that is too small raises before any work.
-    plan, problem = _forward_and_backward_plans(p)[0], _without_gradients(p)
+    plan, *backward_plan = _forward_and_backward_plans(p)
+    problem = _without_gradients(p)
+    if backward_plan and backward_plan[0].schedule.samples:
+        plan = backward_plan[0]  # It has the same results, and a list of entries.
     if log.is_debug_enabled():
         log_new_shape(plan, IN_GRAPH if p.is_traced else DISPATCHED)
     results = run_plan(lambda plan: per_token.forward(problem, plan), plan)
+    results = results._replace(samples=pack_samples(p, results.samples))
     # A result that is not requested has the shape (0,).
     return tuple(results.normalizer.new_empty(0) if value is None else value for value in results)
 
@@ -96,6 +101,7 @@ def _forward_fake(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
         "top_k_logprob": ((n, spec.top_k), accum),
         "top_k_ids": ((n, spec.top_k), torch.int64),
         "teacher_rows": ((DIVERGENCE_SLOTS, n), accum),
+        "samples": (pack_samples(p, None).shape, torch.int32),
     }
     requested = TokenResults.requested_fields(spec)
     results = (others.get(name, ((n,), accum)) if requested[name] else ((0,), accum) for name in requested)
@@ -146,7 +152,8 @@ register_operator(
 )
 register_operator(
     "linear_logprobs_backward",
-    "(Tensor normalizer, Tensor? entropy, Tensor? candidate_logprob, Tensor? teacher_rows, Tensor? grad_logprob, "
+    "(Tensor normalizer, Tensor? entropy, Tensor? candidate_logprob, Tensor? teacher_rows, Tensor? samples, "
+    "Tensor? grad_logprob, "
     "Tensor? grad_entropy, Tensor? grad_lse, Tensor? grad_candidates, Tensor? grad_divergence, "
     f"{SCHEMA}) -> Tensor[]",
     on_problem(_backward, _NUM_ROWS, LogprobSpec),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import choose_backend, has_fused_products
+from flce.backends.contract import Samples
 from flce.core.devices import device_record
 from flce.core.log import find_caller
 from flce.core.options import ChunkOptions
@@ -159,7 +160,7 @@ def is_deferred(c: Case, is_traced: bool) -> bool:
     """
     if not c.needs.any:
         return False
-    if c.spec.reduction == "none":
+    if c.spec.reduction == "none" or c.samples:
         return True
     if c.options.strategy != "auto":
         return c.options.strategy == "vocab"
@@ -187,6 +188,15 @@ def fake_gradients(p: LinearCrossEntropyProblem, dtypes: Dtypes) -> list[Tensor]
 def fake_deferred_gradients(p: LinearCrossEntropyProblem) -> list[Tensor]:
     """Return empty tensors for the needed gradients that backward computes."""
     return fake_gradients(p, make_case(p).dtypes(deferred=True))
+
+
+def pack_samples(p: LinearCrossEntropyProblem, samples: Tensor | None) -> Tensor:
+    """Return the samples of forward as an operator returns them, (0,) if there are none. In a graph the shape does not
+    depend on the plan: if the plan does not sample, they have no values."""
+    if samples is not None:
+        return samples
+    is_sampled = p.is_traced and make_case(p).samples
+    return p.target.new_empty(sum(Samples.sizes(p.num_tokens, p.local_vocab_size)) * is_sampled, dtype=torch.int32)
 
 
 def count_flops(p: LinearCrossEntropyProblem) -> tuple[int, int]:

@@ -127,6 +127,10 @@ class CountingShard(Rows):
         self.tally.add("all-reduce", "logits of candidates", x.nbytes)
         return x
 
+    def max_over_processes(self, x: Tensor) -> Tensor:
+        self.tally.add("all-reduce", "bounds of sums of exponentials", x.nbytes)
+        return x
+
     def merge_divergences(self, rows: Tensor, kind: str) -> None:
         gathered = self.sharding.num_processes * rows.nbytes
         self.tally.add("all-gather", "teacher statistics", gathered)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce.backends import contract, e4m3, eager
+from flce.backends import contract, e4m3, eager, sampling
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
@@ -28,6 +28,8 @@ from flce.planning.collectives import Collective, CountingShard, Tally
 
 # About the number of borrowed blocks that a dry run executes.
 BLOCK_SAMPLES = 6
+# About the number of sampled entries of a token, for the estimated time.
+TYPICAL_ENTRIES = 128
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def count_costs(plan: Plan) -> PlanCosts:
             if needed:
                 meter.tally.add("reduce-scatter", "gradients of inputs", input_bytes)
     workspace = arena.peak_bytes - c.returned_bytes
+    if plan.schedule.fallback is not None:
+        workspace = max(workspace, count_costs(replace(plan, schedule=plan.schedule.fallback)).workspace_bytes)
     if not plan.deferred:  # With retain_graph, gradients that are scaled in place otherwise are copied.
         saved = grads[: sum(c.needs.flat)]
         grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
@@ -97,7 +101,7 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     result = forward(problem, plan, plan.deferred, runtime)
     if plan.deferred:
         upstream = new_operand(*([n] if c.spec.reduction == "none" else []), dtype=accum)
-        return backward(problem, plan, result.outputs.normalizer, upstream, runtime)
+        return backward(problem, plan, result.outputs.normalizer, upstream, runtime, result.samples)
     grads = result.grads
     del result
     selection.live_vectors.clear()
@@ -116,7 +120,7 @@ def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtim
     """Run forward and, if gradients are needed, backward. A call runs forward by the plan without gradients, which
     takes as long."""
     n, arena, accum = problem.num_tokens, runtime.arena, problem.accum
-    per_token.forward(problem, plan, runtime)
+    samples = per_token.forward(problem, plan, runtime).samples
     if not problem.needs_gradients:
         return []
 
@@ -127,7 +131,7 @@ def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtim
     candidate_values = None if candidates is None else arena.new(candidates.shape, accum)
     normalizer = arena.new((contract.NORMALIZER_SLOTS, n), accum)
     teacher_rows = arena.new((contract.DIVERGENCE_SLOTS, n), accum) if problem.teacher_terms else None
-    saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows)
+    saved = per_token.SavedRows(normalizer, vector(), candidate_values, teacher_rows, samples)
     divergence = None if teacher_rows is None else vector()
     upstream = per_token.UpstreamGradients(vector(), vector(), vector(), candidate_values, divergence)
     return per_token.backward(problem, plan, saved, upstream, runtime)
@@ -268,6 +272,36 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
+    def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
+        self._pass(logits, keep_logits=True)
+
+    def list_entries(self, words: Tensor, *args: Any) -> None:
+        self.add_pass(words, words, launches=3)
+        if self.case.backend == "torch":  # bits of all classes, and positions of typical entries
+            self.add_scratch(words.numel() * contract.WORD_CLASSES * 6)
+
+    def sampled_logits(self, x: Tensor, weight: Tensor, *args: Any) -> None:
+        self._gather(len(x), weight)
+
+    def sampled_gradient(self, x: Tensor, weight: Tensor, *args: Any, dense: Tensor | None, **options: Any) -> None:
+        self._gather(len(x), weight)
+        self.add_pass(x, *([] if dense is None else [dense, dense]))
+
+    def sampled_weight_gradient(self, x: Tensor, *args: Any) -> None:
+        *_, grad, _scale = args
+        self._gather(len(x), x)
+        self.add_pass(grad)
+        if self.case.backend == "torch":
+            self.add_scratch(grad.numel() * accumulation_dtype(self.case.dtype).itemsize)
+
+    def _gather(self, rows: int, table: Tensor) -> None:
+        """Count the rows of a table that the entries of some tokens read."""
+        size = rows * TYPICAL_ENTRIES * table.shape[1] * table.element_size()
+        self.seconds += size / self.rates.bandwidth
+        self.add_pass(launches=1)
+        if self.case.backend == "torch":
+            self.add_scratch(3 * sampling.ENTRIES_AT_ONCE * table.shape[1] * 4)
+
     def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
         self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
         scratch = contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4)
@@ -331,6 +365,14 @@ class CountingContext(PassContext):
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         self._meter.add_pass(x)
+
+    def count_entries(self) -> int | None:
+        return contract.ENTRIES_PER_TOKEN * self.problem.num_tokens
+
+    def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        self._meter.add_pass(*[classes] * 8, launches=10)
+        self._meter.add_scratch(contract.sort_scratch_bytes(len(classes), self.vocab_size))
+        return self.arena.new(classes.shape, classes.dtype), self.arena.new(classes.shape, torch.int64)
 
     def collect_top_k(self, logits: Tensor, tokens: slice, classes: slice) -> None:
         if self.top_k is not None:

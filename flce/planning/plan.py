@@ -83,8 +83,12 @@ class ChunkPlan(Plan):
         )
 
     def _describe_operands(self) -> str:
-        """Return the dtype of the operands of gradient products, and the reason if it is not the requested one."""
+        """Return how gradients are computed if an option asks for it, and the reason if it is not followed."""
         c = self.case
+        if c.options.sample_below is not None and c.needs.any:
+            if self.schedule.samples:
+                return f", gradients sampled below {c.options.sample_below:g}"
+            return f", gradients not sampled: {c.dense_reason or 'the budget'}"
         if c.options.grad_dtype is None or not c.needs.any:
             return ""
         if self.schedule.multiplies_e4m3:

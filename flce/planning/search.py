@@ -24,6 +24,7 @@ from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
 from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
+from flce.engine.schedules.sampled import Sampled, default_rows
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning.cost_model import least_seconds, rates
@@ -155,7 +156,7 @@ def _limit_e4m3(plan: ChunkPlan) -> ChunkPlan:
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
     """Yield the schedules that support a case, with their sizes."""
     for kind in SCHEDULES:
-        if c.needs.any and c.spec.reduction == "none" and not kind.deferred:
+        if c.needs.any and (c.spec.reduction == "none" or c.samples) and not kind.deferred:
             continue
         sizes, rows = kind.sizes(c), c.chunk_rows
         if c.options.chunk_rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
@@ -169,7 +170,9 @@ def _fastest(c: Case, budget: int, seconds: float = math.inf) -> ChunkPlan | Non
     best = None
     for kind, sizes in _allowed_schedules(c):
         # A schedule is skipped if its products or its largest size are slower than the best plan so far.
-        if least_seconds(c, kind.deferred) < seconds and plan_for_size(c, kind, sizes[-1]).seconds < seconds:
+        if (kind.samples or least_seconds(c, kind.deferred) < seconds) and plan_for_size(
+            c, kind, sizes[-1]
+        ).seconds < seconds:
             plan = _best_plan_of_schedule(c, kind, sizes, budget)
             if plan is not None and plan.seconds < seconds:
                 best, seconds = plan, plan.seconds
@@ -263,6 +266,8 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
     if strategy == "vocab":
         return plan_for_size(c, Blocks, _default_cols(c))
+    if c.samples:
+        return plan_for_size(c, Sampled, default_rows(c))
     rows = c.options.chunk_rows
     has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
     if has_default_rows and not c.needs.weights[0] and not c.multiplies_e4m3:

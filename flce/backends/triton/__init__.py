@@ -23,6 +23,7 @@ from flce.backends.triton import (
     entries,
     product,
     reduction,
+    sampling,
     scale,
     softmax,
 )
@@ -189,6 +190,11 @@ class TritonBackend:
     weight_gradient = staticmethod(weight_gradient)
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
+    mark_entries = staticmethod(_replayed(sampling.mark_entries))
+    list_entries = staticmethod(sampling.list_entries)
+    sampled_logits = staticmethod(_replayed(sampling.sampled_logits))
+    sampled_gradient = staticmethod(sampling.sampled_gradient)
+    sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
     quantize_tile = staticmethod(e4m3.quantize_tile)
     quantize_transposed = staticmethod(e4m3.quantize_transposed)
     sort_entries = staticmethod(sort_entries)

@@ -36,6 +36,7 @@ from flce.backends.contract import (
     FUSED_PRODUCT_ROWS,
     LEAST_LOGPROB,
     GradientCall,
+    Marks,
     StatisticsCall,
     TileCall,
     TileClasses,
@@ -55,6 +56,7 @@ from flce.backends.triton.math import (
     transform,
 )
 from flce.backends.triton.replay import run
+from flce.backends.triton.sampling import pack_marks, uniform
 from flce.core.devices import device_record
 
 # A block has ROWS x COLS logits, summed over DEPTH per step. The time of statistics on an H200, relative to a bare
@@ -76,12 +78,15 @@ _LIMIT = tl.constexpr(LIMIT)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
+_NO_MARKS = {"threshold": None, "seeds": None, "first_class": 0, "words": None}
 
 
 @triton.jit(
     do_not_specialize=[
         "ignore_index",
         "column_start",
+        "first_class",
+        "words_stride",
         "normalizer_stride",
         "row_gradient_stride",
         "rows",
@@ -108,13 +113,18 @@ def product_kernel(
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
     row_factor_ptr,  # (rows,) of exponentials in E4M3
+    threshold_ptr,  # (rows,) of marks, see `contract.Marks`
+    seeds_ptr,  # (rows,) int32
+    words_ptr,  # (rows, words) int32
     work_ptr,  # () exponentials: 1 + the number of blocks of rows to compute, or 0 for none
     normalizer_stride,
     row_gradient_stride,
+    words_stride,
     rows,
     cols,
     hidden,
     column_start,  # the class of column 0
+    first_class,  # of this process
     vocab_size,
     ignore_index,
     scale: tl.float64,
@@ -129,6 +139,7 @@ def product_kernel(
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_ROW_FACTOR: tl.constexpr,
     HAS_TRANSPOSED: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
@@ -250,6 +261,16 @@ def product_kernel(
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
             place += plane
             tl.store(partial_ptr + place, tl.sum(exps, axis=1), mask=exists)
+            if HAS_WORDS:
+                threshold = tl.load(threshold_ptr + row, mask=exists, other=float("inf"))
+                seeds = tl.load(seeds_ptr + row, mask=exists, other=0)
+                # The factor is finite: infinity times an exponential of 0 would be NaN. Columns that are no classes
+                # have exponentials of 0.
+                ratio = exps * tl.exp2(tl.minimum((reference - threshold) * LOG2_E, 126.0))[:, None]
+                marks = uniform(seeds[:, None], column_start + columns + first_class) < ratio
+                word = (column_start + col_start) // 32 + tl.arange(0, COLS // 32)
+                out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word[None, :]
+                tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None])
             if WANT_ENTROPY:
                 place += plane
                 terms = exps * tl.maximum(z - reference[:, None], _LEAST_LOGPROB)  # 0 if z is -inf
@@ -395,11 +416,11 @@ def classes_per_launch(weight: Tensor) -> int:
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // COLS) * COLS
 
 
-def fused_statistics(x: Tensor, weight: Tensor, call: StatisticsCall) -> None:
+def fused_statistics(x: Tensor, weight: Tensor, call: StatisticsCall, marks: Marks | None = None) -> None:
     planes, blocks = num_partial_statistics(call.spec), triton.cdiv(len(weight), COLS)
     partial = call.out.loss.new_empty(planes, blocks, len(x))
     target_logit = call.out.loss.new_empty(len(x))
-    run(_statistics, align_for_descriptor(x), weight, call, partial, target_logit)
+    run(_statistics, align_for_descriptor(x), weight, call, partial, target_logit, marks)
 
 
 def _statistics(
@@ -408,11 +429,12 @@ def _statistics(
     call: StatisticsCall,
     partial: Tensor,  # (planes, blocks of classes, rows)
     target_logit: Tensor,  # (rows,)
+    marks: Marks | None,
 ) -> Iterator[Launch]:
     vocab_size, (_, blocks, num_rows) = len(weight), partial.shape
     for tile in tiles(0, vocab_size, vocab_size, classes_per_launch(weight)):
         tile_call = call._replace(tile=tile)
-        yield launch(x, weight[tile.columns], tile_call, partial=partial, target_logit=target_logit)
+        yield launch(x, weight[tile.columns], tile_call, partial=partial, target_logit=target_logit, marks=marks)
     yield build_launch(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
@@ -460,6 +482,7 @@ def launch(
     transposed: Tensor | None = None,
     row_factor: Tensor | None = None,
     work: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> Launch:
     """Return a launch of `product_kernel`. If a descriptor cannot describe `weight`, the weight is copied."""
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
@@ -497,5 +520,6 @@ def launch(
         reference=reference,
         row_factor=row_factor,
         work=work,
+        **(_NO_MARKS if marks is None else marks._asdict()),
         hidden=x.shape[1],
     )

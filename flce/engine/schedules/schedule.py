@@ -31,6 +31,7 @@ class Schedule:
             tokens.
         uses_fused_products: True if logits stay in registers where `Case.supports_fused_products`. False for a schedule
             that computes losses and gradients of a tile in one pass over its logits.
+        samples: True if gradients are computed from sampled entries, without products of all logits.
         multiplies_e4m3: True if products for dX and dW have E4M3 operands.
         sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
             schedule must apply `Case.chunk_rows` itself.
@@ -41,6 +42,7 @@ class Schedule:
     deferred: ClassVar[bool] = False
     can_count_on_device: ClassVar[bool] = False
     uses_fused_products: ClassVar[bool] = True
+    samples: ClassVar[bool] = False
     multiplies_e4m3: ClassVar[bool] = False
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
@@ -71,6 +73,11 @@ class Schedule:
         """Return the schedule for a process with fewer classes of a divided head. `self` is the schedule of the process
         with most classes. Both must call the same collectives for the same tokens. Return None if the planner may
         choose any deferred schedule, because all deferred schedules call the same collectives."""
+        return None
+
+    @property
+    def fallback(self) -> Schedule | None:
+        """The schedule of calls that this schedule cannot run, which only the device knows."""
         return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:

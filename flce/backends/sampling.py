@@ -1,0 +1,149 @@
+"""Gradients from sampled entries in plain PyTorch: the random numbers, and the operations of `TorchBackend`.
+
+`triton/sampling.py` has the same operations as kernels. See `flce/engine/sampling.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import (
+    ENTROPY,
+    LEAST_LOGPROB,
+    SOFTMAX,
+    TARGET,
+    WORD_CLASSES,
+    GradientCall,
+    SampledEntries,
+    Samples,
+)
+from flce.core.problem import accumulation_dtype
+
+# Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+_UINT32 = 0xFFFFFFFF
+# Entries whose rows of x or of a weight are in memory at once.
+ENTRIES_AT_ONCE = 1024
+
+
+def hash_rows(numbers: Tensor) -> Tensor:
+    """Return the seeds of rows, int32, from several numbers of each row, (numbers, rows) int64."""
+    h = torch.zeros_like(numbers[0])
+    for number in numbers:
+        h = (h ^ (number & _UINT32)) * GOLDEN & _UINT32
+        for shift, factor in ((16, MIX_1), (13, MIX_2)):
+            h = (h ^ (h >> shift)) * factor & _UINT32
+        h ^= h >> 16
+    return h.to(torch.int32)
+
+
+def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
+    """Return random numbers u of entries, float32, from the seed of their row and their class in the whole vocabulary:
+    (k + 1/2) / 2^23 for an integer k, so that 0 < u < 1."""
+    h = ((classes.long() * GOLDEN) ^ seeds.long()) & _UINT32
+    h = h * MIX_1 & _UINT32
+    h = (h ^ (h >> 15)) * MIX_2 & _UINT32
+    return ((h >> 9).float() + 0.5) * 2.0**-23
+
+
+def pack_marks(marks: Tensor) -> Tensor:
+    """Return bits of bools, (..., n), as int32 words, (..., n / WORD_CLASSES rounded up)."""
+    words = -(-marks.shape[-1] // WORD_CLASSES)
+    bits = torch.nn.functional.pad(marks, (0, words * WORD_CLASSES - marks.shape[-1])).unflatten(-1, (words, -1))
+    values = torch.tensor([1 << k for k in range(WORD_CLASSES)], device=marks.device)
+    return (bits * values).sum(-1).to(torch.int32)
+
+
+def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+    bits = torch.arange(WORD_CLASSES, dtype=torch.int32, device=words.device)
+    marks = ((words & ~omitted)[:, :, None] >> bits & 1).bool().flatten(1)
+    has_target = target >= 0
+    marks.scatter_(
+        1, target.clamp(min=0)[:, None], marks.gather(1, target.clamp(min=0)[:, None]) & ~has_target[:, None]
+    )
+    out.bounds[1:] = out.bounds[0] + (marks.sum(1) + has_target).cumsum(0)
+    # The target precedes the other classes of its row.
+    row, column = torch.cat((has_target[:, None], marks), 1).nonzero(as_tuple=True)
+    classes = torch.where(column == 0, target[row], column - 1).to(torch.int32)
+    start = int(out.bounds[0])
+    room = out.classes[start:]
+    room[: len(classes)] = classes[: len(room)]
+
+
+def _entry_slabs(samples: Samples) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield some entries at a time: their positions in the list, and their rows and classes."""
+    rows = torch.arange(len(samples.seeds), device=samples.bounds.device)
+    rows = rows.repeat_interleave(samples.bounds.diff())
+    first, last = int(samples.bounds[0]), int(samples.bounds[-1])
+    for start in range(first, last, ENTRIES_AT_ONCE):
+        part = slice(start, min(start + ENTRIES_AT_ONCE, last))
+        yield part, rows[part.start - first : part.stop - first], samples.classes[part].long()
+
+
+def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> None:
+    for part, rows, classes in _entry_slabs(samples):
+        out[part] += torch.einsum("eh,eh->e", x[rows].to(out.dtype), weight[classes].to(out.dtype))
+
+
+def sampled_gradient(
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
+    *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
+    gradient_scale: Tensor | None,
+) -> None:  # fmt: skip
+    accum, inputs = accumulation_dtype(x.dtype), call.inputs
+    dx = x.new_zeros(x.shape, dtype=accum) if dense is None else dense
+    for part, rows, classes in _entry_slabs(samples):
+        w = weight[classes].to(accum)
+        a = torch.einsum("eh,eh->e", x[rows].to(accum), w) if logits is None else logits[part]
+        a = a if inputs.bias is None else a + inputs.bias[classes]
+        inverse = None if inputs.inverse_temperature is None else inputs.inverse_temperature[rows]
+        z = call.spec.transform(a[:, None], inverse)
+        jacobian = torch.as_tensor(call.spec.jacobian(z, inverse), dtype=accum, device=x.device)
+        (offset, log_sum, target_logprob), factors = call.normalizer[:, rows], call.row_gradient[:, rows]
+        logprob = (z[:, 0] - offset) - log_sum
+        p = logprob.exp()
+        is_target = classes == inputs.target[rows]
+        is_kept = is_target | (uniform(samples.seeds[rows], classes + out.first_class) < p / out.sample_below)
+        g = p.clamp(min=out.sample_below) * _softmax_factor(factors, logprob)
+        g = torch.where(is_target, _gradient_at_target(factors, target_logprob), g)
+        values = (g[:, None] * jacobian)[:, 0].masked_fill_(~is_kept, 0.0)
+        out.rows[part] = (rows + first_row if index is None else index[rows]).to(torch.int32)
+        out.values[part] = values
+        out.classes[part] = torch.where(is_kept, classes, len(weight)).to(torch.int32)
+        dx.index_add_(0, rows, w.mul_(values[:, None]))
+    if grad is None:
+        return
+    dx = dx if gradient_scale is None else dx / gradient_scale
+    if index is None:
+        grad.copy_(dx)
+    else:
+        grad.index_copy_(0, index, dx.to(grad.dtype))
+
+
+def _softmax_factor(row_gradient: Tensor, logprob: Tensor) -> Tensor:
+    """Return the factor of p in the gradient in z of entries."""
+    if len(row_gradient) <= ENTROPY:
+        return row_gradient[SOFTMAX]
+    return row_gradient[SOFTMAX] - row_gradient[ENTROPY] * logprob.clamp(min=LEAST_LOGPROB)
+
+
+def _gradient_at_target(row_gradient: Tensor, logprob: Tensor) -> Tensor:
+    """Return the gradient in z of targets, without cancellation if p is nearly 1."""
+    factor, of_target = _softmax_factor(row_gradient, logprob), row_gradient[TARGET]
+    near_one = (factor - of_target) + factor * torch.expm1(logprob)
+    return torch.where(logprob < -1.0, factor * logprob.exp() - of_target, near_one)
+
+
+def sampled_weight_gradient(
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
+    gradient_scale: Tensor | None,
+) -> None:  # fmt: skip
+    total = x.new_zeros(grad.shape, dtype=dense.dtype)
+    total[place >= 0] = dense[place[place >= 0].long()]
+    for part in order[: int(bounds[-1])].split(ENTRIES_AT_ONCE):
+        rows = x[entries.rows[part].long()].to(total.dtype)
+        total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))
+    grad.copy_(total if gradient_scale is None else total.div_(gradient_scale))

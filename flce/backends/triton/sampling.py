@@ -1,0 +1,456 @@
+"""Kernels for gradients from sampled entries, and their launches. See `flce/engine/sampling.py`.
+
+`backends/sampling.py` has the same operations in PyTorch. The fused product marks entries, too (`product.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce.backends import sampling
+from flce.backends.contract import WORD_CLASSES, GradientCall, Marks, SampledEntries, Samples, StatisticsCall
+from flce.backends.triton.launch import Launch, build_launch, thread_options
+from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, one_minus_exp, transform
+from flce.backends.triton.replay import run
+from flce.core.problem import accumulation_dtype
+
+_GOLDEN = tl.constexpr(sampling.GOLDEN)
+_MIX_1 = tl.constexpr(sampling.MIX_1)
+_MIX_2 = tl.constexpr(sampling.MIX_2)
+_WORD = tl.constexpr(WORD_CLASSES)
+_LOGPROB = tl.constexpr(2)
+_LEAST_LOGPROB = tl.constexpr(-1e4)
+# Options of the loss that only the end of a row needs: gradients of entries follow from the row gradient.
+_LEFT_OUT = ("z_loss", "candidates", "top_k", "row_temperature")
+# Rows and columns of a program of `mark_kernel`, and words of a step of the kernels that read words.
+MARK_ROWS, MARK_COLS, WORDS = 16, 256, 1024
+# Bytes of float32 registers of a program for rows of W or x, and the largest number of columns of dW of a program.
+ROW_BYTES, WEIGHT_COLS, WEIGHT_ENTRIES = 32 << 10, 2048, 4
+
+
+@triton.jit
+def uniform(seeds, classes):
+    """Return the random numbers of entries, see `sampling.uniform`."""
+    h = ((classes.to(tl.uint32) * _GOLDEN) ^ seeds.to(tl.uint32)) * _MIX_1
+    h ^= h >> 15
+    h *= _MIX_2
+    # The upper bits are the mantissa of a number from 1 to 2.
+    return ((h >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994
+
+
+@triton.jit
+def pack_marks(marks, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return (ROWS, COLS) marks as (ROWS, COLS / WORD_CLASSES) words."""
+    bit = (tl.arange(0, COLS) % _WORD)[None, :]
+    return tl.sum(tl.reshape(marks.to(tl.int32) << bit, (ROWS, COLS // _WORD, _WORD)), axis=2)
+
+
+@triton.jit(do_not_specialize=["rows", "cols", "first_class", "words_stride"])
+def mark_kernel(
+    logits_ptr,  # (rows, cols)
+    bias_ptr,  # (cols,)
+    inverse_temperature_ptr,  # (rows,)
+    threshold_ptr,  # (rows,)
+    seeds_ptr,  # (rows,) int32
+    words_ptr,  # (rows, words) int32
+    logits_stride,
+    words_stride,
+    rows,
+    cols,
+    first_class,
+    scale: tl.float64,
+    cap: tl.float64,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_INVERSE_TEMPERATURE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    exists, present = row < rows, column < cols
+    a = tl.load(
+        logits_ptr + row.to(tl.int64)[:, None] * logits_stride + column, mask=exists[:, None] & present, other=0.0
+    )
+    row_scale = tl.full((ROWS,), scale, tl.float32)
+    row_cap = tl.full((ROWS,), cap, tl.float32)
+    if HAS_INVERSE_TEMPERATURE:
+        inverse_temperature = tl.load(inverse_temperature_ptr + row, mask=exists, other=1.0).to(tl.float32)
+        if HAS_SOFTCAP:
+            row_cap *= inverse_temperature
+        else:
+            row_scale *= inverse_temperature
+    z, _jacobian = transform(
+        a, bias_ptr, column, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+    )
+    threshold = tl.load(threshold_ptr + row, mask=exists, other=float("inf"))
+    seeds = tl.load(seeds_ptr + row, mask=exists, other=0)
+    ratio = tl.exp2((z - threshold[:, None]) * LOG2_E)
+    marks = (uniform(seeds[:, None], column + first_class) < ratio) & present
+    word = tl.program_id(1) * (COLS // _WORD) + tl.arange(0, COLS // _WORD)[None, :]
+    out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word
+    tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None] & (word * _WORD < cols))
+
+
+@triton.jit
+def popcount(x):
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def load_words(words_ptr, omitted_ptr, word, size, target):
+    """Return words of a row as uint32, without the bits of frequent classes and of the target."""
+    mask = word < size
+    words = tl.load(words_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    words &= (~tl.load(omitted_ptr + word, mask=mask, other=0)).to(tl.uint32, bitcast=True)
+    bit = tl.full(word.shape, 1, tl.uint32) << (target % _WORD).to(tl.uint32)
+    return tl.where(word == target // _WORD, words & (bit ^ 0xFFFFFFFF), words)
+
+
+@triton.jit(do_not_specialize=["words_stride", "size"])
+def count_kernel(
+    words_ptr,  # (rows, size) int32
+    omitted_ptr,  # (size,) int32
+    target_ptr,  # (rows,) int64, -1: none
+    counts_ptr,  # (rows,) int64
+    words_stride,
+    size,
+    WORDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int32)
+    total = tl.zeros((WORDS,), tl.int32)
+    for start in range(0, size, WORDS):
+        word = start + tl.arange(0, WORDS)
+        total += popcount(load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target))
+    tl.store(counts_ptr + row, (tl.sum(total, axis=0) + (target >= 0).to(tl.int32)).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["words_stride", "size", "capacity"])
+def list_kernel(
+    words_ptr,  # (rows, size) int32
+    omitted_ptr,  # (size,) int32
+    target_ptr,  # (rows,) int64, -1: none
+    bounds_ptr,  # (rows + 1,) int64
+    classes_ptr,  # (capacity,) int32
+    words_stride,
+    size,
+    capacity,
+    WORDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int32)
+    first = tl.load(bounds_ptr + row)
+    tl.store(classes_ptr + first, target, mask=(target >= 0) & (first < capacity))
+    first += (target >= 0).to(tl.int64)
+    for start in range(0, size, WORDS):
+        word = start + tl.arange(0, WORDS)
+        words = load_words(words_ptr + row * words_stride, omitted_ptr, word, size, target)
+        count = popcount(words)
+        place = first + tl.cumsum(count, axis=0) - count
+        first += tl.sum(count, axis=0)
+        while tl.max((words != 0).to(tl.int32), axis=0) > 0:
+            lowest = words & ((words ^ 0xFFFFFFFF) + 1)
+            column = word * _WORD + popcount(lowest - 1)
+            tl.store(classes_ptr + place, column, mask=(words != 0) & (place < capacity))
+            place += 1
+            words &= words - 1
+
+
+@triton.jit
+def entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN: tl.constexpr, ACCUM: tl.constexpr):
+    """Return rows of W, (entries, HIDDEN)."""
+    column = tl.arange(0, HIDDEN)[None, :]
+    mask = exists[:, None] & (column < hidden)
+    return tl.load(weight_ptr + classes[:, None] * weight_stride + column, mask=mask, other=0.0).to(ACCUM)
+
+
+@triton.jit(do_not_specialize=["x_stride", "weight_stride"])
+def logits_kernel(
+    x_ptr,  # (rows, hidden)
+    weight_ptr,  # (V, hidden)
+    bounds_ptr,  # (rows + 1,) int64
+    classes_ptr,  # (entries,) int32
+    logits_ptr,  # (entries,): the logits are added
+    x_stride,
+    weight_stride,
+    hidden,
+    ACCUM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, HIDDEN)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0).to(ACCUM)
+    stop = tl.load(bounds_ptr + row + 1)
+    for start in range(tl.load(bounds_ptr + row), stop, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        exists = entry < stop
+        classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
+        rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+        before = tl.load(logits_ptr + entry, mask=exists, other=0.0)
+        tl.store(logits_ptr + entry, before + tl.sum(rows * x[None, :], axis=1), mask=exists)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "x_stride",
+        "weight_stride",
+        "grad_stride",
+        "normalizer_stride",
+        "row_gradient_stride",
+        "first_row",
+        "first_class",
+        "vocab_size",
+    ]
+)
+def gradient_kernel(
+    x_ptr,  # (rows, hidden)
+    weight_ptr,  # (V, hidden)
+    bias_ptr,  # (V,)
+    target_ptr,  # (rows,) int64
+    inverse_temperature_ptr,  # (rows,)
+    normalizer_ptr,  # (slots, rows)
+    row_gradient_ptr,  # (slots, rows)
+    bounds_ptr,  # (rows + 1,) int64
+    seeds_ptr,  # (rows,) int32
+    classes_ptr,  # (entries,) int32
+    logits_ptr,  # (entries,)
+    dense_ptr,  # (rows, hidden), contiguous
+    index_ptr,  # (rows,) int64
+    gradient_scale_ptr,  # ()
+    grad_ptr,  # (N, hidden)
+    entry_rows_ptr,  # (entries,) int32 output
+    entry_values_ptr,  # (entries,) output
+    entry_classes_ptr,  # (entries,) int32 output
+    x_stride,
+    weight_stride,
+    grad_stride,
+    normalizer_stride,
+    row_gradient_stride,
+    first_row,
+    first_class,
+    vocab_size,
+    hidden,
+    sample_below: tl.float64,
+    scale: tl.float64,
+    cap: tl.float64,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_INVERSE_TEMPERATURE: tl.constexpr,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_DENSE: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_GRADIENT_SCALE: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    ACCUM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    scale = tl.full((), scale, ACCUM)
+    cap = tl.full((), cap, ACCUM)
+    sample_below = tl.full((), sample_below, ACCUM)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, HIDDEN)
+    in_bounds = column < hidden
+    x = tl.load(x_ptr + row * x_stride + column, mask=in_bounds, other=0.0).to(ACCUM)
+    if HAS_INVERSE_TEMPERATURE:
+        inverse_temperature = tl.load(inverse_temperature_ptr + row).to(ACCUM)
+        if HAS_SOFTCAP:
+            cap *= inverse_temperature
+        else:
+            scale *= inverse_temperature
+    target = tl.load(target_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
+    target_logprob = tl.load(normalizer_ptr + _LOGPROB * normalizer_stride + row)
+    softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
+        row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, False
+    )
+    # The gradient at the target: see `sampling._gradient_at_target`.
+    at_target = softmax_factor
+    if HAS_ENTROPY_GRADIENT:
+        at_target -= entropy_factor * tl.maximum(target_logprob, _LEAST_LOGPROB)
+    near_one = (at_target - target_factor) - at_target * one_minus_exp(-target_logprob)
+    small = at_target * tl.exp2(target_logprob * LOG2_E) - target_factor
+    at_target = tl.where(target_logprob < -1.0, small, near_one)
+    place = row + first_row
+    if HAS_INDEX:
+        place = tl.load(index_ptr + row)
+
+    total = tl.zeros((HIDDEN,), ACCUM)
+    if HAS_DENSE:
+        total = tl.load(dense_ptr + row * hidden + column, mask=in_bounds, other=0.0).to(ACCUM)
+    stop = tl.load(bounds_ptr + row + 1)
+    for start in range(tl.load(bounds_ptr + row), stop, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        exists = entry < stop
+        classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
+        rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+        if HAS_LOGITS:
+            a = tl.load(logits_ptr + entry, mask=exists, other=0.0)
+        else:
+            a = tl.sum(rows * x[None, :], axis=1)
+        z, jacobian = transform(a, bias_ptr, classes, exists, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP)
+        logprob = (z - offset) - log_sum
+        p = tl.exp2(logprob * LOG2_E)
+        factor = softmax_factor
+        if HAS_ENTROPY_GRADIENT:
+            factor = softmax_factor - entropy_factor * tl.maximum(logprob, _LEAST_LOGPROB)
+        is_target = classes == target
+        is_kept = is_target | (uniform(seed, classes + first_class) < p / sample_below)
+        value = tl.where(is_target, at_target, tl.maximum(p, sample_below) * factor) * jacobian
+        value = tl.where(exists & is_kept, value, 0.0)
+        total += tl.sum(rows * value[:, None], axis=0)
+        tl.store(entry_rows_ptr + entry, tl.full((ENTRIES,), place, tl.int64).to(tl.int32), mask=exists)
+        tl.store(entry_values_ptr + entry, value, mask=exists)
+        tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
+    if WANT_GRAD:
+        if HAS_GRADIENT_SCALE:
+            total /= tl.load(gradient_scale_ptr).to(ACCUM)
+        if not HAS_INDEX:
+            place = row
+        tl.store(grad_ptr + place * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=in_bounds)
+
+
+@triton.jit(do_not_specialize=["x_stride", "grad_stride"])
+def weight_gradient_kernel(
+    x_ptr,  # (N, hidden)
+    sizes_ptr,  # (V,) int64 the classes, those with most entries first
+    bounds_ptr,  # (V + 1,) int64
+    order_ptr,  # (entries,) int64
+    entry_rows_ptr,  # (entries,) int32
+    entry_values_ptr,  # (entries,)
+    place_ptr,  # (V,) int32
+    dense_ptr,  # (K, hidden), contiguous
+    gradient_scale_ptr,  # ()
+    grad_ptr,  # (V, hidden)
+    x_stride,
+    grad_stride,
+    hidden,
+    HAS_GRADIENT_SCALE: tl.constexpr,
+    ACCUM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    c = tl.load(sizes_ptr + tl.program_id(0))
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    mask = column < hidden
+    place = tl.load(place_ptr + c).to(tl.int64)
+    total = tl.load(dense_ptr + place * hidden + column, mask=mask & (place >= 0), other=0.0).to(ACCUM)
+    stop = tl.load(bounds_ptr + c + 1)
+    for start in range(tl.load(bounds_ptr + c), stop, ENTRIES):
+        number = start + tl.arange(0, ENTRIES)
+        exists = number < stop
+        entry = tl.load(order_ptr + number, mask=exists, other=0)
+        value = tl.load(entry_values_ptr + entry, mask=exists, other=0.0)
+        row = tl.load(entry_rows_ptr + entry, mask=exists, other=0).to(tl.int64)
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=exists[:, None] & mask[None, :], other=0.0)
+        total += tl.sum(x.to(ACCUM) * value[:, None], axis=0)
+    if HAS_GRADIENT_SCALE:
+        total /= tl.load(gradient_scale_ptr).to(ACCUM)
+    tl.store(grad_ptr + c * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator[Launch]:
+    rows, cols = logits.shape
+    yield build_launch(
+        mark_kernel, (triton.cdiv(rows, MARK_ROWS), triton.cdiv(cols, MARK_COLS)), call,
+        {"ROWS": MARK_ROWS, "COLS": MARK_COLS, **thread_options(logits.device, 4)},
+        leaves_out=("label_smoothing", *_LEFT_OUT), logits=logits, **marks._asdict(),
+    )  # fmt: skip
+
+
+def list_entries(words: Tensor, omitted: Tensor, target: Tensor, out: Samples) -> None:
+    run(_read_words, count_kernel, words, omitted, target, out.bounds[1:], None)
+    out.bounds.cumsum_(0)
+    run(_read_words, list_kernel, words, omitted, target, out.bounds, out.classes)
+
+
+def _read_words(
+    kernel: Any, words: Tensor, omitted: Tensor, target: Tensor, bounds: Tensor, classes: Tensor | None
+) -> Iterator[Launch]:
+    more = {"counts": bounds} if classes is None else {"bounds": bounds, "classes": classes, "capacity": len(classes)}
+    yield build_launch(
+        kernel, (len(words),), None, {"WORDS": WORDS, **thread_options(words.device, 4)}, words=words, omitted=omitted,
+        target=target, size=words.shape[1], **more,
+    )  # fmt: skip
+
+
+def _row_options(x: Tensor) -> dict[str, Any]:
+    """Return the options of a program that has a row of x and some rows of W in registers."""
+    accum = accumulation_dtype(x.dtype)
+    hidden = triton.next_power_of_2(x.shape[1])
+    row_bytes = hidden * accum.itemsize
+    entries = max(1, ROW_BYTES // row_bytes)
+    return {
+        "ACCUM": tl.float64 if accum == torch.float64 else tl.float32,
+        "ENTRIES": min(16, entries),
+        "HIDDEN": hidden,
+        **thread_options(x.device, min(16, max(4, row_bytes // (8 << 10)))),
+    }
+
+
+def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> Iterator[Launch]:
+    yield build_launch(
+        logits_kernel, (len(x),), None, _row_options(x), x=x, weight=weight, bounds=samples.bounds,
+        classes=samples.classes, logits=out, hidden=x.shape[1],
+    )  # fmt: skip
+
+
+def sampled_gradient(
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
+    *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
+    gradient_scale: Tensor | None,
+) -> None:  # fmt: skip
+    # Launches are replayed by the values of positional arguments.
+    more = x, weight, call, samples, first_row, out, logits, dense, grad, index
+    run(_sampled_gradient, *more, gradient_scale)
+
+
+def _sampled_gradient(
+    x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
+    logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
+    gradient_scale: Tensor | None,
+) -> Iterator[Launch]:  # fmt: skip
+    yield build_launch(
+        gradient_kernel, (len(x),), call, _row_options(x), leaves_out=_LEFT_OUT, x=x, weight=weight,
+        bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes, logits=logits, dense=dense, index=index,
+        gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows, entry_values=out.values,
+        entry_classes=out.classes, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
+        sample_below=out.sample_below,
+    )  # fmt: skip
+
+
+def sampled_weight_gradient(
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
+    gradient_scale: Tensor | None,
+) -> None:  # fmt: skip
+    sizes = torch.argsort(bounds.diff(), descending=True)  # Long sums begin first.
+    run(_weight_gradient, x, entries, order, bounds, place, dense, grad, gradient_scale, sizes)
+
+
+def _weight_gradient(
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
+    gradient_scale: Tensor | None, sizes: Tensor,
+) -> Iterator[Launch]:  # fmt: skip
+    cols = min(WEIGHT_COLS, triton.next_power_of_2(x.shape[1]))
+    accum = tl.float64 if dense.dtype == torch.float64 else tl.float32
+    yield build_launch(
+        weight_gradient_kernel, (len(place), triton.cdiv(x.shape[1], cols)), None,
+        {"ACCUM": accum, "ENTRIES": WEIGHT_ENTRIES, "COLS": cols, **thread_options(x.device, 4)},
+        x=x, sizes=sizes, bounds=bounds, order=order, entry_rows=entries.rows, entry_values=entries.values, place=place,
+        dense=dense, gradient_scale=gradient_scale, grad=grad, hidden=x.shape[1],
+    )  # fmt: skip

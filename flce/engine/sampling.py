@@ -1,0 +1,257 @@
+"""The steps of a pass that computes gradients from sampled entries: see `schedules/sampled.py`, which calls them.
+
+Most probabilities of a token are nearly zero. With s = `ChunkOptions.sample_below`, an entry of the gradient of the
+logits whose probability p is below s is kept with probability p / s, as 1 / (p / s) times its gradient, and left out
+otherwise. All other entries, and the target's, are kept as they are. So the expected gradients are the exact ones.
+
+* Forward needs the threshold of a row before its sum of exponentials is known. A lower bound, the sum over *frequent*
+  classes, keeps more entries than requested. Each entry has one random number u: it is listed if u < p / s' for the
+  bound's s', and backward keeps it if u < p / s. The result does not depend on the bound.
+* Gradients of frequent classes are dense: a product with their rows of W.
+* Random numbers are a hash of the token's position in the call, of its hidden state, of its bound, and of the class.
+  Equal calls draw equal numbers, and no generator is touched.
+
+Left out: terms that every class of a row has, of label smoothing and of divergences (`Case.dense_reason`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import (
+    FUSED_PRODUCT_BLOCK,
+    MAX,
+    NORMALIZER_SLOTS,
+    STATE_SLOTS,
+    SUM,
+    WORD_CLASSES,
+    GradientCall,
+    Marks,
+    RowInputs,
+    RowOutputs,
+    SampledEntries,
+    Samples,
+    StatisticsCall,
+    TileClasses,
+    log_sum_exp,
+)
+from flce.backends.formulas import is_class
+from flce.backends.sampling import hash_rows, pack_marks
+from flce.core.gemm import padded_cols
+from flce.core.problem import LossSpec
+from flce.core.slices import slice_columns, slice_rows
+from flce.engine.case import ceil_div
+from flce.engine.pass_context import PassContext
+
+# The logarithm of a lower bound is smaller by this, so that rounding does not make it larger than the sum.
+BOUND_MARGIN = 2.0**-10
+# Number of sizes of the memory for values of entries.
+ENTRY_SIZES = 16
+# The number of the bias among the terms.
+BIAS = -1
+# A target that is no class of any tile, and the ignored target of frequent classes.
+NO_TARGET, IGNORED = -1, -2
+
+
+class FrequentClasses:
+    """The frequent classes of this process as a head of their own, with gathered rows of the weights.
+
+    Attributes:
+        ids: (K,) int64 the classes, ascending.
+        place: (V,) int32 the column of each class, or -1.
+    """
+
+    def __init__(self, ctx: PassContext, ids: Tensor) -> None:
+        self._context, self.ids = ctx, ids
+        self.place = ctx.new((ctx.vocab_size,), torch.int32).fill_(-1)
+        self.place[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        self.weights = [ctx.new((len(ids), term.weight.shape[1]), term.weight.dtype) for term in ctx.terms]
+        for term, weight in zip(ctx.terms, self.weights, strict=True):
+            torch.index_select(term.weight, 0, ids, out=weight)
+        bias = ctx.problem.linear_bias
+        self._bias = None if bias is None else bias[ids]
+        self._tile = TileClasses(0, len(ids), len(ids), padded_cols(len(ids)), is_shard=True)
+
+    def local_target(self, tokens: slice) -> Tensor:
+        """Return the columns of the targets of some rows; NO_TARGET, or IGNORED, for the others."""
+        ctx = self._context
+        target = slice_columns(ctx.rows.target, tokens)
+        column = self.place[target.clamp(0, ctx.vocab_size - 1)].long()
+        column = torch.where(is_class(target, ctx.vocab_size), column, NO_TARGET)
+        return column.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+
+    def _inputs(self, inputs: RowInputs, spec: LossSpec, target: Tensor) -> tuple[RowInputs, LossSpec, TileClasses]:
+        """Return the first fields of a call for these classes. target: of `local_target`."""
+        inputs = inputs._replace(target=target, bias=self._bias, class_weight=None, token_weight=None)
+        return inputs, replace(spec, ignore_index=IGNORED, stats=(), z_loss=0.0), self._tile
+
+    def compute_bound(self, xs: Sequence[Tensor], tokens: slice) -> Tensor:
+        """Return the log-sum-exp of these classes for some rows, float32; inf for ignored rows."""
+        ctx, target = self._context, self.local_target(tokens)
+        normalizer = ctx.new((NORMALIZER_SLOTS, len(target)), ctx.normalizer.dtype)
+        out = RowOutputs(normalizer[0], None, normalizer, None, None, None, None, None)
+        call = StatisticsCall(*self._inputs(ctx.rows.tile_inputs(tokens), ctx.rows.spec, target), out)
+        if ctx.in_registers:
+            ctx.backend.fused_statistics(xs[0], self.weights[0], call)
+            bound = log_sum_exp(normalizer)
+        else:
+            state = ctx.new((STATE_SLOTS, len(target)), normalizer.dtype)
+            ctx.backend.statistics(self._logits(xs), call, state)
+            bound = state[MAX] + state[SUM].log()
+        bound = ctx.rows.max_over_processes(bound.to(torch.float32))
+        return bound.sub_(BOUND_MARGIN).masked_fill_(target == IGNORED, torch.inf)
+
+    def write_gradient(self, xs: Sequence[Tensor], tokens: slice, call: GradientCall, out: Tensor) -> None:
+        """Write the gradient of the logits of some rows, (rows, K); 0 at the targets. `call`: for all classes."""
+        ctx, target = self._context, self.local_target(tokens)
+        call = GradientCall(*self._inputs(call.inputs, call.spec, target), call.normalizer, call.row_gradient)
+        if ctx.in_registers:
+            ctx.backend.fused_gradient(xs[0], self.weights[0], out, call)
+        else:
+            ctx.backend.gradient(self._logits(xs), out, call)
+        ctx.backend.write_entries(out, target[:, None], torch.zeros_like(target, dtype=torch.float32)[:, None], 0)
+
+    def _logits(self, xs: Sequence[Tensor]) -> Tensor:
+        ctx = self._context
+        logits = ctx.new_tile(len(xs[0]), len(self.ids), ctx.dtypes.logits)
+        for k, (x, weight) in enumerate(zip(xs, self.weights, strict=True)):
+            ctx.matmul(x, weight.t(), out=logits, accumulate=k > 0)
+        return logits
+
+
+def choose_frequent(ctx: PassContext, out: Tensor) -> None:
+    """Write the frequent classes of this process to `out`, (K,): targets, and the classes with the largest logits of
+    the mean hidden state. If there are more targets, those with the largest logits."""
+    spec, target, bias = ctx.rows.spec, ctx.problem.target, ctx.problem.linear_bias
+    valid = target != spec.ignore_index
+    logits = ctx.new_tile(1, ctx.vocab_size, ctx.normalizer.dtype)
+    means = []
+    for term in ctx.terms:
+        mean = ctx.new((1, term.input.shape[1]), ctx.dtypes.sums)
+        ctx.matmul((valid / valid.sum()).to(term.input.dtype)[None], term.input, out=mean)
+        means.append(mean.to(term.input.dtype))
+    ctx.write_logits(means, ctx.all_classes, logits)
+    score = spec.transform(logits if bias is None else logits + bias)[0].nan_to_num(0.0, 1e30, -1e30)
+    local = ctx.rows.local_ids(target).masked_fill(~valid, -1)
+    is_target = score.new_zeros(len(score) + 1)  # The last place is for targets that this process does not have.
+    is_target[torch.where(is_class(local, len(score)), local, len(score))] = 1.0
+    score = score + is_target[:-1] * (score.max() - score.min() + 1.0)
+    out.copy_(score.topk(len(out)).indices.sort().values)
+
+
+def hash_tokens(ctx: PassContext, x: Tensor, tokens: slice, bound: Tensor) -> Tensor:
+    """Return the seeds of some rows. x: (rows, H) of the head."""
+    index = ctx.selection.index
+    position = torch.arange(tokens.start, tokens.stop, device=x.device) if index is None else index[tokens]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
+    return hash_rows(torch.stack((position, bits, bound.view(torch.int32).long())))
+
+
+class Sampler:
+    """Forward: marks entries while statistics are computed, and lists them in `samples`, views of `memory`."""
+
+    def __init__(self, ctx: PassContext, sample_below: float) -> None:
+        self._context, self._sample_below = ctx, sample_below
+        n = ctx.problem.num_tokens
+        self.memory = ctx.new((sum(Samples.sizes(n, ctx.vocab_size)),), torch.int32)
+        self.samples = Samples.from_memory(self.memory, n, ctx.vocab_size)
+        self.samples.bounds.zero_()
+        choose_frequent(ctx, self.samples.frequent)
+        self._frequent = FrequentClasses(ctx, self.samples.frequent)
+        # Products write the words of whole blocks.
+        self._num_words = ceil_div(ctx.vocab_size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
+        # Columns behind the last class may have any marks.
+        is_omitted = self._frequent.place.new_ones(self._num_words * WORD_CLASSES, dtype=torch.bool)
+        is_omitted[: ctx.vocab_size] = self._frequent.place >= 0
+        self._omitted = pack_marks(is_omitted)
+
+    def compute(self, tokens: slice, logits: Tensor | None) -> None:
+        """Compute the statistics of some rows, see `PassContext.compute_statistics`, and list their entries."""
+        ctx, xs = self._context, self._context.term_inputs(tokens)
+        bound = self._frequent.compute_bound(xs, tokens)
+        samples = self.samples.select_rows(tokens)
+        samples.seeds.copy_(hash_tokens(ctx, xs[0], tokens, bound))
+        words = ctx.new((len(bound), self._num_words), torch.int32)
+        threshold = bound.add_(math.log(self._sample_below))
+        ctx.compute_statistics(tokens, logits, Marks(threshold, samples.seeds, ctx.rows.first_class, words))
+        target, spec = slice_columns(ctx.rows.target, tokens), ctx.rows.spec
+        has_target = is_class(target, ctx.vocab_size) & (target != spec.ignore_index)
+        ctx.backend.list_entries(words, self._omitted, target.where(has_target, NO_TARGET), samples)
+
+
+class SampledGradients:
+    """Backward: computes gradients from `PassContext.samples`."""
+
+    def __init__(self, ctx: PassContext, rows: int, sample_below: float, num_entries: int) -> None:
+        samples = ctx.samples
+        self._context, self._samples = ctx, samples
+        self._frequent = frequent = FrequentClasses(ctx, samples.frequent)
+        self._tile = ctx.new_tile(rows, len(frequent.ids), ctx.dtypes.logits_grad)
+        accum = ctx.normalizer.dtype
+        # Few different sizes: launches of kernels are prepared once for a size.
+        step = ceil_div(len(samples.classes), ENTRY_SIZES)
+        num_entries = ceil_div(num_entries, step) * step if step else 0
+        self._entries = SampledEntries(
+            ctx.new((num_entries,), torch.int32), ctx.new((num_entries,), accum), ctx.new((num_entries,), torch.int32),
+            ctx.rows.first_class, sample_below,
+        )  # fmt: skip
+        self._entries.classes.fill_(ctx.vocab_size)
+        # With adapters the logits of the entries are a sum over the terms.
+        self._logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
+        # By term. The bias is a term whose input is 1.
+        hidden_sizes = {k: ctx.terms[k].weight.shape[1] for k in ctx.dw_terms}
+        if ctx.problem.needs.bias:
+            hidden_sizes[BIAS] = 1
+        self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum) for k, size in hidden_sizes.items()}
+
+    def add(self, tokens: slice) -> None:
+        """Compute dX and the values of the entries of some rows, and add the rows to the gradients of frequent
+        classes."""
+        ctx, xs, frequent = self._context, self._context.term_inputs(tokens), self._frequent
+        samples, call = self._samples.select_rows(tokens), ctx.gradient_call(tokens)
+        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
+        dlogits = slice_rows(self._tile, slice(0, len(xs[0])))
+        frequent.write_gradient(xs, tokens, call, dlogits)
+        for k, dense_dw in self._dense_dw.items():
+            x = dlogits.new_ones(len(dlogits), 1) if k == BIAS else xs[k]
+            ctx.matmul(dlogits.t(), x, out=dense_dw, accumulate=tokens.start > 0)
+        if self._logits is not None:
+            for x, term in zip(xs, ctx.terms, strict=True):
+                ctx.backend.sampled_logits(x, term.weight, samples, self._logits)
+        for k, (x, term, weight) in enumerate(zip(xs, ctx.terms, frequent.weights, strict=True)):
+            dense: Tensor | None = None
+            grad: Tensor | None = None
+            if k in ctx.dx_terms:
+                dense = ctx.new(x.shape, ctx.normalizer.dtype)
+                ctx.matmul(dlogits, weight, out=dense)
+                grad = ctx.dx_memory(k) if index is not None else slice_rows(ctx.dx_memory(k), tokens)
+            if k == 0 or grad is not None:
+                ctx.backend.sampled_gradient(
+                    x, term.weight, call, samples, tokens.start, self._entries,
+                    logits=self._logits, dense=dense, grad=grad, index=index, gradient_scale=ctx.gradient_scale,
+                )  # fmt: skip
+
+    def finish(self) -> None:
+        """Compute dW and the gradient of the bias."""
+        ctx, entries = self._context, self._entries
+        del self._tile, self._samples
+        if not self._dense_dw:
+            return
+        classes, order = ctx.sort_entries(entries.classes)
+        numbers = torch.arange(ctx.vocab_size + 1, dtype=torch.int32, device=classes.device)
+        bounds = torch.searchsorted(classes, numbers)
+        del classes
+        for k, dense in self._dense_dw.items():
+            x, grad, scale = ctx.terms[k].input, None, ctx.gradient_scale
+            if k == BIAS:
+                x, grad, scale = dense.new_ones(len(x), 1), ctx.db_memory()[:, None], None
+            ctx.backend.sampled_weight_gradient(
+                x, entries, order, bounds, self._frequent.place, dense, ctx.dw_memory(k) if grad is None else grad,
+                scale,
+            )  # fmt: skip

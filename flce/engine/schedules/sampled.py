@@ -1,0 +1,76 @@
+"""A schedule that computes gradients from sampled entries (`ChunkOptions.sample_below`), see `engine/sampling.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flce.backends.contract import ENTRIES_PER_TOKEN, WORD_CLASSES
+from flce.engine.case import ROW_MULTIPLE, Case
+from flce.engine.pass_context import PassContext
+from flce.engine.sampling import SampledGradients, Sampler
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
+from flce.engine.schedules.statistics import Deferred, Statistics, statistics_schedule
+
+# Classes of a block if there are too many entries.
+DENSE_COLS = 4096
+# Maximum bytes of the marks of a chunk.
+MARK_BYTES = 64 << 20
+
+
+def default_rows(c: Case) -> int:
+    """Return the number of tokens of a chunk without a budget."""
+    rows = MARK_BYTES // (4 * -(-c.vocab_size // WORD_CLASSES))
+    return max(1, min(c.chunk_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)))
+
+
+@dataclass(frozen=True)
+class Sampled(Deferred):
+    """Loop over chunks for statistics and a list of entries, and again for gradients. One product, and gathers of rows
+    of x and W. If the list is full, or a sum of exponentials is not finite, backward computes dense gradients."""
+
+    rows: int
+    sample_below: float
+    dense: Schedule
+
+    samples = True
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return sizes_up_to(c.num_tokens) if c.samples and c.needs.any else NO_SIZES
+
+    @classmethod
+    def from_size(cls, c: Case, size: int) -> Sampled:
+        below = c.options.sample_below
+        assert below is not None
+        others = replace(c, options=replace(c.options, sample_below=None))
+        dense = Blocks.from_size(others, min(c.vocab_size, DENSE_COLS))
+        return cls(statistics_schedule(c, size, c.vocab_size), size, below, dense)
+
+    def forward(self, ctx: PassContext) -> None:
+        assert isinstance(self.statistics, Statistics)
+        logits = None if ctx.in_registers else ctx.new_tile(self.rows, self.statistics.cols, ctx.dtypes.logits)
+        sampler = Sampler(ctx, self.sample_below)
+        for chunk in ctx.chunks(self.rows):
+            sampler.compute(chunk, logits)
+        if self.statistics.top_k is not None:
+            self.statistics.top_k.forward(ctx)
+        ctx.samples_memory = sampler.memory
+
+    @property
+    def fallback(self) -> Schedule:
+        return self.dense
+
+    def describe(self, c: Case) -> str:
+        """Return the chunks, and the capacity of the list."""
+        return f"{super().describe(c)}, at most {ENTRIES_PER_TOKEN} entries a token"
+
+    def backward(self, ctx: PassContext) -> None:
+        num_entries = ctx.count_entries()
+        if num_entries is None:
+            self.dense.backward(ctx)
+            return
+        gradients = SampledGradients(ctx, self.rows, self.sample_below, num_entries)
+        for chunk in ctx.chunks(self.rows):
+            gradients.add(chunk)
+        gradients.finish()

@@ -1,0 +1,210 @@
+"""`ChunkOptions.sample_below`: gradients that are right on average, from a random choice of improbable classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from flce.backends import contract
+from flce.ops import linear_operators
+from flce.testing.oracle import dense_logits, token_results
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
+from tests.helpers import check, parametrize_pairs
+from tests.interpreted_bfloat16 import fix_interpreter
+from tests.processes import in_processes
+
+LEAST, HALF = 2.0**-20, torch.float16
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": {"class_weight": True, "token_weight": True, "z_loss": 0.01},
+    "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.8},
+    "bias": {"bias": True},
+    "adapters": {"adapter_ranks": (4, 8)},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none", "token_weight": True},
+}
+
+
+def sampled(sample_below: float = LEAST, **options: Any) -> flce.ChunkOptions:
+    return flce.ChunkOptions(sample_below=sample_below, **options)
+
+
+@pytest.fixture
+def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run fused products in the interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("simulates a GPU on a machine that has none")
+    fix_interpreter(monkeypatch)
+    monkeypatch.setattr(linear_operators, "has_fused_products", lambda device: True)
+
+
+@parametrize_pairs(feature=tuple(FEATURES), ignored=(0.0, 0.4), skip_ignored=(False, True), chunk_rows=(None, 6))
+def test_nearly_everything_is_kept(
+    backend: str, feature: str, ignored: float, skip_ignored: bool, chunk_rows: int | None
+) -> None:
+    """With the least threshold gradients are nearly those of float64."""
+    problem = make_problem((3, 5), 12, 130, dtype=torch.float32, ignored=ignored, std=1.0, **FEATURES[feature])
+    options = sampled(skip_ignored=skip_ignored, chunk_rows=chunk_rows)
+    upstream = torch.linspace(0.5, 1.0, 15).view(3, 5) if feature == "none" else 0.7
+    check(problem, options=options, grad_output=upstream, tolerance=2e-3)
+
+
+@pytest.mark.parametrize("feature", ["plain", "softcap", "bias"])
+@pytest.mark.usefixtures("in_registers")
+def test_logits_in_registers(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    problem = make_problem((20,), 32, 300, dtype=HALF, ignored=0.2, **FEATURES[feature])
+    check(problem, options=sampled(chunk_rows=12), tolerance=2e-3)
+
+
+def gradients(problem: Problem, options: flce.ChunkOptions) -> list[Any]:
+    result = run_fused(problem, options=options)
+    return [result.grad_input, result.grad_weight]
+
+
+def entropy_gradients(problem: Problem, options: flce.ChunkOptions | None) -> list[Tensor]:
+    """Return the gradients of entropies plus log-probabilities; without options in stock's operators."""
+    x, w = (t.detach().clone().requires_grad_() for t in (problem.input, problem.linear_weight))
+    if options is None:
+        results = token_results(dense_logits(x, w), problem.target, problem.target[:, None])
+        value = results["entropy"] + 0.5 * results["logprob"]
+    else:
+        out = flce.linear_logprobs(x, w, problem.target, outputs=["logprob", "entropy"], options=options)
+        assert out.entropy is not None
+        assert out.logprob is not None
+        value = out.entropy + 0.5 * out.logprob
+    return list(torch.autograd.grad(value.mean(), (x, w)))
+
+
+@pytest.mark.parametrize("compute", [gradients, entropy_gradients])
+def test_unbiased(compute: Callable[[Problem, Any], list[Tensor]], torch_backend: str) -> None:
+    """The error of the mean over equal tokens falls with the square root of their number, for every class."""
+    errors = []
+    for count in (64, 4096):
+        one = make_problem((1,), 8, 200, dtype=torch.float32, std=1.0)
+        problem = replace(one, input=one.input.repeat(count, 1), target=one.target.repeat(count))
+        dx, dw = compute(problem, sampled(2.0**-4))
+        exact = run_oracle(one) if compute is gradients else None
+        right = [exact.grad_input, exact.grad_weight] if exact else entropy_gradients(one, None)
+        errors.append((relative_error(dx.sum(0), right[0][0]), relative_error(dw, right[1])))
+        # Of rows of dW that are not dense none is far off.
+        deviation = (dw - right[1]).norm(dim=1) * count**0.5
+        assert deviation.max() < 5.0 * 0.25 * one.input.norm()
+    for few, many in zip(*errors, strict=True):
+        assert many < few / 3
+        assert many < 0.03
+
+
+def test_random_numbers(torch_backend: str) -> None:
+    """Equal calls draw equal numbers; other positions, hidden states and weights draw others. No generator is used."""
+    problem, options = make_problem((50,), 8, 400, dtype=torch.float32), sampled(2.0**-5)
+    state = torch.get_rng_state()
+    first = gradients(problem, options)
+    assert torch.equal(state, torch.get_rng_state())
+    for again, before in zip(gradients(problem, options), first, strict=True):
+        assert torch.equal(again, before)
+    order = torch.arange(50).flip(0)
+    moved = replace(problem, input=problem.input[order], target=problem.target[order])
+    assert relative_error(gradients(moved, options)[1], first[1]) > 1e-3
+    ignored = replace(problem, target=problem.target.index_fill(0, torch.tensor([3]), -100))
+    kept, dropped = (
+        run_fused(ignored.with_(reduction="sum"), options=sampled(2.0**-5, skip_ignored=skip)).grad_input
+        for skip in (False, True)
+    )
+    torch.testing.assert_close(kept, dropped, rtol=1e-4, atol=1e-6)
+
+
+def test_losses_are_exact(torch_backend: str) -> None:
+    problem = make_problem((30,), 8, 400, dtype=torch.float32)
+    check(problem, options=sampled(2.0**-4), stats=("lse", "logprob", "entropy", "argmax", "correct"), grads="")
+
+
+@pytest.mark.parametrize("what", ["full list", "NaN"])
+def test_dense_gradients(what: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the list is full, or a sum is not finite, gradients are those of a deferred schedule."""
+    problem = make_problem((30,), 8, 400, dtype=torch.float32)
+    if what == "NaN":
+        problem.input[4, 2] = torch.nan
+    else:
+        monkeypatch.setattr(contract, "ENTRIES_PER_TOKEN", 3)
+    with pytest.warns(RuntimeWarning, match="This call computes dense gradients"):
+        got = run_fused(problem, options=sampled(2.0**-10))
+    want = run_fused(problem, options=flce.ChunkOptions(strategy="vocab"))
+    for name in ("grad_input", "grad_weight"):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)
+
+
+def test_autograd(torch_backend: str) -> None:
+    """Several backward passes, a checkpoint, and gradients of one argument have equal bits."""
+    problem, options = make_problem((30,), 8, 400, dtype=torch.float32), sampled(2.0**-5)
+    x, w = problem.input.requires_grad_(), problem.linear_weight.requires_grad_()
+    loss = flce.fused_linear_cross_entropy(x, w, problem.target, options=options)
+    both = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    again = [*torch.autograd.grad(loss, x, retain_graph=True), *torch.autograd.grad(loss, w)]
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        loss = flce.fused_linear_cross_entropy(x, w, problem.target, options=options)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    kept = torch.autograd.grad(checkpoint(run, x, w, use_reentrant=False), (x, w))
+    compiled = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(x, w), (x, w))
+    for other in (again, kept, compiled):
+        assert all(torch.equal(a, b) for a, b in zip(both, other, strict=True))
+
+
+def test_one_gradient(torch_backend: str) -> None:
+    problem = make_problem((30,), 8, 400, dtype=torch.float32)
+    for grads in ("x", "w"):
+        check(problem, options=sampled(), grads=grads, tolerance=2e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ({"options": sampled(strategy="vocab")}, "strategy 'vocab'"),
+        ({"options": sampled(), "label_smoothing": 0.1}, "label smoothing"),
+        ({"options": sampled(max_workspace_bytes="64MiB")}, "the budget"),
+    ],
+)
+def test_a_plan_names_the_reason(arguments: dict[str, Any], reason: str) -> None:
+    shape = 8192, 4096, 262144, torch.bfloat16
+    plan = flce.plan(*shape, device_kind="H200", options=sampled(2**-12))
+    assert "Sampled: 4 chunks of 2048 tokens, all classes, at most 512 entries a token" in str(plan)
+    assert "gradients sampled below 0.000244" in str(plan)
+    assert plan.workspace_bytes <= 256 << 20
+    assert f"gradients not sampled: {reason}" in str(flce.plan(*shape, device_kind="H200", **arguments))
+
+
+@pytest.mark.parametrize(
+    "value, message", [(0.5, "from 2..-20 to 2..-4"), (0.0, "from"), (float("nan"), "from"), ("1e-3", "a number")]
+)
+def test_wrong_thresholds(value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"sample_below must be .*{message}"):
+        flce.ChunkOptions(sample_below=value)
+
+
+@pytest.mark.parametrize("feature", ["plain", "weights", "bias"])
+@in_processes(2)
+def test_a_divided_head(feature: str) -> None:
+    """Each process samples its classes, from a bound of all classes."""
+    problem = make_problem((31,), 8, 300, dtype=torch.float32, ignored=0.2, std=1.0, **FEATURES[feature])
+    exact, group = run_oracle(problem), dist.group.WORLD
+    own = slice(150 * dist.get_rank(), 150 * (dist.get_rank() + 1))
+    x, w = problem.input.clone().requires_grad_(), problem.linear_weight[own].clone().requires_grad_()
+    bias = None if problem.linear_bias is None else problem.linear_bias[own].clone().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(
+        x, w, problem.target, linear_bias=bias, process_group=group, vocab_size=300, options=sampled(), **problem.kwargs
+    )
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    torch.testing.assert_close(loss, exact.loss.float())
+    assert relative_error(dx, exact.grad_input) < 2e-3
+    assert relative_error(dw, exact.grad_weight[own]) < 2e-3
