@@ -61,7 +61,7 @@ def operators_calls(labels: torch.Tensor) -> int:
 
 
 def test_head_and_own_loss() -> None:
-    """Without the operator's calls, 312 on 2026-11-28, and 389 with a cast and a shift."""
+    """Without the operator's calls, 274 on 2026-11-29, and 350 with a cast and a shift."""
     model = flce.patch_model(Head())
     hidden, labels = torch.randn(1, TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (1, TOKENS))
 
@@ -74,8 +74,8 @@ def test_head_and_own_loss() -> None:
         logits, shifted = model(hidden).float()[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
         F.cross_entropy(logits.view(-1, VOCAB), shifted.view(-1)).backward()
 
-    assert python_calls(step) - operators_calls(labels[0]) <= 320
-    assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 400
+    assert python_calls(step) - operators_calls(labels[0]) <= 285
+    assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 362
     assert flce.report(model).fused == 6
 
 
@@ -92,7 +92,7 @@ def test_a_small_lazy_operation(operation: Callable[[Any], Any]) -> None:
 
 
 def test_labelled_step(build: Callable[..., Any]) -> None:
-    """Calls in addition to those of stock and of the operator: 316 on 2026-11-28, 549 before."""
+    """Calls in addition to those of stock and of the operator: 277 on 2026-11-29, 549 before."""
     ids = torch.randint(VOCAB, (1, TOKENS))
 
     def calls(model: Any) -> int:
@@ -100,5 +100,5 @@ def test_labelled_step(build: Callable[..., Any]) -> None:
 
     stock, patched = build("Llama", num_hidden_layers=1), flce.patch_model(build("Llama", num_hidden_layers=1))
     shifted = F.pad(ids[0, 1:], (0, 1), value=-100)  # as Transformers shifts labels
-    assert calls(patched) - calls(stock) - operators_calls(shifted) <= 325
+    assert calls(patched) - calls(stock) - operators_calls(shifted) <= 288
     assert flce.report(patched).fused == 3
