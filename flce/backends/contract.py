@@ -374,7 +374,7 @@ class QuantizedTile(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """How entries of the gradient of the logits are chosen while statistics are computed, and the output: with
+    """The choice of entries of the gradient of the logits, made while statistics are computed, and its output. With
     u = `sampling.uniform(seeds, class)`, 0 < u < 1, an entry is marked if u < exp(z - threshold)."""
 
     threshold: Tensor  # (rows,) logarithm of s times a lower bound of the sum of exp(z); inf for ignored rows

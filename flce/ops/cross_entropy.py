@@ -292,10 +292,6 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     return *vectors.fake_outputs(p, p.logits), *others
 
 
-def _backward(normalizer: Tensor, loss_scales: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _compute_gradient(_Arguments(*args).to_problem(), normalizer, loss_scales, upstream)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     *outputs, loss_scales, token_weight_grad = output
     ctx.set_materialize_grads(False)
@@ -328,7 +324,9 @@ register_operator(
 register_operator(
     "cross_entropy_backward",
     f"(Tensor normalizer, Tensor loss_scales, Tensor upstream, {_SCHEMA}) -> Tensor",
-    _backward,
+    lambda normalizer, scales, upstream, *args: _compute_gradient(
+        _Arguments(*args).to_problem(), normalizer, scales, upstream
+    ),
     lambda normalizer, loss_scales, upstream, logits, *args: empty_like_rows(logits, as_rows(logits)[1])[0],
 )
 

@@ -132,9 +132,8 @@ def _save_for_backward(
     if grads:
         ctx.save_for_backward(token_weight_grad, *grads, gradient_scale)
     else:
-        arguments = OperatorArguments.from_problem(p)
-        ctx.constants = arguments.constants
-        ctx.save_for_backward(token_weight_grad, normalizer, samples, *arguments.tensors())
+        ctx.constants = OperatorArguments.from_problem(p).constants
+        ctx.save_for_backward(token_weight_grad, normalizer, samples, *problem_tensors(p))
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:

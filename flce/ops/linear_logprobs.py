@@ -27,6 +27,7 @@ from flce.ops.linear_operators import (
     on_problem,
     pack_samples,
     plan_for_problem,
+    problem_tensors,
     run_plan,
 )
 from flce.planning.plan import DISPATCHED, IN_GRAPH, ChunkPlan, log_new_shape
@@ -118,7 +119,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.needs, ctx.constants = problem.needs.flat, arguments.constants
     ctx.requested = requested = TokenResults.requested_fields(per_token.logprob_spec(problem))
     results = {name: value for name, value in zip(requested, output, strict=True) if requested[name]}
-    ctx.save_for_backward(*[results.get(name) for name in SavedRows._fields], *arguments.tensors())
+    ctx.save_for_backward(*[results.get(name) for name in SavedRows._fields], *problem_tensors(problem))
 
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:

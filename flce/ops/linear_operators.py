@@ -54,14 +54,9 @@ class OperatorArguments(NamedTuple):
     constants: Any = None
     """JSON of everything that is not a tensor."""
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all tensors in one tuple, in the order in which autograd saves them."""
-        inputs, weights, *others, _ = self
-        return (*inputs, *weights, *others)
-
     @staticmethod
     def from_tensors(tensors: Sequence[Any], constants: str) -> OperatorArguments:
-        """Return the arguments with these `tensors`, as ordered by `tensors()`."""
+        """Return the arguments with these `tensors`, as ordered by `problem_tensors`."""
         others = len(OperatorArguments._fields) - len(("inputs", "weights", "constants"))
         terms = (len(tensors) - others) // 2
         inputs, weights = list(tensors[:terms]), list(tensors[terms : 2 * terms])
@@ -117,7 +112,7 @@ _FIELDS = OperatorArguments._fields[2:-1]
 
 
 def problem_tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
-    """Return all tensors of a problem in one tuple, in the order of `OperatorArguments.tensors`."""
+    """Return all tensors of a problem in one tuple, in the order in which autograd saves them."""
     terms, others = (*p.terms, *p.teacher_terms), [getattr(p, name) for name in _FIELDS]
     return (*[x for x, _ in terms], *[w for _, w in terms], *others)
 
