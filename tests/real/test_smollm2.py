@@ -89,7 +89,7 @@ def test_training(smollm2: Any, lora: bool, tmp_path: Path) -> None:
         batch = ids[0]
         with torch.no_grad():
             trained, again = (float(m(input_ids=batch, labels=batch).loss) for m in (model, stored))
-        assert again == pytest.approx(trained, rel=1e-6)
+        assert again == pytest.approx(trained, rel=1e-5)
 
 
 @pytest.mark.parametrize("by", ["sft", "dpo"])
