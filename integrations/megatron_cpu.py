@@ -40,6 +40,8 @@ def replace_cuda() -> Iterator[None]:
     patches: list[Any] = [
         mock.patch("torch.cuda.current_device", return_value="cpu"),
         mock.patch("torch.cuda.synchronize"),
+        mock.patch("megatron.core.tensor_parallel.random._get_all_rng_states", return_value=()),  # of a recomputation
+        mock.patch("megatron.core.tensor_parallel.random._set_all_rng_states"),
         mock.patch("torch.Tensor.cuda", lambda tensor, *_, **__: tensor),
         mock.patch.object(CudaRNGStatesTracker, "fork", side_effect=lambda *_: contextlib.nullcontext()),
         mock.patch.object(WrappedTorchNorm, "__new__", make_norm),

@@ -121,6 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "sequence parallel": {"sequence_parallel": True},
     "MTP": {"mtp_num_layers": 2},
+    "recomputation": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "all": {"tied": True, "sequence_parallel": True, "mtp_num_layers": 2, "calculate_per_token_loss": True},
 }
 
