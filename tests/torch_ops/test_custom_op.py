@@ -179,10 +179,10 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
     originals = {name: getattr(passes, name) for name in ("forward", "backward")}
 
     def limited(name: str) -> Any:
-        def run(problem: Any, plan: Any, *args: Any) -> Any:
+        def run(problem: Any, plan: Any, *args: Any, **more: Any) -> Any:
             if plan.workspace_bytes > most:
                 raise torch.OutOfMemoryError("for this test")
-            return originals[name](problem, plan, *args)
+            return originals[name](problem, plan, *args, **more)
 
         return run
 
