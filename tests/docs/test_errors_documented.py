@@ -1,4 +1,4 @@
-"""Check that the rows of docs/errors.md under "Messages" quote texts of the package, with `...` for each value."""
+"""Check that the rows of docs/troubleshooting.md under "Messages" quote texts of the package, with `...` for each value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import flce
 
 PACKAGE = Path(flce.__file__).parent
-ROWS = re.findall(r"^\| (`.*`) \| `\w+` \| (.*) \|$", (PACKAGE.parent / "docs" / "errors.md").read_text(), re.M)
+ROWS = re.findall(r"^\| (`.*`) \| `\w+` \| (.*) \|$", (PACKAGE.parent / "docs" / "troubleshooting.md").read_text(), re.M)
 
 
 def texts() -> list[str]:
