@@ -11,7 +11,9 @@ import pytest
 import flce
 
 PACKAGE = Path(flce.__file__).parent
-ROWS = re.findall(r"^\| (`.*`) \| `\w+` \| (.*) \|$", (PACKAGE.parent / "docs" / "troubleshooting.md").read_text(), re.M)
+ROWS = re.findall(
+    r"^\| (`.*`) \| `\w+` \| (.*) \|$", (PACKAGE.parent / "docs" / "troubleshooting.md").read_text(), re.M
+)
 
 
 def texts() -> list[str]:

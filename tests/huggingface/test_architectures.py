@@ -128,3 +128,28 @@ def test_the_sample_is_of_this_version() -> None:
     """Older versions of Transformers lack some of the sample, but not most."""
     names = {a.id for a in small.architectures()}
     assert len(names & set(SAMPLE)) >= 10
+
+
+@pytest.mark.parametrize("name", ["causal-qwen3", "image-qwen3_vl"])
+def test_token_accuracy_makes_no_logits(name: str) -> None:
+    """Compute the accuracy like TRL's ``SFTTrainer`` without Liger, from a model's outputs."""
+    (architecture,) = [a for a in small.architectures() if a.id == name] or pytest.skip(f"no {name} here")
+
+    model = small.build(architecture)
+    inputs = small.batch(architecture)
+    with torch.no_grad():
+        predicted = model(**inputs).logits.argmax(-1)
+    inputs["labels"][:, 3::2] = predicted[:, 2:-1:2]  # half of the labels: the untrained model predicts these tokens
+
+    def accuracy(outputs: Any) -> torch.Tensor:
+        shift_logits = outputs.logits[..., :-1, :].contiguous()
+        shift_labels = inputs["labels"][..., 1:].contiguous()
+        predictions = shift_logits.argmax(dim=-1)
+        mask = shift_labels != -100
+        return ((predictions == shift_labels) & mask).sum() / mask.sum()
+
+    expected = accuracy(model(**inputs))
+    outputs = flce.patch_model(model, on_materialize="raise")(**inputs)
+    assert torch.equal(accuracy(outputs), expected)
+    assert 0.3 < expected < 1.0
+    assert not outputs.logits.is_materialized

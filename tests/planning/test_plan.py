@@ -786,3 +786,17 @@ def test_kinds_agree_with_the_device() -> None:
     assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)
     assert (kind.multiprocessors, kind.cache) == (properties.multi_processor_count, properties.L2_cache_size)
     assert kind.shared_memory == properties.shared_memory_per_block_optin
+
+
+def test_the_plan_does_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Check that a plan reads no memory statistics, and that a plan for a 24 GB GPU needs no GPU."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a plan reads memory statistics")
+
+    for name in ("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    # Sizes that no other test has planned.
+    assert flce.plan(8191, 4096, 128257, torch.bfloat16, device=device).workspace_bytes > 0
+    planned = flce.plan(8191, 4096, 128257, torch.bfloat16, device_kind="RTX-4090")
+    assert 0 < planned.workspace_bytes <= (KNOWN_KINDS["RTX-4090"].memory or 0) / 24
