@@ -24,6 +24,8 @@
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
 #     fp8          gradient products in E4M3: times, errors of random and of trained heads, their tests; four minutes
+#     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
+#                  tests; six minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
@@ -307,13 +309,17 @@ for name in $parts; do
             part fp8-errors "$(within 120)" "$python" scripts/fp8_errors.py --out "$out/fp8-errors.txt"
             part fp8-tests "$(within 180)" "$python" -m pytest -q -p no:cacheprovider -m gpu tests/engine/test_e4m3.py
             ;;
+        sampled)
+            part sampled-tests "$(within 120)" "$python" -m pytest -q -p no:cacheprovider tests/ops/test_sampled_gradients.py
+            benchmark sampled operator sampled 300
+            ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs divergence fp8 calls rivals exact curve operator; do
+for name in model grpo logits rows logprobs divergence fp8 sampled calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from benchmarks.real_heads import zipf_head
 from flce.backends import contract
 from flce.ops import linear_operators
 from flce.testing.oracle import dense_logits, token_results
-from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
-from tests.helpers import check, parametrize_pairs
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from tests.helpers import check, parametrize_pairs, plan_for
 from tests.interpreted_bfloat16 import fix_interpreter
 from tests.processes import in_processes
 
@@ -48,12 +50,14 @@ def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @parametrize_pairs(feature=tuple(FEATURES), ignored=(0.0, 0.4), skip_ignored=(False, True), chunk_rows=(None, 6))
 def test_nearly_everything_is_kept(
-    backend: str, feature: str, ignored: float, skip_ignored: bool, chunk_rows: int | None
+    backend: str, device: torch.device, feature: str, ignored: float, skip_ignored: bool, chunk_rows: int | None
 ) -> None:
     """With the least threshold gradients are nearly those of float64."""
-    problem = make_problem((3, 5), 12, 130, dtype=torch.float32, ignored=ignored, std=1.0, **FEATURES[feature])
+    problem = make_problem(
+        (3, 5), 12, 130, dtype=torch.float32, device=device, ignored=ignored, std=1.0, **FEATURES[feature]
+    )
     options = sampled(skip_ignored=skip_ignored, chunk_rows=chunk_rows)
-    upstream = torch.linspace(0.5, 1.0, 15).view(3, 5) if feature == "none" else 0.7
+    upstream = torch.linspace(0.5, 1.0, 15, device=device).view(3, 5) if feature == "none" else 0.7
     check(problem, options=options, grad_output=upstream, tolerance=2e-3)
 
 
@@ -208,3 +212,29 @@ def test_a_divided_head(feature: str) -> None:
     torch.testing.assert_close(loss, exact.loss.float())
     assert relative_error(dx, exact.grad_input) < 2e-3
     assert relative_error(dw, exact.grad_weight[own]) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
+@pytest.mark.parametrize("own_products", [True, False])
+def test_on_a_gpu(dtype: torch.dtype, own_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a peaked head errors are smaller than stock's, and the memory is that of the plan."""
+    if not own_products:
+        monkeypatch.setattr(linear_operators, "has_fused_products", lambda device: False)
+    shape, cuda = (4096, 512, 64000), torch.device("cuda")
+    x, w, y = zipf_head(shape, 6.0, cuda)
+    problem = Problem(x.to(dtype), w.to(dtype), y)
+    stock, exact = run_stock(problem), run_oracle(problem.to(cuda))
+    options, before = sampled(2.0**-12), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = run_fused(problem, options=options)
+    peak = torch.cuda.max_memory_allocated() - before
+    again = run_fused(problem, options=options)
+    torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-5, atol=1e-6)
+    for name in ("grad_input", "grad_weight"):
+        got, right = getattr(ours, name), getattr(exact, name)
+        assert torch.equal(got, getattr(again, name))
+        assert relative_error(got, right) < 0.9 * relative_error(getattr(stock, name), right) + 2e-3
+    assert peak <= plan_for(problem, options).workspace_bytes + 2 * (x.numel() + w.numel()) + (4 << 20)
