@@ -1,4 +1,4 @@
-"""Check that the rows of docs/troubleshooting.md under "Messages" quote texts of the package, with `...` for each value."""
+"""Check that the rows of docs/troubleshooting.md under "Messages" quote texts of flce, with `...` for each value."""
 
 from __future__ import annotations
 
