@@ -528,9 +528,10 @@ class Backend(Protocol):
 
     def sampled_weight_gradient(
         self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor,
-        grad: Tensor, gradient_scale: Tensor | None,
+        grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic.
+        Vectors u (V,) and v (H,) that are `subtracted`: the product of ``u[class]`` and v.
 
         Args:
             x: (rows, H).

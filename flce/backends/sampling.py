@@ -139,11 +139,13 @@ def _gradient_at_target(row_gradient: Tensor, logprob: Tensor) -> Tensor:
 
 def sampled_weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None,
+    gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     total = x.new_zeros(grad.shape, dtype=dense.dtype)
     total[place >= 0] = dense[place[place >= 0].long()]
     for part in order[: int(bounds[-1])].split(ENTRIES_AT_ONCE):
         rows = x[entries.rows[part].long()].to(total.dtype)
         total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))
+    if subtracted is not None:
+        total.addr_(*subtracted, alpha=-1.0)
     grad.copy_(total if gradient_scale is None else total.div_(gradient_scale))

@@ -207,8 +207,8 @@ class Case:
             return "strategy 'vocab'"
         if self.teacher is not None:
             return "a divergence"
-        if self.spec.label_smoothing:
-            return "label smoothing"
+        if self.spec.label_smoothing and self.spec.softcap is not None:
+            return "label smoothing with a softcap"
         if getattr(self.spec, "candidates", 0):
             return "candidates"
         return None

@@ -11,7 +11,7 @@ otherwise. All other entries, and the target's, are kept as they are. So the exp
 * Random numbers are a hash of the token's position in the call, of its hidden state, of its bound, and of the class.
   Equal calls draw equal numbers, and no generator is touched.
 
-Left out: terms that every class of a row has, of label smoothing and of divergences (`Case.dense_reason`).
+Left out: terms of divergences, which no vectors can express (`Case.dense_reason`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import (
+    CLASSES,
     FUSED_PRODUCT_BLOCK,
     MAX,
     NORMALIZER_SLOTS,
@@ -88,7 +89,7 @@ class FrequentClasses:
     def _inputs(self, inputs: RowInputs, spec: LossSpec, target: Tensor) -> tuple[RowInputs, LossSpec, TileClasses]:
         """Return the first fields of a call for these classes. target: of `local_target`."""
         inputs = inputs._replace(target=target, bias=self._bias, class_weight=None, token_weight=None)
-        return inputs, replace(spec, ignore_index=IGNORED, stats=(), z_loss=0.0), self._tile
+        return inputs, replace(spec, ignore_index=IGNORED, stats=(), z_loss=0.0, label_smoothing=0.0), self._tile
 
     def compute_bound(self, xs: Sequence[Tensor], tokens: slice) -> Tensor:
         """Return the log-sum-exp of these classes for some rows, float32; inf for ignored rows."""
@@ -209,6 +210,14 @@ class SampledGradients:
         if ctx.problem.needs.bias:
             hidden_sizes[BIAS] = 1
         self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum) for k, size in hidden_sizes.items()}
+        # With label smoothing the gradient of each class k of row i has the term -f_i w_k.
+        self._class_weight: Tensor | None = None
+        if ctx.problem.spec.label_smoothing:
+            given = ctx.rows.class_weight
+            weight = ctx.new((ctx.vocab_size,), accum).fill_(1.0) if given is None else given.to(accum)
+            self._class_weight = weight
+            self._weighted_rows = {k: _multiply(ctx, weight, ctx.terms[k].weight) for k in ctx.dx_terms}
+            self._sums_of_rows = {k: ctx.new((size,), accum, zero=True) for k, size in hidden_sizes.items()}
 
     def add(self, tokens: slice) -> None:
         """Compute dX and the values of the entries of some rows, and add the rows to the gradients of frequent
@@ -218,9 +227,12 @@ class SampledGradients:
         index = None if ctx.selection.index is None else ctx.selection.index[tokens]
         dlogits = slice_rows(self._tile, slice(0, len(xs[0])))
         frequent.write_gradient(xs, tokens, call, dlogits)
+        smoothing = self._smoothing_factors(call)
         for k, dense_dw in self._dense_dw.items():
             x = dlogits.new_ones(len(dlogits), 1) if k == BIAS else xs[k]
             ctx.matmul(dlogits.t(), x, out=dense_dw, accumulate=tokens.start > 0)
+            if smoothing is not None:
+                self._sums_of_rows[k] += _multiply(ctx, smoothing, x)
         if self._logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_logits(x, term.weight, samples, self._logits)
@@ -230,12 +242,21 @@ class SampledGradients:
             if k in ctx.dx_terms:
                 dense = ctx.new(x.shape, ctx.normalizer.dtype)
                 ctx.matmul(dlogits, weight, out=dense)
+                if smoothing is not None:
+                    dense.addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
                 grad = ctx.dx_memory(k) if index is not None else slice_rows(ctx.dx_memory(k), tokens)
             if k == 0 or grad is not None:
                 ctx.backend.sampled_gradient(
                     x, term.weight, call, samples, tokens.start, self._entries,
                     logits=self._logits, dense=dense, grad=grad, index=index, gradient_scale=ctx.gradient_scale,
                 )  # fmt: skip
+
+    def _smoothing_factors(self, call: GradientCall) -> Tensor | None:
+        """Return f of each row, see `_class_weight`; None without label smoothing."""
+        if self._class_weight is None:
+            return None
+        inverse, factors = call.inputs.inverse_temperature, call.row_gradient[CLASSES] * call.spec.scale
+        return factors if inverse is None else factors * inverse
 
     def finish(self) -> None:
         """Compute dW and the gradient of the bias."""
@@ -251,7 +272,17 @@ class SampledGradients:
             x, grad, scale = ctx.terms[k].input, None, ctx.gradient_scale
             if k == BIAS:
                 x, grad, scale = dense.new_ones(len(x), 1), ctx.db_memory()[:, None], None
+            added = None if self._class_weight is None else (self._class_weight, self._sums_of_rows[k])
             ctx.backend.sampled_weight_gradient(
                 x, entries, order, bounds, self._frequent.place, dense, ctx.dw_memory(k) if grad is None else grad,
-                scale,
+                scale, added,
             )  # fmt: skip
+
+
+def _multiply(ctx: PassContext, vector: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``vector @ matrix`` in the dtype of the vector, which is rounded to two numbers of the matrix's dtype."""
+    rounded = vector.to(matrix.dtype)
+    both = torch.stack((rounded, (vector - rounded).to(matrix.dtype)))
+    product = ctx.new((2, matrix.shape[1]), vector.dtype)
+    ctx.matmul(both, matrix, out=product)
+    return product.sum(0)

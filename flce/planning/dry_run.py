@@ -288,7 +288,7 @@ class CountingBackend:
         self.add_pass(x, *([] if dense is None else [dense, dense]))
 
     def sampled_weight_gradient(self, x: Tensor, *args: Any) -> None:
-        *_, grad, _scale = args
+        grad = args[5]
         self._gather(len(x), x)
         self.add_pass(grad)
         if self.case.backend == "torch":

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": -0.8},
     "bias": {"bias": True},
     "adapters": {"adapter_ranks": (4, 8)},
+    "smoothing": {"label_smoothing": 0.2, "class_weight": True, "logit_scale": 0.7, "bias": True},
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none", "token_weight": True},
 }
@@ -175,7 +176,7 @@ def test_one_gradient(torch_backend: str) -> None:
     "arguments, reason",
     [
         ({"options": sampled(strategy="vocab")}, "strategy 'vocab'"),
-        ({"options": sampled(), "label_smoothing": 0.1}, "label smoothing"),
+        ({"options": sampled(), "label_smoothing": 0.1, "softcap": 30.0}, "label smoothing with a softcap"),
         ({"options": sampled(max_workspace_bytes="64MiB")}, "the budget"),
     ],
 )
@@ -196,7 +197,7 @@ def test_wrong_thresholds(value: Any, message: str) -> None:
         flce.ChunkOptions(sample_below=value)
 
 
-@pytest.mark.parametrize("feature", ["plain", "weights", "bias"])
+@pytest.mark.parametrize("feature", ["plain", "weights", "smoothing"])
 @in_processes(2)
 def test_a_divided_head(feature: str) -> None:
     """Each process samples its classes, from a bound of all classes."""

@@ -27,7 +27,7 @@ _WORD = tl.constexpr(WORD_CLASSES)
 _LOGPROB = tl.constexpr(2)
 _LEAST_LOGPROB = tl.constexpr(-1e4)
 # Options of the loss that only the end of a row needs: gradients of entries follow from the row gradient.
-_LEFT_OUT = ("z_loss", "candidates", "top_k", "row_temperature")
+_LEFT_OUT = ("label_smoothing", "z_loss", "candidates", "top_k", "row_temperature")
 # Rows and columns of a program of `mark_kernel`, and words of a step of the kernels that read words.
 MARK_ROWS, MARK_COLS, WORDS = 16, 256, 1024
 # Bytes of float32 registers of a program for rows of W or x, and the largest number of columns of dW of a program.
@@ -336,10 +336,13 @@ def weight_gradient_kernel(
     place_ptr,  # (V,) int32
     dense_ptr,  # (K, hidden), contiguous
     gradient_scale_ptr,  # ()
+    class_weight_ptr,  # (V,)
+    subtracted_ptr,  # (hidden,) times the class weight
     grad_ptr,  # (V, hidden)
     x_stride,
     grad_stride,
     hidden,
+    HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_GRADIENT_SCALE: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -359,6 +362,8 @@ def weight_gradient_kernel(
         row = tl.load(entry_rows_ptr + entry, mask=exists, other=0).to(tl.int64)
         x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=exists[:, None] & mask[None, :], other=0.0)
         total += tl.sum(x.to(ACCUM) * value[:, None], axis=0)
+    if HAS_CLASS_WEIGHT:
+        total -= tl.load(class_weight_ptr + c) * tl.load(subtracted_ptr + column, mask=mask, other=0.0)
     if HAS_GRADIENT_SCALE:
         total /= tl.load(gradient_scale_ptr).to(ACCUM)
     tl.store(grad_ptr + c * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -369,7 +374,7 @@ def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator
     yield build_launch(
         mark_kernel, (triton.cdiv(rows, MARK_ROWS), triton.cdiv(cols, MARK_COLS)), call,
         {"ROWS": MARK_ROWS, "COLS": MARK_COLS, **thread_options(logits.device, 4)},
-        leaves_out=("label_smoothing", *_LEFT_OUT), logits=logits, **marks._asdict(),
+        leaves_out=_LEFT_OUT, logits=logits, **marks._asdict(),
     )  # fmt: skip
 
 
@@ -436,15 +441,27 @@ def _sampled_gradient(
 
 def sampled_weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None,
+    gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     sizes = torch.argsort(bounds.diff(), descending=True)  # Long sums begin first.
-    run(_weight_gradient, x, entries, order, bounds, place, dense, grad, gradient_scale, sizes)
+    run(
+        _weight_gradient,
+        x,
+        entries,
+        order,
+        bounds,
+        place,
+        dense,
+        grad,
+        gradient_scale,
+        sizes,
+        *(subtracted or (None, None)),
+    )
 
 
 def _weight_gradient(
     x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None, sizes: Tensor,
+    gradient_scale: Tensor | None, sizes: Tensor, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     cols = min(WEIGHT_COLS, triton.next_power_of_2(x.shape[1]))
     accum = tl.float64 if dense.dtype == torch.float64 else tl.float32
@@ -452,5 +469,6 @@ def _weight_gradient(
         weight_gradient_kernel, (len(place), triton.cdiv(x.shape[1], cols)), None,
         {"ACCUM": accum, "ENTRIES": WEIGHT_ENTRIES, "COLS": cols, **thread_options(x.device, 4)},
         x=x, sizes=sizes, bounds=bounds, order=order, entry_rows=entries.rows, entry_values=entries.values, place=place,
-        dense=dense, gradient_scale=gradient_scale, grad=grad, hidden=x.shape[1],
+        dense=dense, gradient_scale=gradient_scale, class_weight=class_weight, subtracted=subtracted, grad=grad,
+        hidden=x.shape[1],
     )  # fmt: skip
