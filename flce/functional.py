@@ -226,6 +226,7 @@ def linear_logprobs(
     target: Tensor | None = None,
     *,
     candidates: Tensor | None = None,
+    mask: Tensor | None = None,
     top_k: int = 0,
     outputs: Sequence[str] = ("logprob", "entropy"),
     linear_bias: Tensor | None = None,
@@ -259,6 +260,8 @@ def linear_logprobs(
             gradients. None: `outputs` has neither "logprob" nor "correct", and no position is ignored.
         candidates: (..., K) or (K,) class indices, int64 or int32, K up to 256. The log-probabilities of these classes
             are returned, with gradients. -1 is an empty entry; an index may occur several times.
+        mask: (...) bool, of the shape of `target`: False for targets to ignore, such as the tokens of a prompt. Equal
+            to `ignore_index` in `target`. Without a target: False for positions to ignore.
         top_k: k, up to 256 and up to V: the k most probable classes are returned, without gradients.
         outputs: any of "logprob", "entropy", "lse" (with gradients), "argmax", "correct", "mean_logit" and
             "log_sum_sq_prob" (without).
@@ -266,11 +269,12 @@ def linear_logprobs(
         temperature: divides the logits after softcap, > 0. A number, or (...) one number for each token, in a floating
             dtype and without a gradient.
         ignore_index: the target value of ignored tokens; None means -100.
-        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. `candidates`
-            and `temperature` belong to the positions of `input`.
-        options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost no time.
+        shift: position t predicts ``target[..., t + shift]``, and the last `shift` positions are ignored. `mask`
+            belongs to the targets, `candidates` and `temperature` belong to the positions of `input`.
+        options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost no products. The
+            default does this on a CPU only: on a GPU the host waits for their number.
         process_group, vocab_size, sequence_parallel: as in `fused_linear_cross_entropy`. `target`, `candidates` and the
-            results refer to the classes of all processes. Each process gets all results.
+            results refer to the classes of all processes. `target`, `mask` and the results have all tokens.
 
     DTensors are supported as in `fused_linear_cross_entropy`. Without `target`, results have the placements of `input`.
 
@@ -295,9 +299,9 @@ def linear_logprobs(
     """
     division = DivisionArguments(process_group, vocab_size, sequence_parallel)
     problem = make_logprob_problem(
-        input, linear_weight, target, candidates=candidates, top_k=top_k, outputs=outputs, linear_bias=linear_bias,
-        adapters=adapters, temperature=temperature, softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
-        shift=shift, options=options, division=division,
+        input, linear_weight, target, candidates=candidates, mask=mask, top_k=top_k, outputs=outputs,
+        linear_bias=linear_bias, adapters=adapters, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        ignore_index=ignore_index, shift=shift, options=options, division=division,
     )  # fmt: skip
     results, tokens = run_linear_logprobs(problem), division.tokens(input)
     shaped = _reshape_results(results, problem.target, tokens, problem.spec)

@@ -191,12 +191,13 @@ class LinearLogprobs(_FixedArguments):
         target: Tensor | None = None,
         *,
         candidates: Tensor | None = None,
+        mask: Tensor | None = None,
         linear_bias: Tensor | None = None,
         adapters: Sequence[tuple[Tensor, Tensor]] = (),
         temperature: float | Tensor = 1.0,
     ) -> LinearLogprobsOutput:
         return linear_logprobs(
-            input, linear_weight, target, candidates=candidates, linear_bias=linear_bias, adapters=adapters,
+            input, linear_weight, target, candidates=candidates, mask=mask, linear_bias=linear_bias, adapters=adapters,
             temperature=temperature, **self._fixed(),
         )  # fmt: skip
 

@@ -27,11 +27,11 @@ R = TypeVar("R")
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int64, torch.int32)
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-# Tensors that may be None, and tensors of class indices.
+# Tensors that may be None, and the dtypes of tensors that are not floating.
 _OPTIONAL = {"linear_bias", "weight", "token_weight"}
-_INDEX_TENSORS = {"target", "candidates"}
+_DTYPES = {"target": _INDEX_DTYPES, "candidates": _INDEX_DTYPES, "mask": (torch.bool,)}
 # Tensors that must be equal in all processes of a divided head.
-_REPLICATED_TENSORS = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
+_REPLICATED_TENSORS = {"target", "candidates", "mask", "weight", "token_weight", "temperature", "num_items"}
 # A hint in messages: calls that were written for other libraries often have another order.
 _ARGUMENT_ORDER = "hidden states come first, then linear_weight, then target"
 # PyTorch's functions that support every kind of derivative, for messages.
@@ -105,15 +105,19 @@ def check_logprob_tensors(
     linear_weight: Tensor,
     target: Tensor | None,
     candidates: Tensor | None,
+    mask: Tensor | None,
     row_temperature: Tensor | None,
     division: DivisionArguments,
 ) -> None:
     """Check the tensors of `flce.linear_logprobs`, which documents the errors, except what its head has in common with
     the loss. `row_temperature`: the temperature, if it is a tensor with one number for each token."""
-    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
-    check_tensors({**tensors, "temperature": row_temperature}, optional={"target", "candidates", "temperature"})
-    refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, row_temperature), refuse_vmap=True)
+    optional = {"target": target, "candidates": candidates, "mask": mask, "temperature": row_temperature}
+    check_tensors({"input": input, "linear_weight": linear_weight, **optional}, optional)
+    refuse_transforms("linear_logprobs", _STOCK_LOGPROBS, (candidates, mask, row_temperature), refuse_vmap=True)
     tokens = division.tokens(input)
+    name, shape = ("all tokens", tokens) if target is None else ("target", tuple(target.shape))
+    if mask is not None and mask.shape != shape:
+        raise ValueError(f"mask must have the shape of {name}, {shape}, got {tuple(mask.shape)}")
     if candidates is not None:
         if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
             raise ValueError(
@@ -170,7 +174,7 @@ def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIO
                 f"all tensors must be on one device, got {next(iter(tensors))} on {first.device} and {name} on "
                 f"{value.device}"
             )
-        if not (value.dtype in _INDEX_DTYPES if name in _INDEX_TENSORS else value.is_floating_point()):
+        if not (value.dtype in _DTYPES[name] if name in _DTYPES else value.is_floating_point()):
             _refuse_dtype(name, value, tensors)
 
 
@@ -221,7 +225,9 @@ def _refuse_quantised(weight: Tensor) -> NoReturn:
 
 
 def _refuse_dtype(name: str, value: Tensor, tensors: Mapping[str, Any]) -> NoReturn:
-    if name in _INDEX_TENSORS:
+    if name == "mask":
+        raise TypeError(f"mask must be True for targets that count, in torch.bool, got {value.dtype}: give mask.bool()")
+    if name in _DTYPES:
         hint = ": for indices give target.long()" if name == "target" and value.is_floating_point() else ""
         if hint and "weight" in tensors:  # the arguments of a loss
             logits = "logits" if "logits" in tensors else "torch.nn.functional.linear(input, linear_weight)"

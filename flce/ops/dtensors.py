@@ -39,7 +39,7 @@ R = TypeVar("R")
 # Rows and columns of the sample of a shard that is compared.
 _SAMPLES = 16
 # Arguments with one entry or row for each token, if they are tensors with dimensions.
-_TOKEN_TENSORS = ("target", "token_weight", "candidates", "temperature", "teacher_topk[0]", "teacher_topk[1]")
+_TOKEN_TENSORS = ("target", "mask", "token_weight", "candidates", "temperature", "teacher_topk[0]", "teacher_topk[1]")
 
 
 def supports_divided_heads(function: Callable[P, R]) -> Callable[P, R]:
@@ -187,7 +187,7 @@ def run_on_local_tensors(function: Callable[..., Any], head: tuple[str, str], ar
 
     call = dict(arguments)
     if target is not None and layout.token_dims:
-        call |= _shift_before_division(target, arguments, layout)
+        call |= _shift_before_division(arguments, layout)
     call = {name: local(name, value) for name, value in call.items()}
     if layout.class_dim is not None:
         group = layout.mesh.get_group(layout.class_dim)
@@ -308,18 +308,23 @@ def _make_layout(input: Any, linear_weight: Any, head: tuple[str, str]) -> _Layo
     return _Layout(head, mesh, class_dim, token_dims, tuple(placements), tuple(tokens), weight, input.shape[:-1])
 
 
-def _shift_before_division(target: Any, arguments: dict[str, Any], layout: _Layout) -> dict[str, Any]:
-    """Return the shifted target, and no shift: the next token of a process's last token may be in another process."""
+def _shift_before_division(arguments: dict[str, Any], layout: _Layout) -> dict[str, Any]:
+    """Return the shifted target and mask, and no shift: the next token of a process's last token may be in another
+    process."""
     from torch.distributed.tensor import Replicate
 
-    shift, ignore_index = check_shift(arguments["shift"], target), arguments["ignore_index"]
-    if not shift or not is_dtensor(target):  # `local_tokens` refuses a plain tensor
+    target, mask, ignore_index = arguments["target"], arguments.get("mask"), arguments["ignore_index"]
+    shift, last = check_shift(arguments["shift"], target), target.dim() - 1
+    placed: dict[str, Any] = {name: x for name, x in (("target", target), ("mask", mask)) if is_dtensor(x)}
+    if not shift or "target" not in placed:  # `local_tokens` refuses a plain tensor
         return {}
-    last = target.dim() - 1
     placements = [p if p.is_replicate() or p.dim != last else Replicate() for p in layout.tokens]
-    local = wait_for(target.redistribute(placements=placements).to_local())
-    local = shift_target(local, shift, -100 if ignore_index is None else ignore_index)
-    return {"shift": 0, "target": from_local(local, target.shape, layout.mesh, placements)}
+    shifted: dict[str, Any] = {"shift": 0}
+    for name, x in placed.items():
+        local = wait_for(x.redistribute(placements=placements).to_local())
+        local = shift_target(local, shift, -100 if ignore_index is None else ignore_index)
+        shifted[name] = from_local(local, x.shape, layout.mesh, placements)
+    return shifted
 
 
 def _global_mean(call: dict[str, Any], layout: _Layout) -> dict[str, Any]:

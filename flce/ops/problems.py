@@ -119,6 +119,7 @@ def make_logprob_problem(
     target: Tensor | None,
     *,
     candidates: Tensor | None,
+    mask: Tensor | None = None,
     top_k: int = 0,
     outputs: Sequence[str],
     linear_bias: Tensor | None,
@@ -133,7 +134,7 @@ def make_logprob_problem(
 ) -> LinearCrossEntropyProblem:
     """Return the problem of a call of `flce.linear_logprobs`, which documents the arguments and the errors."""
     row_temperature = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
-    check_logprob_tensors(input, linear_weight, target, candidates, row_temperature, division)
+    check_logprob_tensors(input, linear_weight, target, candidates, mask, row_temperature, division)
     tokens = division.tokens(input)
     if candidates is not None:
         size = candidates.shape[-1]
@@ -150,6 +151,8 @@ def make_logprob_problem(
     )
     # Without a target no result depends on the class, and no position is ignored.
     classes = torch.zeros(tokens, dtype=torch.int64, device=input.device) if target is None else target
+    if mask is not None:
+        classes = classes.to(torch.int64).masked_fill(~mask, spec.ignore_index)
     problem = make_linear_problem(
         input, linear_weight, classes, spec, linear_bias=linear_bias, adapters=adapters, shift=shift, options=options,
         division=division,

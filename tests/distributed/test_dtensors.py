@@ -159,8 +159,9 @@ def test_results_of_tokens() -> None:
     p = problem((4, 8), 16, 41, ignored=0.2)
     candidates = torch.arange(32 * 3, device=device()).view(4, 8, 3) % 41
     temperature = torch.linspace(0.5, 1.5, 32, dtype=torch.float64, device=device()).view(4, 8)
-    x, w = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight)
-    expected = flce.linear_logprobs(x, w, p.target, candidates=candidates, temperature=temperature, top_k=3, shift=1)
+    x, w, mask = LocalShare.leaf(p.input), LocalShare.leaf(p.linear_weight), candidates.sum(-1) % 3 > 0
+    masked = p.target.where(mask, -100)
+    expected = flce.linear_logprobs(x, w, masked, candidates=candidates, temperature=temperature, top_k=3, shift=1)
     names = ("logprob", "entropy", "candidate_logprob")
     gradients = torch.autograd.grad(sum(getattr(expected, name).sin().sum() for name in names), (x, w))
     for mesh, tokens, classes in _meshes():
@@ -168,8 +169,12 @@ def test_results_of_tokens() -> None:
         leaves: Any = [
             distribute_tensor(t.detach(), mesh, at).requires_grad_() for t, at in ((x, tokens), (w, classes))
         ]
-        target, *others = (distribute_tensor(t, mesh, placed) for t in (p.target, candidates, temperature))
-        settings: Any = {"candidates": others[0], "temperature": others[1], "top_k": 3, "shift": 1}
+        target, *others = (distribute_tensor(t, mesh, placed) for t in (p.target, candidates, temperature, mask))
+        settings: Any = {
+            **dict(zip(("candidates", "temperature", "mask"), others, strict=True)),
+            "top_k": 3,
+            "shift": 1,
+        }
         out = flce.linear_logprobs(leaves[0], leaves[1], target, **settings)
         for name in (*names, "top_k_ids"):
             value = getattr(out, name)

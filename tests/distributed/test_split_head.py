@@ -109,11 +109,15 @@ def test_results_of_tokens() -> None:
         {"adapter_ranks": (3,), "temperatures": True},
         {"ignored": 0.4},
         {"ignored": 1.0},
+        {"masked": True},
     ]
     for vocab, variant, sequence_parallel in itertools.product((40, 41, 3), variants, (False, True)):
         numbers: dict[str, Any] = {name: variant[name] for name in ("softcap", "logit_scale") if name in variant}
         if "temperatures" in variant:
             numbers["temperature"] = (torch.rand(3, 8, dtype=torch.float64, generator=draw) + 0.5).to(device())
+        if "masked" in variant:
+            mask = (torch.rand(3, 8, generator=draw) < 0.3).to(device())
+            numbers |= {"mask": mask, "shift": 1, "options": flce.ChunkOptions(skip_ignored=True)}
         numbers["candidates"] = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
 
         def run(share: LocalShare, numbers: Any = numbers, **group_arguments: Any) -> flce.LinearLogprobsOutput:
@@ -125,7 +129,9 @@ def test_results_of_tokens() -> None:
             arguments |= {"outputs": OUTPUTS, **numbers, **group_arguments}
             return flce.linear_logprobs(share.input, share.weight, share.p.target, **arguments)
 
-        p = problem((3, 8), 16, vocab, **{name: value for name, value in variant.items() if name != "temperatures"})
+        p = problem(
+            (3, 8), 16, vocab, **{k: value for k, value in variant.items() if k not in ("temperatures", "masked")}
+        )
         compare_with_one_process(run, p, sequence_parallel=sequence_parallel)
 
 

@@ -19,7 +19,7 @@ from flce.engine import case
 from flce.ops import linear_logprobs as ops
 from tests.hopper import logits_dtypes_on_a_gpu, plan_as_on_hopper
 from tests.interpreted_bfloat16 import fix_interpreter
-from tests.planning.test_plan import peak_on_cpu
+from tests.planning.test_plan import matmul_flops, peak_on_cpu
 
 
 def call_of(
@@ -161,6 +161,52 @@ def test_the_module() -> None:
         flce.LinearLogprobs(outputs=("probability",))
 
 
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "skip": {"options": flce.ChunkOptions(skip_ignored=True)},
+    "shift": {"shift": 1},
+    "class": {"ignore_index": 3},
+    "compiled": {"shift": 1},
+    "entropies": {"target": None, "outputs": ("entropy",)},
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_mask(kind: str, backend: str, device: torch.device) -> None:
+    """The results of masked targets are 0, and the other results and all gradients are those of these targets alone."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=g).to(device).requires_grad_() for shape in ((2, 9, 16), (40, 16)))
+    y, mask = torch.randint(40, (2, 9), generator=g).to(device), torch.rand(2, 9, generator=g).to(device) < 0.4
+    function: Any = torch.compile(flce.linear_logprobs, fullgraph=True) if kind == "compiled" else flce.linear_logprobs
+    arguments = {"target": y.int(), **MASKS[kind]}
+    out = function(x, w, mask=mask, **arguments)
+    counts, targets = mask & (y != arguments.get("ignore_index")), y
+    if arguments.get("shift"):
+        counts, targets = (torch.cat([t[:, 1:], torch.zeros_like(t[:, :1])], 1) for t in (counts, y))
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    logp = (leaves[0] @ leaves[1].t()).log_softmax(-1)
+    expected = {"logprob": logp.gather(2, targets[..., None])[..., 0], "entropy": -(logp.exp() * logp).sum(-1)}
+    found = {name: value for name in expected if (value := getattr(out, name)) is not None}
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), expected[name] * counts, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad(torch.stack([value.sin().sum() for value in found.values()]).sum(), (x, w))
+    losses = torch.stack([(expected[name].sin() * counts).sum() for name in found])
+    correct = torch.autograd.grad(losses.sum(), leaves)
+    for one, other in zip(got, correct, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_masked_targets_cost_no_products() -> None:
+    x, w = torch.randn(40, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    mask, skip = torch.arange(40) % 4 == 1, flce.ChunkOptions(skip_ignored=True)
+
+    def run(x: Tensor, mask: Tensor | None) -> None:
+        out: Any = flce.linear_logprobs(x, w, torch.arange(len(x)) % 30, mask=mask, options=skip)
+        out.entropy.sum().backward()
+
+    assert matmul_flops(lambda: run(x, mask)) == matmul_flops(lambda: run(x[mask], None)) > 0
+
+
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "output": (ValueError, "unknown output 'probs'", {"outputs": ("probs",)}),
     "repeated": (ValueError, "'lse' twice", {"outputs": ("lse", "lse")}),
@@ -172,6 +218,8 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "shape": (ValueError, r"shape \(K,\) or \(4, K\)", {"candidates": torch.zeros(3, 2, dtype=torch.int64)}),
     "dtype": (TypeError, "candidates must hold class indices", {"candidates": torch.zeros(4, 2)}),
     "many": (ValueError, "at most 256", {"candidates": torch.zeros(257, dtype=torch.int64)}),
+    "mask": (ValueError, r"mask must have the shape of target, \(4,\), got \(3,\)", {"mask": torch.ones(3) > 0}),
+    "long mask": (TypeError, "torch.int64: give mask.bool()", {"mask": torch.ones(4, dtype=torch.int64)}),
     "top": (ValueError, "top_k must be at most the 30 classes", {"top_k": 31}),
     "temperatures": (ValueError, r"shape \(4,\)", {"temperature": torch.ones(3)}),
     "its gradient": (ValueError, "no gradient", {"temperature": torch.ones(4, requires_grad=True)}),
