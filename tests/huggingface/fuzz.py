@@ -504,7 +504,7 @@ FUNCTION_ARGUMENT = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 
 
 def _is_beyond_limits(steps: Sequence[str], loose: set[str]) -> bool:
-    """Return True if gradients cannot be compared, because of limits of flce (docs/support.md) or of PyTorch.
+    """Return True if gradients cannot be compared, because of limits of flce (docs/huggingface.md) or of PyTorch.
 
     flce: autograd.Functions of logits that were read, and then written to through a view of them.
     PyTorch: after an in-place change of a tensor, a hook that was set before runs or not, depending on whether the
