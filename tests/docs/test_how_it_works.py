@@ -1,4 +1,4 @@
-"""Compare the code of docs/the-algorithm.md with flce and PyTorch: loss and gradients."""
+"""Compare the code of docs/how-it-works.md with flce and PyTorch: loss and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 import flce
 from flce.testing.problem import make_problem
 
-TEXT = (Path(__file__).parents[2] / "docs" / "the-algorithm.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
 (CODE,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 TOKENS, CLASSES = 37, 71
 IGNORE_INDEX = 5
