@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 import flce
 from flce.backends import get_backend
+from flce.core.problem import LossSpec
 from flce.engine import passes
 from flce.ops import linear_cross_entropy
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from flce.torch_ops import from_json, to_json
 from tests.helpers import (
     REDUCTIONS,
     STATS,
@@ -36,6 +38,23 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------
 # torch.library
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        LossSpec("sum", 2**63 - 1, 0.1, 1 / 3, -1e-300, 1e300, 5e-324, ("lse", "entropy")),
+        LossSpec("none", -(2**63), stats=("correct",)),
+        flce.ChunkOptions(7, 2**70, "vocab", torch.bfloat16, torch.float64, True),
+        flce.ChunkOptions(strategy="tokens", logits_dtype=torch.float32, skip_ignored=False),
+    ],
+    ids=str,
+)
+def test_settings_survive_the_operator(record: Any) -> None:
+    """The settings are one argument, a text, and keep their bits and types."""
+    values = from_json(to_json({"number": 3}, record=record), record=type(record))
+    got = values["record"]
+    assert (got, repr(got), hash(got), values["number"]) == (record, repr(record), hash(record), 3)
 
 
 # ---------------------------------------------------------------------------------------------------------
