@@ -139,6 +139,12 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
 # ------------------------------------------------------------------------------------------------------- the parts
 
 
+def test_the_heads_gradient_is_allocated_with_the_loss() -> None:
+    parts = rehearsed(BFLOAT16(64)).step(512, Variant(True, True)).parts
+    assert parts["loss"] > 0
+    assert parts["gradients"] >= 4000 * 64 * 2
+
+
 def test_attention_without_probabilities() -> None:
     """Check that the memory of SDPA is linear in the length, and the memory of plain attention is not."""
 
