@@ -133,7 +133,7 @@ class StepMeter(TorchDispatchMode):
     def _count_fused_loss(self, args: Any) -> Any:
         args = self._apply_autocast(args)
         result, plan = linear_cross_entropy.fake_outputs_and_plan(args, self.device)
-        *_, gradients, _unit, _token_weights = result
+        *_, gradients, _unit, _token_weights, _samples = result
         for tensor in _tensors(result):
             self.track_storage(tensor, LOSS)
         for grad in gradients:
@@ -144,11 +144,11 @@ class StepMeter(TorchDispatchMode):
         return result
 
     def _count_fused_backward(self, func: Any, args: Any) -> Any:
-        args = (*args[:2], *self._apply_autocast(args[2:]))
+        args = (*args[:3], *self._apply_autocast(args[3:]))
         result = func(*args)
         for tensor in _tensors(result):
             self.track_storage(tensor, LOSS)
-        _, plan = linear_cross_entropy.fake_outputs_and_plan(args[2:], self.device)
+        _, plan = linear_cross_entropy.fake_outputs_and_plan(args[3:], self.device)
         self.add_temporary_bytes(plan.workspace_bytes, LOSS)
         return result
 
