@@ -487,6 +487,11 @@ class Backend(Protocol):
         x: (rows, H), weight: (V, H), of half precision. Temporary memory: `fused_product_scratch_bytes`.
         """
 
+    def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
+        """Write the frequent classes to `out`, (K,), ascending: targets, and the classes with the largest `z`, (V,). If
+        there are more than K targets, those with the largest `z`. target: (N,), other numbers where it is no class.
+        """
+
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         """Write the words of ``marks.words`` of the classes of a tile, whose logits are not changed."""
 

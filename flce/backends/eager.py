@@ -179,6 +179,7 @@ class TorchBackend:
             ratio = z.sub_(marks.threshold[part, None]).exp_()
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
+    choose_frequent = staticmethod(sampling.choose_frequent)
     list_entries = staticmethod(sampling.list_entries)
     sampled_logits = staticmethod(sampling.sampled_logits)
     sampled_gradient = staticmethod(sampling.sampled_gradient)

@@ -27,6 +27,8 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 _UINT32 = 0xFFFFFFFF
 # Entries whose rows of x or of a weight are in memory at once.
 ENTRIES_AT_ONCE = 1024
+# Bytes for each class that `choose_frequent` allocates, and that the PyTorch backend allocates for a row of words.
+CHOICE_BYTES, LIST_BYTES = 48, 6
 
 
 def hash_rows(numbers: Tensor) -> Tensor:
@@ -47,6 +49,21 @@ def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
     h = h * MIX_1 & _UINT32
     h = (h ^ (h >> 15)) * MIX_2 & _UINT32
     return ((h >> 9).float() + 0.5) * 2.0**-23
+
+
+def choose_frequent(z: Tensor, target: Tensor, out: Tensor) -> None:
+    score = z.nan_to_num(0.0, 1e30, -1e30)
+    # The last place is for targets that are no classes here.
+    is_target = score.new_zeros(len(score) + 1)
+    is_target[torch.where((target >= 0) & (target < len(score)), target, len(score))] = 1.0
+    score = score + is_target[:-1] * (score.max() - score.min() + 1.0)
+    out.copy_(score.topk(len(out)).indices.sort().values)
+
+
+def temporary_bytes(hidden: int, classes: int = 0) -> int:
+    """Return an upper bound of the temporary memory of an operation on entries: some rows in two dtypes, and a sum for
+    each class."""
+    return 8 * (3 * ENTRIES_AT_ONCE + classes) * hidden
 
 
 def pack_marks(marks: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from flce.backends.contract import (
     log_sum_exp,
 )
 from flce.backends.formulas import is_class
-from flce.backends.sampling import hash_rows, pack_marks
+from flce.backends.sampling import hash_rows
 from flce.core.gemm import padded_cols
 from flce.core.problem import LossSpec
 from flce.core.slices import slice_columns, slice_rows
@@ -137,12 +137,8 @@ def choose_frequent(ctx: PassContext, out: Tensor) -> None:
         ctx.matmul((valid / valid.sum()).to(term.input.dtype)[None], term.input, out=mean)
         means.append(mean.to(term.input.dtype))
     ctx.write_logits(means, ctx.all_classes, logits)
-    score = spec.transform(logits if bias is None else logits + bias)[0].nan_to_num(0.0, 1e30, -1e30)
-    local = ctx.rows.local_ids(target).masked_fill(~valid, -1)
-    is_target = score.new_zeros(len(score) + 1)  # The last place is for targets that this process does not have.
-    is_target[torch.where(is_class(local, len(score)), local, len(score))] = 1.0
-    score = score + is_target[:-1] * (score.max() - score.min() + 1.0)
-    out.copy_(score.topk(len(out)).indices.sort().values)
+    z = spec.transform(logits if bias is None else logits + bias)[0]
+    ctx.backend.choose_frequent(z, ctx.rows.local_ids(target).masked_fill(~valid, NO_TARGET), out)
 
 
 def hash_tokens(ctx: PassContext, x: Tensor, tokens: slice, bound: Tensor) -> Tensor:
@@ -168,9 +164,11 @@ class Sampler:
         # Products write the words of whole blocks.
         self._num_words = ceil_div(ctx.vocab_size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
         # Columns behind the last class may have any marks.
-        is_omitted = self._frequent.place.new_ones(self._num_words * WORD_CLASSES, dtype=torch.bool)
-        is_omitted[: ctx.vocab_size] = self._frequent.place >= 0
-        self._omitted = pack_marks(is_omitted)
+        behind = torch.arange(ctx.vocab_size, self._num_words * WORD_CLASSES, device=self.memory.device)
+        omitted = torch.cat((self.samples.frequent, behind))
+        bits = torch.ones_like(omitted) << omitted % WORD_CLASSES
+        words = omitted.new_zeros(self._num_words).index_add_(0, omitted // WORD_CLASSES, bits)
+        self._omitted = words.to(torch.int32)
 
     def compute(self, tokens: slice, logits: Tensor | None) -> None:
         """Compute the statistics of some rows, see `PassContext.compute_statistics`, and list their entries."""

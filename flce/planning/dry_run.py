@@ -272,13 +272,17 @@ class CountingBackend:
         self.add_pass(launches=4)
         self.add_scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
+    def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
+        self.add_pass(*[z] * 8, launches=12)
+        self.add_scratch(len(z) * sampling.CHOICE_BYTES + len(target) * 8)
+
     def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
         self._pass(logits, keep_logits=True)
 
     def list_entries(self, words: Tensor, *args: Any) -> None:
         self.add_pass(words, words, launches=3)
         if self.case.backend == "torch":  # bits of all classes, and positions of typical entries
-            self.add_scratch(words.numel() * contract.WORD_CLASSES * 6)
+            self.add_scratch(words.numel() * contract.WORD_CLASSES * sampling.LIST_BYTES)
 
     def sampled_logits(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self._gather(len(x), weight)
@@ -292,7 +296,7 @@ class CountingBackend:
         self._gather(len(x), x)
         self.add_pass(grad)
         if self.case.backend == "torch":
-            self.add_scratch(grad.numel() * accumulation_dtype(self.case.dtype).itemsize)
+            self.add_scratch(sampling.temporary_bytes(grad.shape[1], len(grad)))
 
     def _gather(self, rows: int, table: Tensor) -> None:
         """Count the rows of a table that the entries of some tokens read."""
@@ -300,7 +304,7 @@ class CountingBackend:
         self.seconds += size / self.rates.bandwidth
         self.add_pass(launches=1)
         if self.case.backend == "torch":
-            self.add_scratch(3 * sampling.ENTRIES_AT_ONCE * table.shape[1] * 4)
+            self.add_scratch(sampling.temporary_bytes(table.shape[1]))
 
     def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
         self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)

@@ -187,6 +187,7 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     # E4M3: two launches to find large entries, one to compute them, two to round an operand, one for a result.
     "E4M3Exponentials": ("xw", 1.0, 17),
     "E4M3DeferredChunks": ("xw", 1.0, 13),
+    "Sampled": ("xw", 1.0, 13),
     "DeferredChunks": ("xw", 1.0, 5),
     "Blocks": ("xw", 0.5, 7),  # two blocks
     "BlocksAroundSum": ("xw", 0.5, 9),  # three blocks
@@ -239,7 +240,9 @@ def test_launches_of_a_call(
 
     force(monkeypatch, schedule)
     reduction = "none" if "DeferredChunks" in name else "mean"
-    options = flce.ChunkOptions(skip_ignored=False, grad_dtype=torch.float8_e4m3fn if "E4M3" in name else None)
+    way: dict[str, Any] = {"grad_dtype": torch.float8_e4m3fn} if "E4M3" in name else {}
+    way = {"sample_below": 2.0**-12} if name == "Sampled" else way
+    options = flce.ChunkOptions(skip_ignored=False, **way)
     loss: Any = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
     if grads:
         loss.sum().backward()

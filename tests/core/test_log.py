@@ -161,10 +161,10 @@ def without_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Make the allocations of the default plan of a pass fail."""
     original = getattr(passes, name)
 
-    def run(problem: Any, plan: Any, *args: Any) -> Any:
+    def run(problem: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
         if plan.case.options.max_workspace_bytes is None:
             raise torch.OutOfMemoryError("for this test")
-        return original(problem, plan, *args)
+        return original(problem, plan, *args, **kwargs)
 
     monkeypatch.setattr(passes, name, run)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flce
-from flce.backends import contract, e4m3, eager
+from flce.backends import contract, e4m3, eager, sampling
 from flce.backends.contract import RowOutputs
 from flce.core.device_record import CPU
 from flce.core.problem import LossSpec
@@ -51,10 +51,20 @@ class NoBackend:
         return rows.loss, rows.z_loss, None
 
 
+class FullList(PassContext):
+    def count_entries(self) -> int:
+        """Return the capacity of the list of sampled entries, as a plan counts it."""
+        return len(self.samples.classes)
+
+    def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the results in the arena."""
+        return self.new(classes.shape, classes.dtype), self.new(classes.shape, torch.int64)
+
+
 def dry_run_passes(c: Case, schedule: Schedule, arena: CountingArena) -> list[Tensor]:
     """Run the code of a schedule with the memory of an arena, without kernels."""
     backend: Any = NoBackend()
-    return dry_run.dry_run_passes(Plan(c, schedule.strategy, schedule), Runtime(backend, arena))
+    return dry_run.dry_run_passes(Plan(c, schedule.strategy, schedule), Runtime(backend, arena, FullList))
 
 
 def count(c: Case, schedule: Schedule) -> int:
@@ -96,8 +106,10 @@ def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type
     )
 
 
-def grad_dtypes(dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
-    return (None, contract.E4M3) if dtype == torch.bfloat16 else (None,)
+def ways(dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return options with other schedules."""
+    e4m3: list[dict[str, Any]] = [{"grad_dtype": contract.E4M3}] if dtype == torch.bfloat16 else []
+    return [{}, {"sample_below": 2.0**-12}, *e4m3]
 
 
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
@@ -118,6 +130,9 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
     monkeypatch.setattr(contract, "SLOT_BYTES", 0)
     monkeypatch.setattr(eager, "temporary_bytes", lambda *args: 0)
+    monkeypatch.setattr(sampling, "temporary_bytes", lambda *args: 0)
+    for name in ("CHOICE_BYTES", "LIST_BYTES"):
+        monkeypatch.setattr(sampling, name, 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
     monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
@@ -137,8 +152,8 @@ def test_count_is_what_a_real_arena_has(
     monkeypatch.setattr("flce.engine.schedules.e4m3.chunk_sizes", lambda c, n: ChunkSizes(n, min(n, 16), min(n, 8)))
     seen = set()
     for reduction in ("mean", "none"):
-        for device_type, grad_dtype in itertools.product(("cuda", "cpu"), grad_dtypes(dtype)):
-            c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip, grad_dtype=grad_dtype)
+        for device_type, way in itertools.product(("cuda", "cpu"), ways(dtype)):
+            c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip, **way)
             for kind in SCHEDULES:
                 for size in sizes_of(kind, c):
                     schedule = kind.from_size(c, size)
@@ -157,8 +172,8 @@ def test_count_is_what_a_real_arena_has(
 def test_every_schedule_is_counted() -> None:
     """The test above covers every schedule except `Statistics`."""
     for kind in SCHEDULES:
-        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), (None, contract.E4M3))
-        cases = [case_of(dtype, grads, r, grad_dtype=grad_dtype) for dtype, grads, r, grad_dtype in settings]
+        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), ways(torch.bfloat16))
+        cases = [case_of(dtype, grads, r, **way) for dtype, grads, r, way in settings]
         assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
 
 
@@ -172,11 +187,13 @@ def test_nothing_is_allocated_beside_the_arena(
     monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
         for grads in GRADS:
-            c = case_of(dtype, grads, reduction, grad_dtype=grad_dtypes(dtype)[-1])
+            way = ways(dtype)[1 if kind.samples else -1]
+            c = case_of(dtype, grads, reduction, **way)
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
                     dry_run_passes(c, kind.from_size(c, size), RealArena("cpu"))
-                assert mode.largest <= 8 * 50, (size, grads)
+                # Sampled gradients: one vector of all classes, which `choose_frequent` counts.
+                assert mode.largest <= 8 * (1003 if kind.samples else 50), (size, grads)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
 from flce.backends.e4m3 import normalize_quantized, sort_entries
+from flce.backends.sampling import choose_frequent
 from flce.backends.triton import (
     divergence,
     e4m3,
@@ -191,6 +192,7 @@ class TritonBackend:
     unscaled_weight_gradient = staticmethod(unscaled_weight_gradient)
     add_target_terms = staticmethod(add_target_terms)
     mark_entries = staticmethod(_replayed(sampling.mark_entries))
+    choose_frequent = staticmethod(choose_frequent)
     list_entries = staticmethod(sampling.list_entries)
     sampled_logits = staticmethod(_replayed(sampling.sampled_logits))
     sampled_gradient = staticmethod(sampling.sampled_gradient)
