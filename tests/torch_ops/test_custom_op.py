@@ -52,7 +52,8 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 )
 def test_settings_survive_the_operator(record: Any) -> None:
     """The settings are one argument, a text, and keep their bits and types."""
-    values = from_json(to_json({"number": 3}, record=record), record=type(record))
+    kind: Any = type(record)
+    values = from_json(to_json({"number": 3}, record=record), record=kind)
     got = values["record"]
     assert (got, repr(got), hash(got), values["number"]) == (record, repr(record), hash(record), 3)
 
