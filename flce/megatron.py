@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather_tokens
 from torch import Tensor
 
-from flce.core.options import ChunkOptions
+from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
 from flce.core.problem import LinearLogprobsOutput
 from flce.functional import cross_entropy
 from flce.huggingface.divided_head import HeadDivision
@@ -170,7 +170,9 @@ def _lazy_output_layer(layer: Any, options: ChunkOptions | None, gathers_tokens:
 _STOCK = {name: getattr(GPTModel, name) for name in ("_postprocess", "compute_language_model_loss")}
 
 
-def install(*, lazy: bool = False, options: ChunkOptions | None = None) -> None:
+def install(
+    *, lazy: bool = False, gradient_accumulation_fusion: bool = False, options: ChunkOptions | None = None
+) -> None:
     """Compute the loss of every Megatron-Core `GPTModel` with flce, without logits in memory.
 
     With labels a model returns the loss of each token (B, S), as before, in training and in evaluation. Models that
@@ -180,11 +182,16 @@ def install(*, lazy: bool = False, options: ChunkOptions | None = None) -> None:
         lazy: without labels a model returns lazy logits (B, S, V / processes), from which `vocab_parallel_logprobs` and
             `vocab_parallel_entropy` compute results without the logits. A temperature, casts and selections of tokens
             are lazy too. Other operations compute the real logits, with a warning.
+        gradient_accumulation_fusion: backward adds the gradient of the head to the `main_grad` of its weight, without a
+            second matrix of V x H. The same option of Megatron-Core's `TransformerConfig`, and Apex, are not needed.
         options: memory and precision, see `flce.ChunkOptions`.
 
     Raises:
         TypeError: `options` are not `flce.ChunkOptions`.
     """
+    check_options(options)
+    if gradient_accumulation_fusion:
+        options = replace(options or DEFAULT_OPTIONS, gradient_accumulation_fusion=True)
     GPTModel._postprocess = _make_postprocess(lazy, options)
     GPTModel.compute_language_model_loss = _compute_language_model_loss
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flce.core.numbers import check_dtype, check_float, check_int
+from flce.core.numbers import check_bool, check_dtype, check_float, check_int
 from flce.core.sizes import parse_bytes
 
 _WIDE = torch.float32, torch.float64
@@ -53,6 +53,9 @@ class ChunkOptions:
             Default: all probabilities are multiplied. Gradients that cannot be sampled are dense, and ``str(plan)``
             names the reason. They are dense, too, if too many probabilities are above s, and while a CUDA graph is
             captured.
+        gradient_accumulation_fusion: True: backward adds dW, block by block, to the `main_grad` that Megatron-Core
+            gives a weight, or else to its `.grad`: there is no second matrix of V x H. A mean or sum of losses then has
+            a fourth product. See "Gradients in main_grad" in `docs/trainers.md`.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -67,6 +70,7 @@ class ChunkOptions:
     skip_ignored: SkipIgnored = "auto"
     grad_dtype: torch.dtype | None = None
     sample_below: float | None = None
+    gradient_accumulation_fusion: bool = False
 
     def __post_init__(self) -> None:
         for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):
@@ -99,6 +103,7 @@ class ChunkOptions:
                 raise ValueError(f"sample_below must be from 2**-20 to 2**-4, or None, got {value:g}")
             if self.grad_dtype is not None:
                 raise ValueError("give sample_below or grad_dtype, not both")
+        check_bool("gradient_accumulation_fusion", self.gradient_accumulation_fusion)
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
 

@@ -105,6 +105,7 @@ NAMES: dict[str, Name] = {
     "peek_interpreter_stack": Name(f"{_C}._functorch.peek_interpreter_stack", f"{_STOCK}; {_SLOW}", lambda: "unknown"),
     "get_tracing_state": Name(f"{_C}._get_tracing_state", _SLOW, lambda: _torch().jit.is_tracing() or None),
     "is_graph_retained": Name(f"{_C}._autograd._get_current_graph_task_keep_graph", _MEMORY, lambda: True),
+    "will_execute": Name(f"{_C}._will_engine_execute_node", _MEMORY, lambda node: False),
     "is_batchedtensor": Name(f"{_C}._functorch.is_batchedtensor", "some errors are unclear", lambda x: False),
     "is_gradtrackingtensor": Name(f"{_C}._functorch.is_gradtrackingtensor", "some errors are unclear", lambda x: False),
     "forward_ad": Name("torch.autograd.forward_ad._current_level", _STOCK, _INACTIVE, _forward_ad),

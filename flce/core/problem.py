@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
@@ -248,6 +248,8 @@ class LinearCrossEntropyProblem:
     teacher_terms: tuple[LinearTerm, ...] = ()
     teacher_bias: Tensor | None = None  # (V,)
     candidates: Tensor | None = None  # (N, K) int64
+    # In backward: gradients of weights, by term, to which dW is added. Other dW are new tensors.
+    dw_targets: Mapping[int, Tensor] = field(default_factory=dict)
     options: ChunkOptions = DEFAULT_OPTIONS
     is_traced: bool = False  # True if the call is part of a graph, which may run with other numbers of tokens
 

@@ -195,6 +195,16 @@ class Case:
         """True if products for dX and dW have E4M3 operands: `ChunkOptions.grad_dtype` is set, and they can."""
         return self.options.grad_dtype is not None and self.bfloat16_operands_reason is None
 
+    @functools.cached_property
+    def adds_dw(self) -> bool:
+        """True if backward adds dW to the gradients of weights: `ChunkOptions.gradient_accumulation_fusion`."""
+        return self.options.gradient_accumulation_fusion and any(self.needs.weights)
+
+    @property
+    def must_defer(self) -> bool:
+        """True if gradients cannot be computed in forward."""
+        return self.spec.reduction == "none" or self.adds_dw
+
     @property
     def samples(self) -> bool:
         """True if gradients are computed from sampled entries: `ChunkOptions.sample_below` is set, and they can."""
@@ -216,6 +226,8 @@ class Case:
     @property
     def bfloat16_operands_reason(self) -> str | None:
         """The reason why products for dX and dW cannot have E4M3 operands, in words; None if they can."""
+        if self.adds_dw:
+            return "gradient_accumulation_fusion"
         if len(self.hidden_sizes) > 1:
             return "adapters"
         if self.teacher is not None:
@@ -285,7 +297,7 @@ class Case:
     @property
     def can_borrow(self) -> bool:
         """True if gradients of a tile of logits may be stored in the memory of dW of the head."""
-        return self.needs.weights[0] and self.dtypes(True).logits_grad == self.dtype
+        return self.needs.weights[0] and not self.adds_dw and self.dtypes(True).logits_grad == self.dtype
 
     @property
     def chunk_rows(self) -> int:
@@ -343,7 +355,7 @@ class Case:
     def returned_bytes(self) -> int:
         """Bytes of the returned gradients."""
         dx_entries = self.num_tokens * sum(select_needed(self.hidden_sizes, self.needs.inputs))
-        dw_entries = self.vocab_size * sum(select_needed(self.hidden_sizes, self.needs.weights))
+        dw_entries = 0 if self.adds_dw else self.vocab_size * sum(select_needed(self.hidden_sizes, self.needs.weights))
         db_bytes = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
         return self.dtype.itemsize * (dx_entries + dw_entries) + db_bytes
 

@@ -154,9 +154,12 @@ class PassContext:
         self.unscale_and_round(x, out)
         return out
 
-    def unscale_and_round(self, x: Tensor, out: Tensor) -> None:
-        """Write a sum of gradients to memory of another dtype, divided by the gradient scale."""
-        if self.gradient_scale is None:
+    def unscale_and_round(self, x: Tensor, out: Tensor, add: bool = False) -> None:
+        """Write or add a sum of gradients to memory of another dtype, divided by the gradient scale. If it is added, it
+        may be overwritten."""
+        if add:
+            out.add_(x if self.gradient_scale is None else x.mul_(self._inverse_gradient_scale))
+        elif self.gradient_scale is None:
             out.copy_(x)
         else:
             torch.mul(x, self._inverse_gradient_scale, out=out)
@@ -269,11 +272,15 @@ class PassContext:
         return self._db
 
     def finish_gradients(self) -> list[Tensor]:
-        """Return the needed gradients in the order of `Needs.flat`. If there was no tile, they are allocated here."""
+        """Return the needed gradients in the order of `Needs.flat`, or the gradients to which they were added. If there
+        was no tile, they are allocated here."""
         grads = [self.dx_memory(k) for k in self.dx_terms]
         for k, grad in zip(self.dx_terms, grads, strict=True):
             self.rows.finish_dx_sum(k, grad)
-        grads += [self.dw_memory(k) for k in self.dw_terms]
+        targets = self.problem.dw_targets
+        for k in self._dw.keys() & targets.keys():  # `Sampled` has no sums of dW.
+            targets[k].add_(self._dw.pop(k))
+        grads += [targets[k] if k in targets else self.dw_memory(k) for k in self.dw_terms]
         if not self.problem.needs.bias:
             return grads
         return [*grads, self.db_memory() if self.gradient_scale is None else self.db_memory().div_(self.gradient_scale)]

@@ -79,11 +79,12 @@ class DxSum:
 
 
 class DwSum:
-    """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result."""
+    """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result: new memory, or a
+    gradient of `dw_targets`."""
 
     def __init__(self, ctx: PassContext, term: int, classes: slice) -> None:
         self._context, self._term, self._classes = ctx, term, classes
-        self._is_started = False
+        self._is_started, self._target = False, ctx.problem.dw_targets.get(term)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Add ``dlogits^T x`` of a chunk. dlogits: (rows, cols), x: (rows, H)."""
@@ -102,8 +103,12 @@ class DwSum:
         if self._is_started and before_rounding is not None:
             before_rounding(self._sums())
 
+    def _result(self) -> Tensor:
+        memory = self._context.dw_memory(self._term) if self._target is None else self._target
+        return slice_rows(memory, self._classes)
+
     def _sums(self) -> list[Tensor]:
-        return [slice_rows(self._context.dw_memory(self._term), self._classes)]
+        return [self._result()]
 
 
 class BlockSum(DwSum):
@@ -120,11 +125,11 @@ class BlockSum(DwSum):
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         super().finish(before_rounding)
         if self._is_started:
-            self._context.unscale_and_round(self._sum, self._context.dw_memory(self._term)[self._classes])
+            self._context.unscale_and_round(self._sum, self._result(), add=self._target is not None)
 
 
 class UnscaledSum(DwSum):
-    """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded.
+    """dW of a term for a block of classes and all tokens, divided by the gradient scale before it is rounded or added.
 
     `memory` None: the epilogue of `Backend.unscaled_weight_gradient` divides. Otherwise the vendor's product writes
     float32 sub-blocks of classes to `memory`.
@@ -142,7 +147,7 @@ class UnscaledSum(DwSum):
         for sub_block in ctx.split_range(slice(0, len(out)), len(self._memory)):
             total = self._memory[: sub_block.stop - sub_block.start]
             ctx.matmul(dlogits[:, sub_block].t(), x, out=total)
-            ctx.unscale_and_round(total, out[sub_block])
+            ctx.unscale_and_round(total, out[sub_block], add=self._target is not None)
 
     @staticmethod
     def allocate(ctx: PassContext, term: int, cols: int) -> Tensor:
@@ -209,7 +214,7 @@ class SumInTwoHalves(DwSum):
 def build_dw_sums(ctx: PassContext, rows: int, stop: int | None = None) -> dict[int, DwSum]:
     """Return the sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
     stop, dtypes, is_single = ctx.vocab_size if stop is None else stop, ctx.dtypes, ctx.is_single_chunk(rows)
-    if is_single and dtypes.unscales_sums:
+    if ctx.problem.dw_targets or (is_single and dtypes.unscales_sums):
         return block_sum_builder(ctx, rows, stop)(slice(0, stop))
     if not is_single and dtypes.grads == ctx.problem.dtype != dtypes.sums:
         return {k: SumInTwoHalves(ctx, k, stop) for k in ctx.dw_terms}
@@ -227,12 +232,16 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
     Blocks have at most `cols` classes, or more if their tiles are borrowed."""
     memory: dict[int, Tensor] = {}
     is_single = ctx.is_single_chunk(rows)
-    needs_separate_sum = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
+    is_rounded = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
 
     def build(k: int, block: slice) -> DwSum:
-        if not needs_separate_sum:
-            return DwSum(ctx, k, block)
-        if is_single and ctx.in_registers:
+        target, dw_sum = ctx.problem.dw_targets.get(k), DwSum(ctx, k, block)
+        if target is None and not is_rounded:
+            return dw_sum
+        if target is not None and target.dtype == ctx.problem.accum and not ctx.dtypes.unscales_sums:
+            dw_sum.start()  # Products add to the gradient.
+            return dw_sum
+        if is_single and ctx.in_registers and target is None:
             return UnscaledSum(ctx, k, block, None)
         if k not in memory:
             hidden = ctx.terms[k].weight.shape[1]

@@ -22,6 +22,7 @@ from flce.core.problem import LinearCrossEntropyProblem
 from flce.engine import passes, vectors
 from flce.engine.case import Case
 from flce.ops.arguments import PLAIN_TENSORS, refuse_double_backward
+from flce.ops.gradient_accumulation import find_targets, replace_added
 from flce.ops.linear_operators import (
     SCHEMA,
     OperatorArguments,
@@ -102,8 +103,9 @@ def fake_outputs_and_plan(args: tuple[Any, ...], gpu: DescribedDevice) -> tuple[
 def _backward(
     normalizer: Tensor, samples: Tensor | None, upstream: Tensor, problem: LinearCrossEntropyProblem
 ) -> list[Tensor]:
+    plan, can_repeat = plan_for_problem(problem), not problem.dw_targets
     return run_plan(
-        lambda plan: passes.backward(problem, plan, normalizer, upstream, samples=samples), plan_for_problem(problem)
+        lambda plan: passes.backward(problem, plan, normalizer, upstream, samples=samples), plan, can_repeat
     )
 
 
@@ -165,8 +167,9 @@ def _compute_gradients(
             (normalizer, samples, upstream.contiguous()),
             OperatorArguments.from_tensors(tensors, ctx.constants),
         )
-        if can_bypass:
-            return _backward(*rows, arguments.to_problem())
+        problem = find_targets(arguments.to_problem())
+        if can_bypass or problem.dw_targets:
+            return replace_added(_backward(*rows, problem), problem)
         gradients: list[Tensor] = torch.ops.flce.linear_cross_entropy_backward(*rows, *arguments)
         return gradients
     *grads, gradient_scale = saved

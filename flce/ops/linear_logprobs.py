@@ -19,6 +19,7 @@ from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, Needs
 from flce.engine import per_token
 from flce.engine.per_token import NUM_DIFFERENTIABLE, SavedRows, TokenResults, UpstreamGradients
 from flce.ops.arguments import refuse_double_backward
+from flce.ops.gradient_accumulation import find_targets, replace_added
 from flce.ops.linear_operators import (
     SCHEMA,
     OperatorArguments,
@@ -133,14 +134,19 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     saved, arguments = tensors[:_NUM_SAVED], OperatorArguments.from_tensors(tensors[_NUM_SAVED:], ctx.constants)
     requested = [*ctx.requested.values()][:NUM_DIFFERENTIABLE]
     given = [None if g is None or not ok else g.contiguous() for g, ok in zip(given, requested, strict=True)]
-    found = torch.ops.flce.linear_logprobs_backward(*saved, *given, *arguments)
+    problem = find_targets(arguments.to_problem(LogprobSpec))
+    if problem.dw_targets:
+        found = replace_added(_backward(*saved, *given, problem), problem)
+    else:
+        found = torch.ops.flce.linear_logprobs_backward(*saved, *given, *arguments)
     return OperatorArguments.place_gradients(ctx.needs, found, num_teacher_terms=ctx.num_teacher_terms)
 
 
 def _backward(*args: Any) -> list[Tensor]:
     *rows, p = args
     saved, upstream = SavedRows(*rows[:_NUM_SAVED]), UpstreamGradients(*rows[_NUM_SAVED:])
-    return run_plan(lambda plan: per_token.backward(p, plan, saved, upstream), _plan_untraced(p))
+    plan, can_repeat = _plan_untraced(p), not p.dw_targets
+    return run_plan(lambda plan: per_token.backward(p, plan, saved, upstream), plan, can_repeat)
 
 
 register_operator(

@@ -155,7 +155,7 @@ def is_deferred(c: Case, is_traced: bool) -> bool:
     """
     if not c.needs.any:
         return False
-    if c.spec.reduction == "none" or c.samples:
+    if c.must_defer or c.samples:
         return True
     if c.options.strategy != "auto":
         return c.options.strategy == "vocab"
@@ -207,13 +207,14 @@ def plan_for_problem(p: LinearCrossEntropyProblem) -> ChunkPlan:
     return plan if size == plan.case.vocab_size else plan_for_shard(plan, size)
 
 
-def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
+def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, can_repeat: bool = True) -> ResultT:
     """Call `run` with the plan of a call. If an allocation fails, call it with a smaller plan.
 
     An allocation error is raised without a second attempt if there is a budget (the user has set the limit), while a
-    graph is captured (its memory is separate), and if a head is divided (the other processes continue with the plan).
+    graph is captured (its memory is separate), if a head is divided (the other processes continue with the plan), and
+    if not `can_repeat`: dW of some blocks was added to a gradient.
     """
-    limited = plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
+    limited = not can_repeat or plan.case.options.max_workspace_bytes is not None or plan.case.sharding is not None
     while True:
         try:
             return run(plan)

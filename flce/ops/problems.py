@@ -40,6 +40,7 @@ from flce.ops.arguments import (
     refuse_transforms,
     shift_target,
 )
+from flce.ops.gradient_accumulation import check_parameters
 from flce.ops.vocabulary_parallel import NOT_DIVIDED, DivisionArguments, gather_tokens, pad_shard, shard_of_head
 
 
@@ -66,6 +67,8 @@ def make_linear_problem(
     check_linear_arguments(operands, target, linear_bias, weight, token_weight, options, spec)
     if type(shift) is not int or shift:
         shift = check_shift(shift, target)
+    if options is not None and options.gradient_accumulation_fusion and not torch.compiler.is_compiling():
+        check_parameters([*operands.items()][1::2])
     shard, num_class_weights = None, len(linear_weight)
     if division != NOT_DIVIDED:
         shard = shard_of_head(operands, division)

@@ -85,6 +85,9 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
+    if c.adds_dw:  # Adding to gradients of another dtype than the weights needs less memory.
+        targets = {k: new_operand(c.vocab_size, size) for k, size in enumerate(c.hidden_sizes) if c.needs.weights[k]}
+        problem = replace(problem, dw_targets=targets)
     if c.teacher is not None:
         sizes, dtype = c.teacher
         pairs = [[new_operand(rows, size, dtype=dtype) for rows in (n, c.vocab_size)] for size in sizes]
@@ -358,8 +361,10 @@ class CountingContext(PassContext):
     def split_range(self, range_: slice, step: int) -> Iterator[slice]:
         return self._meter.repeat_tiles(_sample_equal_slices(range_.start, range_.stop, step))
 
-    def unscale_and_round(self, x: Tensor, out: Tensor) -> None:
-        self._meter.add_pass(x, out)
+    def unscale_and_round(self, x: Tensor, out: Tensor, add: bool = False) -> None:
+        self._meter.add_pass(x, out, *[out] * add)
+        if add and self._meter.case.device_type == "cpu":  # copies in the dtype of the sum
+            self._meter.add_scratch(2 * x.numel() * x.element_size())
 
     def take_rows(self, x: Tensor, out: Tensor, tokens: slice) -> None:
         self._meter.add_pass(out, out)

@@ -78,6 +78,7 @@ class ChunkPlan(Plan):
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_operands()}; "
+            f"{'dW is computed in backward and added to main_grad or .grad; ' if c.adds_dw else ''}"
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB{more}"
             + "".join(f"; {each}" for each in self.collectives)
         )

@@ -156,7 +156,7 @@ def _limit_e4m3(plan: ChunkPlan) -> ChunkPlan:
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
     """Yield the schedules that support a case, with their sizes."""
     for kind in SCHEDULES:
-        if c.needs.any and (c.spec.reduction == "none" or c.samples) and not kind.deferred:
+        if c.needs.any and (c.must_defer or c.samples) and not kind.deferred:
             continue
         sizes, rows = kind.sizes(c), c.chunk_rows
         if c.options.chunk_rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
@@ -273,7 +273,8 @@ def default_plan(c: Case) -> ChunkPlan:
     if has_default_rows and not c.needs.weights[0] and not c.multiplies_e4m3:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
-    if has_default_rows and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
+    has_blocks = has_default_rows or (c.adds_dw and rows is None and c.num_tokens > 0)
+    if has_blocks and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
         # Logits are computed twice by any deferred schedule. Blocks of classes sum no gradient of a weight. They sum
         # dX, which needs more memory if there are very many tokens.
         blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
@@ -327,7 +328,7 @@ def _entry_bytes(c: Case) -> int:
     if c.multiplies_e4m3:
         return 1
     dtypes = c.dtypes(False)
-    gradient = c.spec.reduction == "none" or c.backend == "triton"
+    gradient = c.must_defer or c.backend == "triton"
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 

@@ -30,6 +30,8 @@ DOCUMENTED: dict[str, str] = {
     "_modules": "of a module: a field that all libraries use",
     "_parameters": "of a module: a field that all libraries use",
     "_forward_pre_hooks": "of a module: a field that all libraries use",
+    "_backward_hooks": "of tensors: a field that PyTorch and DDP read",
+    "_post_accumulate_grad_hooks": "the same",
     "_state_ctx": "of FSDP2's state; may be missing",
     "ds_id": "of DeepSpeed's parameters: Transformers and PEFT read it, too",
     "ds_status": "the same",

@@ -147,7 +147,7 @@ def test_losses_and_gradients(processes: int, case: str) -> None:
     world(processes).run(compare_losses, processes, case)
 
 
-def train(model_class: Any, steps: int, **settings: Any) -> Tensor:
+def train(model_class: Any, steps: int, overlap: bool = False, **settings: Any) -> Tensor:
     """Return the losses of micro-batches, from Megatron's schedule, DDP and distributed optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -155,7 +155,8 @@ def train(model_class: Any, steps: int, **settings: Any) -> Tensor:
 
     model = build(model_class, **settings, finalize_model_grads_func=finalize_model_grads)
     distributed = {"use_distributed_optimizer": True}
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**distributed), model)  # main_grad
+    ddp_config = DistributedDataParallelConfig(**distributed, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+    ddp = DistributedDataParallel(model.config, ddp_config, model)  # main_grad
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **distributed), [ddp])
     mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.tensor([LENGTH - 1]), 0.0)
 
@@ -201,6 +202,38 @@ def compare_training(tensor: int, pipeline: int, context: int, **settings: Any) 
 )
 def test_training(parallel: tuple[int, int, int], tied: bool, mtp_num_layers: int) -> None:
     world(math.prod(parallel)).run(compare_training, *parallel, tied=tied, mtp_num_layers=mtp_num_layers)
+
+
+def compare_training_into_main_grad(tied: bool, overlap: bool) -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    import flce.megatron
+    from flce.ops import gradient_accumulation
+
+    added, replace_added = [], gradient_accumulation.replace_added
+
+    def spy(gradients: Any, problem: Any) -> Any:
+        added.append(problem.dw_targets[0].dtype)
+        return replace_added(gradients, problem)
+
+    settings = {"calculate_per_token_loss": True, "bf16": True, "params_dtype": torch.bfloat16, "tied": tied}
+    with megatron(2), pytest.MonkeyPatch.context() as patch:
+        expected = train(GPTModel, 4, overlap, **settings)
+        flce.megatron.install()
+        fused = train(GPTModel, 4, overlap, **settings)
+        flce.megatron.install(gradient_accumulation_fusion=True)
+        patch.setattr("flce.ops.linear_cross_entropy.replace_added", spy)
+        found = train(GPTModel, 4, overlap, **settings)
+        flce.megatron.uninstall()
+    assert added == [torch.float32] * 8
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+    torch.testing.assert_close(found, fused, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("tied, overlap", [(True, False), (False, True)])
+def test_training_into_main_grad(tied: bool, overlap: bool) -> None:
+    """Backward adds dW to the float32 main_grad of a bfloat16 head, with the hooks of Megatron's DDP."""
+    world(2).run(compare_training_into_main_grad, tied, overlap)
 
 
 def full_logits(model: Any, ids: Tensor) -> Tensor:

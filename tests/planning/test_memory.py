@@ -151,9 +151,11 @@ def test_count_is_what_a_real_arena_has(
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     monkeypatch.setattr("flce.engine.schedules.e4m3.chunk_sizes", lambda c, n: ChunkSizes(n, min(n, 16), min(n, 8)))
     seen = set()
-    for reduction in ("mean", "none"):
-        for device_type, way in itertools.product(("cuda", "cpu"), ways(dtype)):
-            c = case_of(dtype, grads, reduction, device_type, skip_ignored=skip, **way)
+    settings = [*itertools.product(("mean", "none"), ("cuda", "cpu"), (False,)), ("mean", "cuda", True)]
+    for reduction, device_type, adds in settings:
+        for way in ways(dtype):
+            options = {"skip_ignored": skip, "gradient_accumulation_fusion": adds, **way}
+            c = case_of(dtype, grads, reduction, device_type, **options)
             for kind in SCHEDULES:
                 for size in sizes_of(kind, c):
                     schedule = kind.from_size(c, size)

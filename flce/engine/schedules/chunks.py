@@ -23,7 +23,7 @@ class Chunks(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return sizes_up_to(c.num_tokens) if c.needs.any and c.spec.reduction != "none" else NO_SIZES
+        return sizes_up_to(c.num_tokens) if c.needs.any and not c.must_defer else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Chunks:
@@ -54,7 +54,7 @@ class DeferredChunks(Deferred):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        return sizes_up_to(c.num_tokens) if c.needs.any and c.spec.reduction == "none" else NO_SIZES
+        return sizes_up_to(c.num_tokens) if c.needs.any and c.must_defer else NO_SIZES
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> DeferredChunks:

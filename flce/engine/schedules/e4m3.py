@@ -37,7 +37,7 @@ class E4M3Schedule(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        is_deferred = c.spec.reduction == "none" or not (c.can_multiply_exponentials and c.supports_fused_products)
+        is_deferred = c.must_defer or not (c.can_multiply_exponentials and c.supports_fused_products)
         supported = c.multiplies_e4m3 and c.needs.any and cls.deferred == is_deferred
         return sizes_up_to(c.num_tokens) if supported else NO_SIZES
 

@@ -56,9 +56,7 @@ class Unnormalized(Schedule):
     @classmethod
     def sizes(cls, c: Case) -> range:
         return (
-            sizes_up_to(c.num_tokens)
-            if c.can_multiply_exponentials and c.needs.any and c.spec.reduction != "none"
-            else NO_SIZES
+            sizes_up_to(c.num_tokens) if c.can_multiply_exponentials and c.needs.any and not c.must_defer else NO_SIZES
         )
 
     @classmethod
