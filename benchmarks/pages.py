@@ -20,7 +20,7 @@ from benchmarks import device_plans, tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.contenders import budget_name, contender_of_budget
 from benchmarks.divergence import DIVERGENCE
-from benchmarks.gains import gains
+from benchmarks.gains import cards, others
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
 from benchmarks.operator import FP8_LABEL, OPERATOR, error_columns, format_times, products_ms
@@ -278,7 +278,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "plan-sharded": plans_side_by_side,
 }
 UNNAMED: dict[str, Callable[[], str]] = {
-    "gains": lambda: gains(ROOT / RESULTS, RESULTS),
+    "cards": lambda: cards(ROOT / RESULTS, RESULTS),
+    "others": lambda: others(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
     "device-plans": device_plans.plans,
 }
