@@ -239,7 +239,10 @@ def measured(run: Run) -> str:
     versions = {name: version for name, version in run.head["versions"].items() if name in COMPARED}
     head = {**run.head, "versions": versions}
     on = tables.measured_on(Run(run.kind, head))
-    return "\n".join([f"Measured {run.head['date'][:10]} on {on}", *tables.absences(run)])
+    results = (result for entry in run.cases for result in entry.results)
+    missing = dict.fromkeys(result.title for result in results if result.status == "unavailable")
+    line = f"Not available in this environment: {', '.join(missing)}."
+    return "\n".join([f"Measured {run.head['date'][:10]} on {on}", *[line] * bool(missing)])
 
 
 def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Callable[[Path], str]:

@@ -1,4 +1,4 @@
-"""Bounds of rounding errors, for each element of a result. docs/numerics.md, "Error bounds", has the terms.
+"""Bounds of rounding errors, for each element of a result. benchmarks/notes.md, "Error bounds", has the terms.
 
 A bound is computed in float64 from the tensors of a call. u is the unit roundoff of a dtype. Independent errors add as
 squares, and KAPPA is the number of deviations of such a sum. Errors of one row that are common to all classes, and

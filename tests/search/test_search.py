@@ -110,7 +110,7 @@ def test_finds_what_is_wrong(
 
 
 def test_bounds_are_tight() -> None:
-    """One shape: docs/numerics.md has error / bound of all calls. In float64 the oracle has the errors, too."""
+    """One shape: benchmarks/notes.md has error / bound of all calls. In float64 the oracle has the errors, too."""
     errors = Errors()
     shapes: dict[str, Any] = {"leading": (60,), "hidden": 64, "vocab": 400, "std": 4.0, "stats": ("lse", "logprob")}
     for dtype in ("float32", "bfloat16", "float16"):
