@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 import flce
-from benchmarks.runs import Run
 from benchmarks.tables import Table
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
-from flce.core.gemm import ALIGNMENT
 from flce.core.sizes import GIB, MIB
 from flce.planning import cost_model
 from flce.planning.plan import MEMORY_SHARE
-from flce.planning.search import make_plan
 from flce.tools.machine import use_backend
 
 TOKENS = 8192
@@ -54,12 +50,13 @@ def time_over_products(plan: flce.ChunkPlan) -> float:
 
 
 def plans() -> str:
-    """Return a table with a row for each kind: predicted times over the products and, in brackets, MiB of workspace.
-    A cell has the figures of a trained head, and then of a frozen head."""
+    """Return a table with a row for each kind: predicted times over the products, of a trained head with the MiB of its
+    workspace in brackets, and of a frozen head."""
 
     def cell(kind: str, head: Head) -> str:
-        found = [planned(kind, head, frozen) for frozen in (False, True)]
-        return ", ".join(f"{time_over_products(plan):.2f} ({plan.workspace_bytes / MIB:.0f})" for plan in found)
+        trained, frozen = (planned(kind, head, frozen) for frozen in (False, True))
+        workspace = f"{trained.workspace_bytes / MIB:.0f}"
+        return f"{time_over_products(trained):.2f} ({workspace}), {time_over_products(frozen):.2f}"
 
     rows = [[kind, *(cell(kind, head) for head in HEADS.values())] for kind in KNOWN_KINDS]
     return Table("", ["", *(f"{name}, predicted" for name in HEADS)], rows).grid()
@@ -76,30 +73,3 @@ def known() -> str:
     columns = ["kind", "compiled for", "multiprocessors", "shared memory, KiB", "L2, MiB", "memory, GiB", "GB/s"]
     columns += ["bfloat16, 1e12 flops a second", "flops a byte", "own products"]
     return Table("", columns, [row(device) for device in KNOWN_KINDS.values()]).grid()
-
-
-def measured(run: Run) -> str:
-    """Return a table of large calls that were measured on an H200 with today's default plan, and their predictions."""
-    rows: dict[str, list[str]] = {}
-    for entry in run.cases:
-        case, names = entry.case, {result.contender for result in entry.results}
-        trained = {"forward+backward": True, "frozen-head": False}.get(case.mode)
-        if trained is None or case.feature or case.dtype != "bfloat16" or not {"floor", "ours"} <= names:
-            continue
-        # The bare products of sizes that are not aligned are slow.
-        if case.tokens < TOKENS // 2 or case.vocab % ALIGNMENT or case.hidden % ALIGNMENT:
-            continue
-        floor, ours = (entry.by_name(name) for name in ("floor", "ours"))
-        with use_backend(""):
-            plan = flce.plan(
-                case.tokens, case.hidden, case.vocab, torch.bfloat16, device_kind="H200", weight_grad=trained
-            )
-        if case.own_products is False:
-            plan = make_plan(replace(plan.case, has_fused_products=False))
-        ms, floor_ms = (result.alone_ms or result.median_ms for result in (ours, floor))
-        if ours.planned_bytes == plan.workspace_bytes and ms is not None and floor_ms is not None:
-            name = " x ".join(map(str, case.shape)) + ("" if trained else ", frozen head")
-            figures = f"{ms / floor_ms:.2f}", f"{time_over_products(plan):.2f}", f"{plan.workspace_bytes / MIB:.0f}"
-            rows.setdefault(name, [name, "no" if case.own_products is False else "yes", *figures])
-    columns = ["on an H200", "own products", "measured", "predicted", "workspace, MiB"]
-    return Table("", columns, list(rows.values())).grid()

@@ -268,7 +268,6 @@ KINDS: dict[str, Callable[..., str]] = {
     "calls": from_run(OPERATOR, calls),
     "targets": from_run(OPERATOR, lambda run: target_tables([run])[0]),
     "heads-measured": from_run(OPERATOR, measured),
-    "device-plans-measured": from_run(OPERATOR, device_plans.measured),
     "models": from_run(MODEL, models),
     "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),

@@ -14,12 +14,12 @@ import copy
 import datetime
 import gc
 import inspect
-import itertools
 import os
 import platform
 import re
 import signal
 import sys
+import textwrap
 import time
 import unittest.mock
 import warnings
@@ -664,7 +664,7 @@ def _assert_same(name: str, got: Any, want: Any) -> None:
 def _one_line(error: BaseException) -> str:
     """Format an exception in one line for a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text if len(text) <= 90 else text[:87] + "..."
 
 
 # --------------------------------------------------------------------------------------------- the table
@@ -706,16 +706,9 @@ def report(results: list[Result], command: str) -> str:
             reason = result.reason.replace("|", "\\|").replace("<", "&lt;")
             text = f"{result.status}: {reason}" if reason else result.status
             lines.append(f"| {result.architecture.model_type} | {result.architecture.class_name} | {text} |")
-    lines += ["", "## Fused", "", "| architecture | classes " * 3 + "|", "|---" * 6 + "|"]
-    classes: dict[str, list[str]] = {}
-    for result in results:
-        if result.status == FUSED:
-            names = classes.setdefault(result.architecture.model_type, [])
-            names += [result.architecture.class_name] * (result.architecture.class_name not in names)
-    cells = [f"| {model_type} | {', '.join(names)} " for model_type, names in sorted(classes.items())]
-    height = -(-len(cells) // 3)
-    columns = [cells[start : start + height] for start in range(0, len(cells), height)]
-    lines += [f"{''.join(row)}|" for row in itertools.zip_longest(*columns, fillvalue="| | ")]
+    lines += ["", "## Fused", "", "The names are those of `model_type` in a config.", ""]
+    fused = sorted({result.architecture.model_type for result in results if result.status == FUSED})
+    lines += textwrap.wrap(", ".join(fused) + ".", 120, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
