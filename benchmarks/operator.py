@@ -245,7 +245,11 @@ LEAST_MIB = 0.1  # a smaller workspace is drawn here
 
 def figure(run: Run) -> Any:
     """Draw time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-    title, scales = f"Time and workspace on one {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
+    device = run.head["device"]["name"]
+    title, scales = (
+        f"Time and memory of a loss on one {device}: lower left is better",
+        {"xscale": "log", "yscale": "log"},
+    )
     found = [entry for entry in run.cases if points(entry)]
     if not found:
         raise ValueError("the results hold no case with both time and memory")
@@ -254,8 +258,8 @@ def figure(run: Run) -> Any:
     multiples = all(map(products_ms, entries))
     panels = [make_panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
     products = "three matrix products" if all(e.case.mode == "forward+backward" for e in entries) else "matrix products"
-    y = f"time, as a multiple of the {products}" if multiples else "time, ms (median)"
-    return draw(panels, title, "workspace, MiB", y, scales, columns=1)
+    y = f"time / {products} alone" if multiples else "time, ms (median)"
+    return draw(panels, title, "memory of the call beside inputs and gradients, MiB", y, scales, columns=1)
 
 
 def points(entry: Entry) -> list[Any]:

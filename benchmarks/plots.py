@@ -37,7 +37,7 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    size = 5.4 * columns, 4.0 * rows + 0.8  # inches
+    size = 5.4 * columns + 2.4 * (columns == 1), 3.4 * rows + 0.8  # inches; one column has its legend beside it
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     markers: dict[str, str] = {}
     peers: dict[str, str] = {}
@@ -64,5 +64,6 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
     figure.suptitle(title)
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns + 1)
+    place = ("outside right center", 1) if columns == 1 else ("outside lower center", columns + 1)
+    figure.legend(legend.values(), legend.keys(), loc=place[0], ncols=place[1])
     return figure

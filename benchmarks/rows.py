@@ -287,7 +287,8 @@ def figure(run: Run) -> Any:
     entries = [e for e in timed if e.case.dtype == first and e.case.direction in ("forward", "backward")]
     entries = [e for e in entries if e.case.operation != "log_softmax"]
     panels = [make_panel(*group) for group in group_entries(replace(run, cases=entries)).items()]
-    title = f"Fewest bytes possible over the time, on one {run.head['device']['name']}"
+    device = run.head["device"]["name"]
+    title = f"Needed bytes / time on one {device}: higher is better"
     return draw(panels, title, "columns (classes)", "GB/s", {"xscale": "log", "ylim": (0, None)}, columns=2)
 
 
