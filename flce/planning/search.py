@@ -304,7 +304,7 @@ def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     # need less.
     extra = rows * padded_cols(c.vocab_size) * (dtypes.logits.itemsize - dtypes.logits_grad.itemsize)
     fewer = [c.equal_chunk_rows(max(ROW_MULTIPLE, rows // parts)) for parts in (2, 4)]
-    plans = [plan, *(plan_for_size(c, Chunks, size) for size in fewer)]
+    plans = [plan, *(plan_for_size(c, type(plan.schedule), size) for size in fewer)]
     small = (other for other in plans if other.workspace_bytes <= plan.workspace_bytes - extra + BLOCK_BYTES)
     return next(small, min(plans, key=lambda other: other.workspace_bytes))
 

@@ -269,6 +269,16 @@ def test_reduction_none_excludes_schedules_that_are_not_deferred(monkeypatch: py
     assert next(kind for kind, _ in search._allowed_schedules(replace(c, spec=LossSpec()))) is Wrong
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_default_plan_of_the_torch_backend_is_deferred(adds: bool, torch_backend: str) -> None:
+    """Smaller chunks, because logits are float32, are deferred too."""
+    options = flce.ChunkOptions(gradient_accumulation_fusion=adds)
+    reduction = "mean" if adds else "none"
+    sizes: Any = (100_000, 1024, 151_936, torch.bfloat16)
+    plan = flce.plan(*sizes, device="cuda", device_kind="H200", reduction=reduction, options=options)
+    assert plan.deferred
+
+
 def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
     monkeypatch.setattr(search, "SCHEDULES", (InBlocks, *SCHEDULES))
     search.plan_for_case.cache_clear()
