@@ -64,6 +64,9 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
     figure.suptitle(title)
-    place = ("outside right center", 1) if columns == 1 else ("outside lower center", columns + 1)
-    figure.legend(legend.values(), legend.keys(), loc=place[0], ncols=place[1])
+    handles, labels = list(legend.values()), list(legend)
+    if columns == 1:
+        figure.legend(handles, labels, loc="outside right center")
+    else:
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns + 1)
     return figure
