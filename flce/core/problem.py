@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flce.core.numbers import check_float, check_int
-from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
+from flce.core.options import ChunkOptions
 from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
@@ -240,6 +240,8 @@ class LinearCrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     needs: Needs
+    # Fields below have only defaults that PyTorch 2.11 can trace: no objects.
+    options: ChunkOptions
     shift: int = 0
     needs_token_weight: bool = False  # True if the gradient of token_weight is needed
     inverse_temperature: Tensor | None = None  # (N,) multiplies z: 1 / temperature of each token
@@ -249,8 +251,7 @@ class LinearCrossEntropyProblem:
     teacher_bias: Tensor | None = None  # (V,)
     candidates: Tensor | None = None  # (N, K) int64
     # In backward: gradients of weights, by term, to which dW is added. Other dW are new tensors.
-    dw_targets: Mapping[int, Tensor] = field(default_factory=dict)
-    options: ChunkOptions = DEFAULT_OPTIONS
+    dw_targets: Mapping[int, Tensor] | None = None
     is_traced: bool = False  # True if the call is part of a graph, which may run with other numbers of tokens
 
     # Derived fields.

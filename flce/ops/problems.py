@@ -108,10 +108,10 @@ def make_linear_problem(
             tuple([grad and w.requires_grad for w in weights]),
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
+        options or DEFAULT_OPTIONS,
         shift,
         grad and token_weight is not None and token_weight.requires_grad,
         shard=shard,
-        options=options or DEFAULT_OPTIONS,
         is_traced=torch.compiler.is_compiling(),
     )
 

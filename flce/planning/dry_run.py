@@ -84,7 +84,7 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     # their indices, their targets, and the results scattered to all rows.
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     terms = tuple(LinearTerm(new_operand(n, size), new_operand(c.vocab_size, size)) for size in c.hidden_sizes)
-    problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
+    problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs, c.options)
     if c.adds_dw:  # Adding to gradients of another dtype than the weights needs less memory.
         targets = {k: new_operand(c.vocab_size, size) for k, size in enumerate(c.hidden_sizes) if c.needs.weights[k]}
         problem = replace(problem, dw_targets=targets)

@@ -213,7 +213,7 @@ def compare_training_into_main_grad(tied: bool, overlap: bool) -> None:
     added, replace_added = [], gradient_accumulation.replace_added
 
     def spy(gradients: Any, problem: Any) -> Any:
-        added.append(problem.dw_targets[0].dtype)
+        added.append((problem.dw_targets or {})[0].dtype)
         return replace_added(gradients, problem)
 
     settings = {"calculate_per_token_loss": True, "bf16": True, "params_dtype": torch.bfloat16, "tied": tied}
