@@ -182,11 +182,14 @@ def _language_model_class_names() -> frozenset[str]:
 
 
 class LinearProductMode(TorchFunctionMode):
-    """A mode that calls ``replace`` for each product of a linear layer.
+    """A mode that calls ``replace`` for each call of ``torch.nn.functional.linear``.
 
     Args:
         replace: a function of ``(hidden, weight, bias)`` that returns lazy logits, or None to compute the product.
     """
+
+    has_other_products = False
+    """True if ``matmul`` and ``einsum`` are replaced, too."""
 
     def __init__(self, replace: Callable[..., Any]) -> None:
         super().__init__()
@@ -197,7 +200,8 @@ class LinearProductMode(TorchFunctionMode):
     @skip_frame_and_callees  # runs outside of a graph if the compiler has ended a graph within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product = _match_linear(func, args, kwargs)
+        # A function that replaces `linear` may compute other products in an autograd function.
+        product = _match_linear(func, args, kwargs) if func is F.linear or self.has_other_products else None
         logits = None if product is None else self._replace(*product)
         if product is None or logits is None:
             return func(*args, **kwargs)
@@ -213,6 +217,8 @@ class VocabularyProductMode(LinearProductMode):
             are not replaced.
         replace: as of `LinearProductMode`.
     """
+
+    has_other_products = True
 
     def __init__(self, model: Any, replace: Callable[..., Any]) -> None:
         super().__init__(lambda *product: replace(*product) if self._is_vocabulary_product(*product[:2]) else None)
