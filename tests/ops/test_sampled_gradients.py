@@ -19,7 +19,7 @@ from flce.backends import contract
 from flce.ops import linear_operators
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
-from tests.helpers import check, parametrize_pairs, plan_for
+from tests.helpers import BACKENDS, check, parametrize_pairs, plan_for
 from tests.interpreted_bfloat16 import fix_interpreter
 from tests.processes import in_processes
 
@@ -49,11 +49,15 @@ def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_operators, "has_fused_products", lambda device: True)
 
 
-@parametrize_pairs(feature=tuple(FEATURES), ignored=(0.0, 0.4), skip_ignored=(False, True), chunk_rows=(None, 6))
+@parametrize_pairs(
+    feature=tuple(FEATURES), name=BACKENDS, ignored=(0.0, 0.4), skip_ignored=(False, True), chunk_rows=(None, 6)
+)
 def test_nearly_everything_is_kept(
-    backend: str, device: torch.device, feature: str, ignored: float, skip_ignored: bool, chunk_rows: int | None
-) -> None:
+    feature: str, name: str, ignored: float, skip_ignored: bool, chunk_rows: int | None, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With the least threshold gradients are nearly those of float64."""
+    monkeypatch.setenv("FLCE_BACKEND", name)
     problem = make_problem(
         (3, 5), 12, 130, dtype=torch.float32, device=device, ignored=ignored, std=1.0, **FEATURES[feature]
     )
