@@ -19,7 +19,9 @@ from flce.backends.contract import (
     ARGMAX,
     CLASSES,
     DIVERGENCE,
+    ENTROPY,
     ENTROPY_SUM,
+    LEAST_LOGPROB,
     LOG_SUM,
     LOGIT_SUM,
     LOSS_GRADIENT_SLOTS,
@@ -146,12 +148,24 @@ def finish_row(
     return results, row_gradient if targets.valid is None else torch.where(targets.valid, row_gradient, 0.0)
 
 
-def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
-    """Return the gradient in z of the targets. ``SOFTMAX * p - TARGET`` is computed without cancellation: both factors
-    may be nearly equal and p nearly 1, or TARGET and p may be small."""
-    softmax_factor, target_factor, classes_factor = row_gradient[:LOSS_GRADIENT_SLOTS]
+def softmax_factor_with_entropy(row_gradient: Tensor, logprob: Tensor) -> Tensor:
+    """Return the factor of p in the gradient in z of classes: SOFTMAX and, if there is this slot, ENTROPY."""
+    if len(row_gradient) <= ENTROPY:
+        return row_gradient[SOFTMAX]
+    return row_gradient[SOFTMAX] - row_gradient[ENTROPY] * logprob.clamp(min=LEAST_LOGPROB)
+
+
+def softmax_minus_target(softmax_factor: Tensor, target_factor: Tensor, logprob: Tensor) -> Tensor:
+    """Return ``SOFTMAX * p - TARGET`` without cancellation: both factors may be nearly equal and p nearly 1, or TARGET
+    and p may be small."""
     near_one = (softmax_factor - target_factor) + softmax_factor * torch.expm1(logprob)
-    at_target = torch.where(logprob < -1.0, softmax_factor * logprob.exp() - target_factor, near_one)
+    return torch.where(logprob < -1.0, softmax_factor * logprob.exp() - target_factor, near_one)
+
+
+def gradient_at_target(row_gradient: Tensor, logprob: Tensor, target_weight: Tensor | None) -> Tensor:
+    """Return the gradient in z of the targets."""
+    softmax_factor, target_factor, classes_factor = row_gradient[:LOSS_GRADIENT_SLOTS]
+    at_target = softmax_minus_target(softmax_factor, target_factor, logprob)
     return at_target - (classes_factor if target_weight is None else classes_factor * target_weight)
 
 

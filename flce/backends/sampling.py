@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import (
-    ENTROPY,
-    LEAST_LOGPROB,
-    SOFTMAX,
     TARGET,
     WORD_CLASSES,
     GradientCall,
     SampledEntries,
     Samples,
 )
+from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
 from flce.core.problem import accumulation_dtype
 
 # Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
@@ -124,8 +122,9 @@ def sampled_gradient(
         p = logprob.exp()
         is_target = classes == inputs.target[rows]
         is_kept = is_target | (uniform(samples.seeds[rows], classes + out.first_class) < p / out.sample_below)
-        g = p.clamp(min=out.sample_below) * _softmax_factor(factors, logprob)
-        g = torch.where(is_target, _gradient_at_target(factors, target_logprob), g)
+        g = p.clamp(min=out.sample_below) * softmax_factor_with_entropy(factors, logprob)
+        of_target = softmax_factor_with_entropy(factors, target_logprob)
+        g = torch.where(is_target, softmax_minus_target(of_target, factors[TARGET], target_logprob), g)
         values = (g[:, None] * jacobian)[:, 0].masked_fill_(~is_kept, 0.0)
         out.rows[part] = (rows + first_row if index is None else index[rows]).to(torch.int32)
         out.values[part] = values
@@ -138,20 +137,6 @@ def sampled_gradient(
         grad.copy_(dx)
     else:
         grad.index_copy_(0, index, dx.to(grad.dtype))
-
-
-def _softmax_factor(row_gradient: Tensor, logprob: Tensor) -> Tensor:
-    """Return the factor of p in the gradient in z of entries."""
-    if len(row_gradient) <= ENTROPY:
-        return row_gradient[SOFTMAX]
-    return row_gradient[SOFTMAX] - row_gradient[ENTROPY] * logprob.clamp(min=LEAST_LOGPROB)
-
-
-def _gradient_at_target(row_gradient: Tensor, logprob: Tensor) -> Tensor:
-    """Return the gradient in z of targets, without cancellation if p is nearly 1."""
-    factor, of_target = _softmax_factor(row_gradient, logprob), row_gradient[TARGET]
-    near_one = (factor - of_target) + factor * torch.expm1(logprob)
-    return torch.where(logprob < -1.0, factor * logprob.exp() - of_target, near_one)
 
 
 def sampled_weight_gradient(

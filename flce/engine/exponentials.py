@@ -130,12 +130,8 @@ class Exponentials:
     def add_bias_gradient(self, exps: Tensor, tokens: slice) -> None:
         """Add ``factors[0] @ exps`` to the gradient of the bias of the first classes. exps: (rows, classes)."""
         ctx, factor = self._context, self.factors[0, tokens]
-        # The factor is the sum of two half-precision numbers, which is precise enough.
-        rounded_factor = factor.to(exps.dtype)
-        two_factors = torch.stack((rounded_factor, (factor - rounded_factor).to(exps.dtype)))
-        sums = ctx.new((2, exps.shape[1]), torch.float32)
-        ctx.matmul(two_factors, exps, out=sums)
-        ctx.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
+        first, second = ctx.multiply_vector(factor, exps)
+        ctx.db_memory()[: exps.shape[1]].add_(first).add_(second)
 
     def add_target_bias_terms(self, stop: int) -> None:
         """Add the targets' terms to the gradient of the bias of the classes before `stop`."""

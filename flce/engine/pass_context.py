@@ -183,6 +183,14 @@ class PassContext:
 
     matmul = staticmethod(gemm.matmul)
 
+    def multiply_vector(self, vector: Tensor, matrix: Tensor) -> Tensor:
+        """Return two rows, (2, cols), whose sum is ``vector @ matrix``: the vector is the sum of two numbers of the
+        matrix's dtype, which is precise enough."""
+        rounded = vector.to(matrix.dtype)
+        product = self.new((2, matrix.shape[1]), vector.dtype)
+        self.matmul(torch.stack((rounded, (vector - rounded).to(matrix.dtype))), matrix, out=product)
+        return product
+
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         """Add the sums over rows of `x`, (rows, cols), to `out`, (cols,)."""
         # A product, because a sum over rows in another dtype allocates memory that is not counted.

@@ -23,7 +23,6 @@ from torch import Tensor
 from flce.backends import contract
 from flce.backends.contract import (
     ENTROPY,
-    LEAST_LOGPROB,
     LOG_SUM,
     LOSS_GRADIENT_SLOTS,
     OFFSET,
@@ -34,7 +33,7 @@ from flce.backends.contract import (
     Teacher,
     log_sum_exp,
 )
-from flce.backends.formulas import finish_divergence, is_class
+from flce.backends.formulas import finish_divergence, is_class, softmax_factor_with_entropy
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec
 from flce.engine import vectors
 from flce.engine.pass_context import CandidateGrads, PassContext
@@ -278,14 +277,12 @@ def _compute_candidate_grads(
     """Compute the complete gradients of the logits of candidates. Equal candidates of a row have equal values."""
     problem, logprob = selection.problem, saved.candidate_logprob
     assert logprob is not None
-    spec, softmax_factor = problem.spec, row_gradient[SOFTMAX, :, None]
+    spec = problem.spec
     values = runtime.arena.new(ids.shape, row_gradient.dtype)
     runtime.backend.sum_equal(ids, upstream.to(values.dtype), values)
     values -= row_gradient[TARGET, :, None].where(ids == selection.target[:, None], 0.0)
     z = logprob + log_sum_exp(saved.normalizer)[:, None]
-    if len(row_gradient) > ENTROPY:
-        softmax_factor = softmax_factor - row_gradient[ENTROPY, :, None] * logprob.clamp(min=LEAST_LOGPROB)
-    values += logprob.exp() * softmax_factor
+    values += logprob.exp() * softmax_factor_with_entropy(row_gradient[:, :, None], logprob)
     values *= spec.jacobian(z, selection.inverse_temperature)
     # Values of ids that are no classes are not written, but would count for the gradient scale.
     valid = (selection.target != spec.ignore_index)[:, None] & is_class(ids, problem.vocab_size)

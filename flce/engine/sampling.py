@@ -214,7 +214,7 @@ class SampledGradients:
             given = ctx.rows.class_weight
             weight = ctx.new((ctx.vocab_size,), accum).fill_(1.0) if given is None else given.to(accum)
             self._class_weight = weight
-            self._weighted_rows = {k: _multiply(ctx, weight, ctx.terms[k].weight) for k in ctx.dx_terms}
+            self._weighted_rows = {k: ctx.multiply_vector(weight, ctx.terms[k].weight).sum(0) for k in ctx.dx_terms}
             self._sums_of_rows = {k: ctx.new((size,), accum, zero=True) for k, size in hidden_sizes.items()}
 
     def add(self, tokens: slice) -> None:
@@ -230,7 +230,7 @@ class SampledGradients:
             x = dlogits.new_ones(len(dlogits), 1) if k == BIAS else xs[k]
             ctx.matmul(dlogits.t(), x, out=dense_dw, accumulate=tokens.start > 0)
             if smoothing is not None:
-                self._sums_of_rows[k] += _multiply(ctx, smoothing, x)
+                self._sums_of_rows[k] += ctx.multiply_vector(smoothing, x).sum(0)
         if self._logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_logits(x, term.weight, samples, self._logits)
@@ -275,12 +275,3 @@ class SampledGradients:
                 x, entries, order, bounds, self._frequent.place, dense, ctx.dw_memory(k) if grad is None else grad,
                 scale, added,
             )  # fmt: skip
-
-
-def _multiply(ctx: PassContext, vector: Tensor, matrix: Tensor) -> Tensor:
-    """Return ``vector @ matrix`` in the dtype of the vector, which is rounded to two numbers of the matrix's dtype."""
-    rounded = vector.to(matrix.dtype)
-    both = torch.stack((rounded, (vector - rounded).to(matrix.dtype)))
-    product = ctx.new((2, matrix.shape[1]), vector.dtype)
-    ctx.matmul(both, matrix, out=product)
-    return product.sum(0)

@@ -223,7 +223,7 @@ def test_a_divided_head(feature: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
 @pytest.mark.parametrize("own_products", [True, False])
 def test_on_a_gpu(dtype: torch.dtype, own_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a peaked head errors are smaller than stock's, and the memory is that of the plan."""
+    """On a peaked head errors are smaller than stock's, and the memory is as planned."""
     if not own_products:
         monkeypatch.setattr(linear_operators, "has_fused_products", lambda device: False)
     shape, cuda = (4096, 512, 64000), torch.device("cuda")

@@ -184,6 +184,14 @@ def one_minus_exp(x):
 
 
 @triton.jit
+def softmax_minus_target(softmax_factor, target_factor, more_softmax, nll):
+    """Return SOFTMAX * p - TARGET. For p near 1 the factors cancel, for a small p and a small TARGET 1 - (1 - p) does.
+    more_softmax: SOFTMAX - TARGET."""
+    small_p = softmax_factor * tl.exp2(-nll * LOG2_E) - target_factor
+    return tl.where(nll > 1.0, small_p, more_softmax - softmax_factor * one_minus_exp(nll))
+
+
+@triton.jit
 def finish_row(
     offset,  # the normalizer: offset + log_sum is lse
     log_sum,
@@ -220,9 +228,7 @@ def finish_row(
         row_z_loss = z_loss * lse * lse
         more_softmax += z_loss_scale * 2.0 * z_loss * lse
     softmax_factor = target_factor + more_softmax
-    # SOFTMAX * p - TARGET. For p near 1 the factors cancel, for a small p and a small TARGET 1 - (1 - p) does.
-    small_p = softmax_factor * tl.exp2(-nll * LOG2_E) - target_factor
-    at_target = tl.where(nll > 1.0, small_p, more_softmax - softmax_factor * one_minus_exp(nll))
+    at_target = softmax_minus_target(softmax_factor, target_factor, more_softmax, nll)
     at_target -= classes_factor * target_weight
     return (
         tl.where(valid, loss * row_weight, 0.0),

@@ -35,6 +35,7 @@ from flce.backends.contract import (
     FUSED_PRODUCT_BLOCK,
     FUSED_PRODUCT_ROWS,
     LEAST_LOGPROB,
+    WORD_CLASSES,
     GradientCall,
     Marks,
     StatisticsCall,
@@ -77,6 +78,7 @@ LIMIT = 64.0
 _LIMIT = tl.constexpr(LIMIT)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
+_WORD = tl.constexpr(WORD_CLASSES)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 _NO_MARKS = {"threshold": None, "seeds": None, "first_class": 0, "words": None}
 
@@ -268,7 +270,7 @@ def product_kernel(
                 # have exponentials of 0.
                 ratio = exps * tl.exp2(tl.minimum((reference - threshold) * LOG2_E, 126.0))[:, None]
                 marks = uniform(seeds[:, None], column_start + columns + first_class) < ratio
-                word = (column_start + col_start) // 32 + tl.arange(0, COLS // 32)
+                word = (column_start + col_start) // _WORD + tl.arange(0, COLS // _WORD)
                 out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word[None, :]
                 tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None])
             if WANT_ENTROPY:

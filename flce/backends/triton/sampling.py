@@ -14,9 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends import sampling
-from flce.backends.contract import WORD_CLASSES, GradientCall, Marks, SampledEntries, Samples, StatisticsCall
+from flce.backends.contract import (
+    LEAST_LOGPROB,
+    LOGPROB,
+    WORD_CLASSES,
+    GradientCall,
+    Marks,
+    SampledEntries,
+    Samples,
+    StatisticsCall,
+)
 from flce.backends.triton.launch import Launch, build_launch, thread_options
-from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, one_minus_exp, transform
+from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, softmax_minus_target, transform
 from flce.backends.triton.replay import run
 from flce.core.problem import accumulation_dtype
 
@@ -24,8 +33,8 @@ _GOLDEN = tl.constexpr(sampling.GOLDEN)
 _MIX_1 = tl.constexpr(sampling.MIX_1)
 _MIX_2 = tl.constexpr(sampling.MIX_2)
 _WORD = tl.constexpr(WORD_CLASSES)
-_LOGPROB = tl.constexpr(2)
-_LEAST_LOGPROB = tl.constexpr(-1e4)
+_LOGPROB = tl.constexpr(LOGPROB)
+_LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
 # Options of the loss that only the end of a row needs: gradients of entries follow from the row gradient.
 _LEFT_OUT = ("label_smoothing", "z_loss", "candidates", "top_k", "row_temperature")
 # Rows and columns of a program of `mark_kernel`, and words of a step of the kernels that read words.
@@ -279,13 +288,10 @@ def gradient_kernel(
     softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
         row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, False
     )
-    # The gradient at the target: see `sampling._gradient_at_target`.
     at_target = softmax_factor
     if HAS_ENTROPY_GRADIENT:
         at_target -= entropy_factor * tl.maximum(target_logprob, _LEAST_LOGPROB)
-    near_one = (at_target - target_factor) - at_target * one_minus_exp(-target_logprob)
-    small = at_target * tl.exp2(target_logprob * LOG2_E) - target_factor
-    at_target = tl.where(target_logprob < -1.0, small, near_one)
+    at_target = softmax_minus_target(at_target, target_factor, at_target - target_factor, -target_logprob)
     place = row + first_row
     if HAS_INDEX:
         place = tl.load(index_ptr + row)
