@@ -47,7 +47,7 @@ class ChunkOptions:
             The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a
             gradient of the bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and
             ``str(plan)`` names the reason.
-        sample_below: a number s from 2^-20 to 2^-4, for gradients in less than half of the time: of the probabilities
+        sample_below: a number s from 2^-20 to 2^-4, for gradients without their matrix products: of the probabilities
             of a token that are below s, a random choice is multiplied with W and x instead of all. The gradients are
             right on average, and have noise that grows with s; losses are exact. See `docs/sampled-gradients.md`.
             Default: all probabilities are multiplied. Gradients that cannot be sampled are dense, and ``str(plan)``
