@@ -22,6 +22,8 @@ from flce.core.problem import accumulation_dtype
 
 # Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+# Odd multipliers of 64 bits: of SplitMix64 (S. Vigna, public domain).
+MIX_ROWS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x9E3779B97F4A7C15 - 2**64
 _UINT32 = 0xFFFFFFFF
 # Entries whose rows of x or of a weight are in memory at once.
 ENTRIES_AT_ONCE = 1024
@@ -29,15 +31,12 @@ ENTRIES_AT_ONCE = 1024
 CHOICE_BYTES, LIST_BYTES = 48, 6
 
 
-def hash_rows(numbers: Tensor) -> Tensor:
-    """Return the seeds of rows, int32, from several numbers of each row, (numbers, rows) int64."""
-    h = torch.zeros_like(numbers[0])
-    for number in numbers:
-        h = (h ^ (number & _UINT32)) * GOLDEN & _UINT32
-        for shift, factor in ((16, MIX_1), (13, MIX_2)):
-            h = (h ^ (h >> shift)) * factor & _UINT32
-        h ^= h >> 16
-    return h.to(torch.int32)
+def hash_rows(position: Tensor, bits: Tensor, bound: Tensor) -> Tensor:
+    """Return the seeds of rows, int32, from three numbers of each row, (rows,) int64."""
+    # Products and sums wrap around. The upper half of a product depends on all bits of its factors.
+    h = position * MIX_ROWS[0] + bits * MIX_ROWS[1] + bound * MIX_ROWS[2]
+    h = (h ^ (h >> 32)) * MIX_ROWS[0]
+    return ((h ^ (h >> 29)) * MIX_ROWS[1] >> 32).to(torch.int32)
 
 
 def uniform(seeds: Tensor, classes: Tensor) -> Tensor:

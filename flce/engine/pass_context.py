@@ -441,8 +441,9 @@ class PassContext:
         count = samples.bounds[rows]
         failed = (count > len(samples.classes)) | ~self.normalizer[:LOGPROB, :rows].isfinite().all()
         failures = self.rows.sum_over_processes(failed.to(torch.int64))
-        if not failures.item():
-            return int(count)
+        num_entries = count.masked_fill(failures > 0, -1).item()
+        if num_entries >= 0:
+            return int(num_entries)
         find_caller().warn(
             "gradients are not sampled: a token needs more than "
             f"{ENTRIES_PER_TOKEN} entries on average, or a sum of exponentials is not finite. This call computes dense "

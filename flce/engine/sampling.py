@@ -77,23 +77,20 @@ class FrequentClasses:
         bias = ctx.problem.linear_bias
         self._bias = None if bias is None else bias[ids]
         self._tile = TileClasses(0, len(ids), len(ids), padded_cols(len(ids)), is_shard=True)
-
-    def local_target(self, tokens: slice) -> Tensor:
-        """Return the columns of the targets of some rows; NO_TARGET, or IGNORED, for the others."""
-        ctx = self._context
-        target = slice_columns(ctx.rows.target, tokens)
+        target = ctx.rows.target
         column = self.place[target.clamp(0, ctx.vocab_size - 1)].long()
         column = torch.where(is_class(target, ctx.vocab_size), column, NO_TARGET)
-        return column.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+        # (rows,) the columns of the targets; NO_TARGET, or IGNORED, for the others.
+        self._target = column.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
 
     def _inputs(self, inputs: RowInputs, spec: LossSpec, target: Tensor) -> tuple[RowInputs, LossSpec, TileClasses]:
-        """Return the first fields of a call for these classes. target: of `local_target`."""
+        """Return the first fields of a call for these classes. target: some rows of `_target`."""
         inputs = inputs._replace(target=target, bias=self._bias, class_weight=None, token_weight=None)
         return inputs, replace(spec, ignore_index=IGNORED, stats=(), z_loss=0.0, label_smoothing=0.0), self._tile
 
     def compute_bound(self, xs: Sequence[Tensor], tokens: slice) -> Tensor:
         """Return the log-sum-exp of these classes for some rows, float32; inf for ignored rows."""
-        ctx, target = self._context, self.local_target(tokens)
+        ctx, target = self._context, slice_columns(self._target, tokens)
         normalizer = ctx.new((NORMALIZER_SLOTS, len(target)), ctx.normalizer.dtype)
         out = RowOutputs(normalizer[0], None, normalizer, None, None, None, None, None)
         call = StatisticsCall(*self._inputs(ctx.rows.tile_inputs(tokens), ctx.rows.spec, target), out)
@@ -109,7 +106,7 @@ class FrequentClasses:
 
     def write_gradient(self, xs: Sequence[Tensor], tokens: slice, call: GradientCall, out: Tensor) -> None:
         """Write the gradient of the logits of some rows, (rows, K); 0 at the targets. `call`: for all classes."""
-        ctx, target = self._context, self.local_target(tokens)
+        ctx, target = self._context, slice_columns(self._target, tokens)
         call = GradientCall(*self._inputs(call.inputs, call.spec, target), call.normalizer, call.row_gradient)
         if ctx.in_registers:
             ctx.backend.fused_gradient(xs[0], self.weights[0], out, call)
@@ -147,7 +144,7 @@ def hash_tokens(ctx: PassContext, x: Tensor, tokens: slice, bound: Tensor) -> Te
     position = torch.arange(tokens.start, tokens.stop, device=x.device) if index is None else index[tokens]
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
-    return hash_rows(torch.stack((position, bits, bound.view(torch.int32).long())))
+    return hash_rows(position, bits, bound.view(torch.int32).long())
 
 
 class Sampler:
@@ -169,6 +166,9 @@ class Sampler:
         bits = torch.ones_like(omitted) << omitted % WORD_CLASSES
         words = omitted.new_zeros(self._num_words).index_add_(0, omitted // WORD_CLASSES, bits)
         self._omitted = words.to(torch.int32)
+        target = ctx.rows.target
+        has_target = is_class(target, ctx.vocab_size) & (target != ctx.rows.spec.ignore_index)
+        self._target = target.where(has_target, NO_TARGET)
 
     def compute(self, tokens: slice, logits: Tensor | None) -> None:
         """Compute the statistics of some rows, see `PassContext.compute_statistics`, and list their entries."""
@@ -179,35 +179,25 @@ class Sampler:
         words = ctx.new((len(bound), self._num_words), torch.int32)
         threshold = bound.add_(math.log(self._sample_below))
         ctx.compute_statistics(tokens, logits, Marks(threshold, samples.seeds, ctx.rows.first_class, words))
-        target, spec = slice_columns(ctx.rows.target, tokens), ctx.rows.spec
-        has_target = is_class(target, ctx.vocab_size) & (target != spec.ignore_index)
-        ctx.backend.list_entries(words, self._omitted, target.where(has_target, NO_TARGET), samples)
+        ctx.backend.list_entries(words, self._omitted, slice_columns(self._target, tokens), samples)
 
 
 class SampledGradients:
-    """Backward: computes gradients from `PassContext.samples`."""
+    """Backward: computes gradients from `PassContext.samples`. For each chunk of rows `add_frequent`, then
+    `add_entries`; at the end `finish`."""
 
-    def __init__(self, ctx: PassContext, rows: int, sample_below: float, num_entries: int) -> None:
-        samples = ctx.samples
-        self._context, self._samples = ctx, samples
-        self._frequent = frequent = FrequentClasses(ctx, samples.frequent)
+    def __init__(self, ctx: PassContext, rows: int, sample_below: float) -> None:
+        self._context, self._samples, self._sample_below = ctx, ctx.samples, sample_below
+        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent)
         self._tile = ctx.new_tile(rows, len(frequent.ids), ctx.dtypes.logits_grad)
         accum = ctx.normalizer.dtype
-        # Few different sizes: launches of kernels are prepared once for a size.
-        step = ceil_div(len(samples.classes), ENTRY_SIZES)
-        num_entries = ceil_div(num_entries, step) * step if step else 0
-        self._entries = SampledEntries(
-            ctx.new((num_entries,), torch.int32), ctx.new((num_entries,), accum), ctx.new((num_entries,), torch.int32),
-            ctx.rows.first_class, sample_below,
-        )  # fmt: skip
-        self._entries.classes.fill_(ctx.vocab_size)
-        # With adapters the logits of the entries are a sum over the terms.
-        self._logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
         # By term. The bias is a term whose input is 1.
         hidden_sizes = {k: ctx.terms[k].weight.shape[1] for k in ctx.dw_terms}
         if ctx.problem.needs.bias:
             hidden_sizes[BIAS] = 1
         self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum) for k, size in hidden_sizes.items()}
+        # By term: the share of frequent classes in dX of a chunk.
+        self._dense_dx: dict[int, Tensor] = {}
         # With label smoothing the gradient of each class k of row i has the term -f_i w_k.
         self._class_weight: Tensor | None = None
         if ctx.problem.spec.label_smoothing:
@@ -216,14 +206,25 @@ class SampledGradients:
             self._class_weight = weight
             self._weighted_rows = {k: ctx.multiply_vector(weight, ctx.terms[k].weight).sum(0) for k in ctx.dx_terms}
             self._sums_of_rows = {k: ctx.new((size,), accum, zero=True) for k, size in hidden_sizes.items()}
+        self.allocate_entries(0)
 
-    def add(self, tokens: slice) -> None:
-        """Compute dX and the values of the entries of some rows, and add the rows to the gradients of frequent
-        classes."""
+    def allocate_entries(self, num_entries: int) -> None:
+        ctx, accum = self._context, self._context.normalizer.dtype
+        # Few different sizes: launches of kernels are prepared once for a size.
+        step = ceil_div(len(self._samples.classes), ENTRY_SIZES)
+        num_entries = ceil_div(num_entries, step) * step if step else 0
+        self._entries = SampledEntries(
+            ctx.new((num_entries,), torch.int32), ctx.new((num_entries,), accum), ctx.new((num_entries,), torch.int32),
+            ctx.rows.first_class, self._sample_below,
+        )  # fmt: skip
+        self._entries.classes.fill_(ctx.vocab_size)
+        # With adapters the logits of the entries are a sum over the terms.
+        self._logits = ctx.new((num_entries,), accum, zero=True) if len(ctx.terms) > 1 else None
+
+    def add_frequent(self, tokens: slice) -> None:
+        """Compute the share of frequent classes in dX of some rows, and add the rows to their share of dW."""
         ctx, xs, frequent = self._context, self._context.term_inputs(tokens), self._frequent
-        samples, call = self._samples.select_rows(tokens), ctx.gradient_call(tokens)
-        index = None if ctx.selection.index is None else ctx.selection.index[tokens]
-        dlogits = slice_rows(self._tile, slice(0, len(xs[0])))
+        call, dlogits = ctx.gradient_call(tokens), slice_rows(self._tile, slice(0, len(xs[0])))
         frequent.write_gradient(xs, tokens, call, dlogits)
         smoothing = self._smoothing_factors(call)
         for k, dense_dw in self._dense_dw.items():
@@ -231,22 +232,28 @@ class SampledGradients:
             ctx.matmul(dlogits.t(), x, out=dense_dw, accumulate=tokens.start > 0)
             if smoothing is not None:
                 self._sums_of_rows[k] += ctx.multiply_vector(smoothing, x).sum(0)
+        for k in ctx.dx_terms:
+            self._dense_dx[k] = ctx.new(xs[k].shape, ctx.normalizer.dtype)
+            ctx.matmul(dlogits, frequent.weights[k], out=self._dense_dx[k])
+            if smoothing is not None:
+                self._dense_dx[k].addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
+
+    def add_entries(self, tokens: slice) -> None:
+        """Write dX of some rows, and the values of their entries."""
+        ctx, xs = self._context, self._context.term_inputs(tokens)
+        samples, index = self._samples.select_rows(tokens), ctx.selection.index
         if self._logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_logits(x, term.weight, samples, self._logits)
-        for k, (x, term, weight) in enumerate(zip(xs, ctx.terms, frequent.weights, strict=True)):
-            dense: Tensor | None = None
+        for k, (x, term) in enumerate(zip(xs, ctx.terms, strict=True)):
             grad: Tensor | None = None
             if k in ctx.dx_terms:
-                dense = ctx.new(x.shape, ctx.normalizer.dtype)
-                ctx.matmul(dlogits, weight, out=dense)
-                if smoothing is not None:
-                    dense.addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
-                grad = ctx.dx_memory(k) if index is not None else slice_rows(ctx.dx_memory(k), tokens)
+                grad = slice_rows(ctx.dx_memory(k), tokens) if index is None else ctx.dx_memory(k)
             if k == 0 or grad is not None:
                 ctx.backend.sampled_gradient(
-                    x, term.weight, call, samples, tokens.start, self._entries,
-                    logits=self._logits, dense=dense, grad=grad, index=index, gradient_scale=ctx.gradient_scale,
+                    x, term.weight, ctx.gradient_call(tokens), samples, tokens.start, self._entries,
+                    logits=self._logits, dense=self._dense_dx.pop(k, None), grad=grad,
+                    index=None if index is None else index[tokens], gradient_scale=ctx.gradient_scale,
                 )  # fmt: skip
 
     def _smoothing_factors(self, call: GradientCall) -> Tensor | None:

@@ -15,7 +15,7 @@ from flce.engine.schedules.statistics import Deferred, Statistics, statistics_sc
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096
 # Maximum bytes of the marks of a chunk.
-MARK_BYTES = 64 << 20
+MARK_BYTES = 128 << 20
 
 
 def default_rows(c: Case) -> int:
@@ -66,11 +66,15 @@ class Sampled(Deferred):
         return f"{super().describe(c)}, at most {ENTRIES_PER_TOKEN} entries a token"
 
     def backward(self, ctx: PassContext) -> None:
-        num_entries = ctx.count_entries()
-        if num_entries is None:
-            self.dense.backward(ctx)
-            return
-        gradients = SampledGradients(ctx, self.rows, self.sample_below, num_entries)
+        gradients = SampledGradients(ctx, self.rows, self.sample_below)
         for chunk in ctx.chunks(self.rows):
-            gradients.add(chunk)
+            gradients.add_frequent(chunk)
+            if chunk.start == 0:  # The first products run while the host waits for the number.
+                num_entries = ctx.count_entries()
+                if num_entries is None:
+                    del gradients
+                    self.dense.backward(ctx)
+                    return
+                gradients.allocate_entries(num_entries)
+            gradients.add_entries(chunk)
         gradients.finish()
