@@ -418,6 +418,7 @@ class SampledEntries(NamedTuple):
     rows: Tensor  # (entries,) int32 rows of the call
     values: Tensor  # (entries,) of the accumulation dtype, 0 for entries that were dropped
     classes: Tensor  # (entries,) int32; V for entries that were dropped
+    num_listed: int  # the size of the list; behind it are the candidates of each row
     first_class: int  # see `Marks`
     sample_below: float
 
@@ -512,7 +513,7 @@ class Backend(Protocol):
     def sampled_gradient(
         self, x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int,
         out: SampledEntries, *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None,
-        index: Tensor | None, gradient_scale: Tensor | None,
+        index: Tensor | None, gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Compute the values of the entries of some rows, and dX.
 
@@ -529,6 +530,7 @@ class Backend(Protocol):
             dense: (rows, H) added to dX; None: 0.
             grad: ``grad[index] = (dense + sum of value * weight[class]) / gradient_scale``; None: not requested.
             index: (rows,) the rows of the call, for `grad` and ``out.rows``; None: in `grad` these rows.
+            candidates: classes and values of more entries, (rows, K), for dX; other ids than classes are left out.
         """
 
     def sampled_weight_gradient(

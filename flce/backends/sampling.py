@@ -17,7 +17,7 @@ from flce.backends.contract import (
     SampledEntries,
     Samples,
 )
-from flce.backends.formulas import softmax_factor_with_entropy, softmax_minus_target
+from flce.backends.formulas import is_class, softmax_factor_with_entropy, softmax_minus_target
 from flce.core.problem import accumulation_dtype
 
 # Multipliers of hashes: of the golden ratio, and of MurmurHash3's finalizer (A. Appleby, public domain).
@@ -105,7 +105,7 @@ def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> 
 def sampled_gradient(
     x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
     *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None,
+    gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     accum, inputs = accumulation_dtype(x.dtype), call.inputs
     dx = x.new_zeros(x.shape, dtype=accum) if dense is None else dense
@@ -131,6 +131,9 @@ def sampled_gradient(
         dx.index_add_(0, rows, w.mul_(values[:, None]))
     if grad is None:
         return
+    for ids, values in () if candidates is None else zip(*(t.t() for t in candidates), strict=True):
+        valid = is_class(ids, len(weight))
+        dx.addcmul_(weight[ids.where(valid, 0)].to(accum), values.where(valid, 0.0)[:, None])
     dx = dx if gradient_scale is None else dx / gradient_scale
     if index is None:
         grad.copy_(dx)

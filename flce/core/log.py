@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from typing import Any, NamedTuple
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -58,6 +59,9 @@ WarningKey = tuple[str, type[Warning], str, int]
 # Python records shown warnings by module, too. It discards the record whenever code enters or leaves
 # `warnings.catch_warnings`, as libraries do in every training step.
 _shown_warnings: set[WarningKey] = set()
+
+sampled_passes: Counter[str] = Counter()
+"""Backward passes of this process with `ChunkOptions.sample_below`, by the gradients: "sampled" or "dense"."""
 
 
 class Caller(NamedTuple):

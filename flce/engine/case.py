@@ -219,8 +219,6 @@ class Case:
             return "a divergence"
         if self.spec.label_smoothing and self.spec.softcap is not None:
             return "label smoothing with a softcap"
-        if getattr(self.spec, "candidates", 0):
-            return "candidates"
         return None
 
     @property

@@ -208,9 +208,8 @@ def backward(
         candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
     if plan.dtypes.unscales_sums:
         gradient_scale = _compute_gradient_scale(selection, row_gradient, candidate_grads)
-        for gradients in (row_gradient, None if candidate_grads is None else candidate_grads.values):
-            if gradients is not None:
-                gradients *= gradient_scale
+        for gradients in (row_gradient, *(() if candidate_grads is None else candidate_grads[1:])):
+            gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     rows = problem, selection, scales, runtime.arena, saved.normalizer
     context = build_context(
@@ -283,7 +282,7 @@ def _compute_candidate_grads(
     values -= row_gradient[TARGET, :, None].where(ids == selection.target[:, None], 0.0)
     z = logprob + log_sum_exp(saved.normalizer)[:, None]
     values += logprob.exp() * softmax_factor_with_entropy(row_gradient[:, :, None], logprob)
-    values *= spec.jacobian(z, selection.inverse_temperature)
+    jacobian = spec.jacobian(z, selection.inverse_temperature)
     # Values of ids that are no classes are not written, but would count for the gradient scale.
     valid = (selection.target != spec.ignore_index)[:, None] & is_class(ids, problem.vocab_size)
-    return CandidateGrads(ids, values.where(valid, 0.0))
+    return CandidateGrads(ids, *((t * jacobian).where(valid, 0.0) for t in (values, upstream.to(values.dtype))))

@@ -78,10 +78,8 @@ class FrequentClasses:
         self._bias = None if bias is None else bias[ids]
         self._tile = TileClasses(0, len(ids), len(ids), padded_cols(len(ids)), is_shard=True)
         target = ctx.rows.target
-        column = self.place[target.clamp(0, ctx.vocab_size - 1)].long()
-        column = torch.where(is_class(target, ctx.vocab_size), column, NO_TARGET)
         # (rows,) the columns of the targets; NO_TARGET, or IGNORED, for the others.
-        self._target = column.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+        self._target = self._place_of(target).masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
 
     def _inputs(self, inputs: RowInputs, spec: LossSpec, target: Tensor) -> tuple[RowInputs, LossSpec, TileClasses]:
         """Return the first fields of a call for these classes. target: some rows of `_target`."""
@@ -105,14 +103,35 @@ class FrequentClasses:
         return bound.sub_(BOUND_MARGIN).masked_fill_(target == IGNORED, torch.inf)
 
     def write_gradient(self, xs: Sequence[Tensor], tokens: slice, call: GradientCall, out: Tensor) -> None:
-        """Write the gradient of the logits of some rows, (rows, K); 0 at the targets. `call`: for all classes."""
+        """Write the gradient of the logits of some rows, (rows, K); 0 at targets and candidates. `call`: for all
+        classes."""
         ctx, target = self._context, slice_columns(self._target, tokens)
         call = GradientCall(*self._inputs(call.inputs, call.spec, target), call.normalizer, call.row_gradient)
         if ctx.in_registers:
             ctx.backend.fused_gradient(xs[0], self.weights[0], out, call)
         else:
             ctx.backend.gradient(self._logits(xs), out, call)
-        ctx.backend.write_entries(out, target[:, None], torch.zeros_like(target, dtype=torch.float32)[:, None], 0)
+        exact = target[:, None]
+        if ctx.candidate_grads is not None:
+            ids = ctx.candidate_grads.ids[tokens]
+            exact = torch.cat((exact, self._place_of(ids)), 1)
+        ctx.backend.write_entries(out, exact, torch.zeros_like(exact, dtype=torch.float32), 0)
+
+    def candidate_values(self, tokens: slice) -> Tensor:
+        """Return what `PassContext.candidate_grads` add to the gradients of some rows, (rows, K). Entries and targets
+        have the share of the softmax; for candidates that are frequent `write_gradient` left it out."""
+        ctx = self._context
+        assert ctx.candidate_grads is not None
+        ids, values, terms = (t[tokens] for t in ctx.candidate_grads)
+        count = torch.ones_like(values)
+        ctx.backend.sum_equal(ids, torch.ones_like(values), count)
+        is_left_out = (self._place_of(ids) >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        return torch.where(is_left_out, values / count, terms)
+
+    def _place_of(self, ids: Tensor) -> Tensor:
+        """Return the columns of classes; NO_TARGET for all others."""
+        place = self.place[ids.clamp(0, len(self.place) - 1)].long()
+        return torch.where(is_class(ids, len(self.place)), place, NO_TARGET)
 
     def _logits(self, xs: Sequence[Tensor]) -> Tensor:
         ctx = self._context
@@ -209,12 +228,14 @@ class SampledGradients:
         self.allocate_entries(0)
 
     def allocate_entries(self, num_entries: int) -> None:
+        """Allocate memory for values of the list's entries, and behind them of all candidates."""
         ctx, accum = self._context, self._context.normalizer.dtype
         # Few different sizes: launches of kernels are prepared once for a size.
         step = ceil_div(len(self._samples.classes), ENTRY_SIZES)
         num_entries = ceil_div(num_entries, step) * step if step else 0
+        size = num_entries + (0 if ctx.candidate_grads is None else ctx.candidate_grads.ids.numel())
         self._entries = SampledEntries(
-            ctx.new((num_entries,), torch.int32), ctx.new((num_entries,), accum), ctx.new((num_entries,), torch.int32),
+            ctx.new((size,), torch.int32), ctx.new((size,), accum), ctx.new((size,), torch.int32), num_entries,
             ctx.rows.first_class, self._sample_below,
         )  # fmt: skip
         self._entries.classes.fill_(ctx.vocab_size)
@@ -242,6 +263,7 @@ class SampledGradients:
         """Write dX of some rows, and the values of their entries."""
         ctx, xs = self._context, self._context.term_inputs(tokens)
         samples, index = self._samples.select_rows(tokens), ctx.selection.index
+        candidates = None if ctx.candidate_grads is None else self._add_candidates(tokens)
         if self._logits is not None:
             for x, term in zip(xs, ctx.terms, strict=True):
                 ctx.backend.sampled_logits(x, term.weight, samples, self._logits)
@@ -254,7 +276,19 @@ class SampledGradients:
                     x, term.weight, ctx.gradient_call(tokens), samples, tokens.start, self._entries,
                     logits=self._logits, dense=self._dense_dx.pop(k, None), grad=grad,
                     index=None if index is None else index[tokens], gradient_scale=ctx.gradient_scale,
+                    candidates=candidates,
                 )  # fmt: skip
+
+    def _add_candidates(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Write the entries of candidates of some rows. Return their classes and values, (rows, K)."""
+        ctx, entries, index = self._context, self._entries, self._context.selection.index
+        assert ctx.candidate_grads is not None
+        ids, values = ctx.candidate_grads.ids[tokens], self._frequent.candidate_values(tokens)
+        rows = torch.arange(tokens.start, tokens.stop, device=ids.device) if index is None else index[tokens]
+        classes = torch.where(is_class(ids, ctx.vocab_size), ids, ctx.vocab_size)
+        for out, value in ((entries.rows, rows[:, None]), (entries.values, values), (entries.classes, classes)):
+            out[entries.num_listed :].view_as(ctx.candidate_grads.ids)[tokens] = value
+        return ids, values
 
     def _smoothing_factors(self, call: GradientCall) -> Tensor | None:
         """Return f of each row, see `_class_weight`; None without label smoothing."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.core import private
-from flce.core.log import find_caller
+from flce.core.log import find_caller, sampled_passes
 from flce.core.options import ChunkOptions
 from flce.huggingface.divided_head import divide_head, is_divided
 from flce.huggingface.find_heads import (
@@ -460,6 +460,7 @@ def report(model: nn.Module) -> Report:
     """
     _check_model("report", model)
     usages = usages_of(model)
+    options = [patch.settings.options for patch in _patches(model).values()]
     return Report(
         patched=tuple(_patches(model)),
         forwards=sum(usage.forwards for usage in usages),
@@ -468,6 +469,7 @@ def report(model: nn.Module) -> Report:
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
         left=find_language_models(model)[1],
+        sampled=Counter(sampled_passes if any(o is not None and o.sample_below for o in options) else ()),
     )
 
 

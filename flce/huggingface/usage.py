@@ -173,6 +173,8 @@ class Report:
             "materialize()" for calls of this method.
         stock: number of times that the head ran stock code with gradients enabled, by reason.
         left: models that could not be patched: the reason by the name of the model.
+        sampled: if a patch has ``ChunkOptions(sample_below=...)``: backward passes with this option, of all models of
+            this process, by their gradients: "sampled", or "dense" if there were too many entries.
     """
 
     patched: tuple[str, ...]
@@ -182,6 +184,7 @@ class Report:
     materialized: Mapping[str, int]
     stock: Mapping[str, int]
     left: Mapping[str, str]
+    sampled: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [f"patched: {', '.join(name or '(the model)' for name in self.patched) or 'nothing'}"]
@@ -189,6 +192,8 @@ class Report:
         for title, counts in (("materialized", self.materialized), ("stock", self.stock)):
             lines.append(f"{title}: {sum(counts.values())}")
             lines += [f"  {count} x {reason}" for reason, count in counts.items()]
+        if self.sampled:
+            lines.append(f"with sample_below: {', '.join(f'{count} {kind}' for kind, count in self.sampled.items())}")
         if self.left:
             lines.append(f"left: {format_unpatched(self.left)}")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from flce.core.log import sampled_passes
 from flce.huggingface import (
     MaterializedLogitsError,
     MaterializedLogitsWarning,
@@ -262,3 +263,11 @@ def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool
     with torch.no_grad():
         assert replica(input_ids=IDS, labels=IDS).logits is not None
     assert replica(input_ids=IDS).logits is not None
+
+
+def test_sampled_gradients_are_counted(build: Build) -> None:
+    sampled_passes.clear()
+    model = patch_model(build("Llama"), options=flce.ChunkOptions(sample_below=2.0**-20))
+    own_loss(model).backward()
+    assert flce.report(model).sampled == {"sampled": 1}
+    assert "with sample_below: 1 sampled" in str(flce.report(model))

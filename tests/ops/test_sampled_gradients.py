@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flce
 from benchmarks.real_heads import zipf_head
 from flce.backends import contract
+from flce.core import log
 from flce.ops import linear_operators
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
@@ -94,6 +95,41 @@ def entropy_gradients(problem: Problem, options: flce.ChunkOptions | None) -> li
     return list(torch.autograd.grad(value.mean(), (x, w)))
 
 
+@parametrize_pairs(name=BACKENDS, softcap=(None, 5.0), skip_ignored=(False, True), dtype=(torch.float32, HALF))
+def test_candidates(
+    name: str, softcap: float | None, skip_ignored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates of a token: twice the same, its target, none, frequent classes and rare ones."""
+    monkeypatch.setenv("FLCE_BACKEND", name)
+    problem = make_problem((40,), 16, 300, dtype=dtype, std=1.0, ignored=0.2, bias=True)
+    target = problem.target.clamp(min=0)
+    candidates = torch.randint(300, (40, 7))
+    candidates[:, 1:5] = torch.stack((candidates[:, 0], target, torch.full((40,), -1), target.roll(1)), 1)
+    upstream = torch.randn(40, 7)
+
+    def value(results: Any) -> Tensor:
+        return (results("candidate_logprob") * upstream).sum() + results("logprob").sum()
+
+    def leaves(dtype: torch.dtype) -> list[Tensor]:
+        assert problem.linear_bias is not None
+        return [
+            t.to(dtype, copy=True).requires_grad_() for t in (problem.input, problem.linear_weight, problem.linear_bias)
+        ]
+
+    x, w, bias = ours = leaves(dtype)
+    out = flce.linear_logprobs(
+        x, w, problem.target, linear_bias=bias, outputs=["logprob"], candidates=candidates, softcap=softcap,
+        options=sampled(skip_ignored=skip_ignored),
+    )  # fmt: skip
+    x, w, bias = right = leaves(torch.float64)
+    z = dense_logits(x, w, bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = token_results(z, problem.target, candidates)
+    got = torch.autograd.grad(value(lambda name: getattr(out, name).float()), ours)
+    for a, b in zip(got, torch.autograd.grad(value(expected.__getitem__), right), strict=True):
+        assert relative_error(a, b) < 3e-3
+
+
 @pytest.mark.parametrize("compute", [gradients, entropy_gradients])
 def test_unbiased(compute: Callable[[Problem, Any], list[Tensor]], torch_backend: str) -> None:
     """The error of the mean over equal tokens falls with the square root of their number, for every class."""
@@ -145,8 +181,10 @@ def test_dense_gradients(what: str, torch_backend: str, monkeypatch: pytest.Monk
         problem.input[4, 2] = torch.nan
     else:
         monkeypatch.setattr(contract, "ENTRIES_PER_TOKEN", 3)
-    with pytest.warns(RuntimeWarning, match="This call computes dense gradients"):
+    log.sampled_passes.clear()
+    with pytest.warns(RuntimeWarning, match="gradients are not sampled: a token needs more than"):
         got = run_fused(problem, options=sampled(2.0**-10))
+    assert log.sampled_passes == {"dense": 1}
     want = run_fused(problem, options=flce.ChunkOptions(strategy="vocab"))
     for name in ("grad_input", "grad_weight"):
         torch.testing.assert_close(getattr(got, name), getattr(want, name), equal_nan=True)

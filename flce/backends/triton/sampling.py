@@ -218,6 +218,9 @@ def logits_kernel(
     do_not_specialize=[
         "normalizer_stride",
         "row_gradient_stride",
+        "candidate_ids_stride",
+        "candidate_values_stride",
+        "num_candidates",
         "first_row",
         "first_class",
         "vocab_size",
@@ -238,6 +241,8 @@ def gradient_kernel(
     dense_ptr,  # (rows, hidden), contiguous
     index_ptr,  # (rows,) int64
     gradient_scale_ptr,  # ()
+    candidate_ids_ptr,  # (rows, num_candidates) int64
+    candidate_values_ptr,  # (rows, num_candidates)
     grad_ptr,  # (N, hidden)
     entry_rows_ptr,  # (entries,) int32 output
     entry_values_ptr,  # (entries,) output
@@ -247,6 +252,9 @@ def gradient_kernel(
     grad_stride,
     normalizer_stride,
     row_gradient_stride,
+    candidate_ids_stride,
+    candidate_values_stride,
+    num_candidates,
     first_row,
     first_class,
     vocab_size,
@@ -262,6 +270,7 @@ def gradient_kernel(
     HAS_LOGITS: tl.constexpr,
     HAS_DENSE: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    HAS_CANDIDATE_IDS: tl.constexpr,
     HAS_GRADIENT_SCALE: tl.constexpr,
     WANT_GRAD: tl.constexpr,
     ACCUM: tl.constexpr,
@@ -325,6 +334,15 @@ def gradient_kernel(
         tl.store(entry_values_ptr + entry, value, mask=exists)
         tl.store(entry_classes_ptr + entry, tl.where(is_kept, classes, vocab_size).to(tl.int32), mask=exists)
     if WANT_GRAD:
+        if HAS_CANDIDATE_IDS:
+            for start in range(0, num_candidates, ENTRIES):
+                number = start + tl.arange(0, ENTRIES)
+                exists = number < num_candidates
+                classes = tl.load(candidate_ids_ptr + row * candidate_ids_stride + number, mask=exists, other=-1)
+                exists = (classes >= 0) & (classes < vocab_size)
+                values = tl.load(candidate_values_ptr + row * candidate_values_stride + number, mask=exists, other=0.0)
+                rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+                total += tl.sum(rows * values[:, None], axis=0)
         if HAS_GRADIENT_SCALE:
             total /= tl.load(gradient_scale_ptr).to(ACCUM)
         if not HAS_INDEX:
@@ -426,24 +444,25 @@ def sampled_logits(x: Tensor, weight: Tensor, samples: Samples, out: Tensor) -> 
 def sampled_gradient(
     x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
     *, logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None,
+    gradient_scale: Tensor | None, candidates: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     # Launches are replayed by the values of positional arguments.
-    more = x, weight, call, samples, first_row, out, logits, dense, grad, index
-    run(_sampled_gradient, *more, gradient_scale)
+    more = x, weight, call, samples, first_row, out, logits, dense, grad, index, gradient_scale
+    run(_sampled_gradient, *more, *(candidates or (None, None)))
 
 
 def _sampled_gradient(
     x: Tensor, weight: Tensor, call: GradientCall, samples: Samples, first_row: int, out: SampledEntries,
     logits: Tensor | None, dense: Tensor | None, grad: Tensor | None, index: Tensor | None,
-    gradient_scale: Tensor | None,
+    gradient_scale: Tensor | None, candidate_ids: Tensor | None, candidate_values: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     yield build_launch(
         gradient_kernel, (len(x),), call, _row_options(x), leaves_out=_LEFT_OUT, x=x, weight=weight,
         bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes, logits=logits, dense=dense, index=index,
-        gradient_scale=gradient_scale, grad=grad, entry_rows=out.rows, entry_values=out.values,
-        entry_classes=out.classes, first_row=first_row, first_class=out.first_class, hidden=x.shape[1],
-        sample_below=out.sample_below,
+        candidate_ids=candidate_ids, candidate_values=candidate_values,
+        num_candidates=0 if candidate_ids is None else candidate_ids.shape[1], gradient_scale=gradient_scale, grad=grad,
+        entry_rows=out.rows, entry_values=out.values, entry_classes=out.classes, first_row=first_row,
+        first_class=out.first_class, hidden=x.shape[1], sample_below=out.sample_below,
     )  # fmt: skip
 
 
