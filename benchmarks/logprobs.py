@@ -27,6 +27,7 @@ from benchmarks.cases import Step, needs_package, select_contenders
 from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
+from benchmarks.real_heads import TEXTS
 from benchmarks.runs import BenchResult, Run
 from benchmarks.tables import Table
 from benchmarks.targets import MAIN, NARROW, TOLERANCE, Rule, Target
@@ -162,6 +163,8 @@ CONTENDERS = [
     peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]
+# Measured only if a case names them.
+NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12)]
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
@@ -218,10 +221,13 @@ def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
 
 
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
+SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=("floor", "ours", "ours-sampled", "trl"))
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
+    # Logits of a real head. A minute.
+    "sampled": lambda: plan_cases([replace(SAMPLED, head=f"gemma3 {text}") for text in TEXTS], rounds=9, seconds=1.0),
 }
 
 LOGPROBS = replace(
@@ -229,7 +235,7 @@ LOGPROBS = replace(
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
     presets=PRESETS,
-    contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
+    contenders=lambda case: select_contenders([*CONTENDERS, *NAMED], case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
     tables=operator.shape_tables,
     targets=target_tables,

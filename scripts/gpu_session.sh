@@ -26,6 +26,7 @@
 #     fp8          gradient products in E4M3: times, errors of random and of trained heads, their tests; four minutes
 #     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
 #                  tests; six minutes
+#     sampled-logprobs  linear_logprobs with sampled gradients on a real head; a minute and a half
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
@@ -56,7 +57,7 @@ all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
 unset TRITON_INTERPRET
-export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/integrations${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
 lines=()
 logs=$(mktemp -d) || exit
@@ -313,13 +314,14 @@ for name in $parts; do
             part sampled-tests "$(within 120)" "$python" -m pytest -q -p no:cacheprovider tests/ops/test_sampled_gradients.py
             benchmark sampled operator sampled 300
             ;;
+        sampled-logprobs) benchmark sampled-logprobs logprobs sampled 120 ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs divergence fp8 sampled calls rivals exact curve operator; do
+for name in model grpo logits rows logprobs divergence fp8 sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
