@@ -1,6 +1,7 @@
 """Time and memory of a GRPO step of a whole model: the old policy's pass without gradients, and the training step.
 
-The completions are random tokens of one length. The model is called as TRL's `GRPOTrainer` calls it, without a trainer.
+The completions have one length: random tokens, or Python code if the weights are not random. The model is called as
+TRL's `GRPOTrainer` calls it, without a trainer.
 The loss is the trainer's default (of DAPO, without a divergence). A case is one of the two passes.
 """
 
@@ -9,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,14 +21,26 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import Contender, needs_package, select_contenders, stand_ins
-from benchmarks.contenders import TRL_UNUSED
+from benchmarks.cases import Contender, needs_package, select_contenders
 from benchmarks.measure import Prepared, release
-from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, make_batch, share_model
-from flce.huggingface import NotFusedWarning
+from benchmarks.models import (
+    ARCHITECTURES,
+    MODEL,
+    MODELS,
+    OF_REAL_MODEL,
+    TRAINED,
+    WEIGHTS,
+    ModelCase,
+    build,
+    make_batch,
+    needs_trl,
+    share_model,
+    trl_head,
+)
 
 OLD, TRAINING = PARTS = "old policy", "training step"
 TEMPERATURE = 0.9
+HEAD: dict[str, Any] = {"temperature": TEMPERATURE, "outputs": ("log_probs", "entropy")}
 CLIP = 0.2
 DRIFT = 0.1  # standard deviation of the old log-probabilities from the model's: some ratios are clipped
 
@@ -92,29 +104,9 @@ class GrpoContender(Contender):
     applied: Callable[[Any], AbstractContextManager[object]] = field(default=contextlib.nullcontext, kw_only=True)
 
 
-needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
-
-
-@contextlib.contextmanager
-def trl_head(model: Any, ours: bool) -> Iterator[None]:
-    """Change the model as the constructor of `GRPOTrainer` does, stock or after `flce.huggingface.trl.install()`."""
-    before = dict(vars(model))
-    with stand_ins(TRL_UNUSED):
-        trainer = importlib.import_module("trl.trainer.grpo_trainer")
-        integration = importlib.import_module("flce.huggingface.trl")
-        if ours:
-            integration.install()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", NotFusedWarning)  # TRL's kernel would be measured
-            trainer.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
-            yield
-    finally:
-        integration.uninstall()
-        if flce.is_patched(model):
-            flce.unpatch_model(model)
-        vars(model).clear()
-        vars(model).update(before)
+def ours(model: Any, **options: Any) -> AbstractContextManager[None]:
+    chosen = flce.ChunkOptions(**options) if options else None
+    return trl_head(model, lambda: importlib.import_module("flce.huggingface.trl").install(options=chosen), **HEAD)
 
 
 def fused_logprobs(model: Any, batch: Completions) -> Tensor:
@@ -148,11 +140,20 @@ C, needs_liger = GrpoContender, needs_package(LIGER, "liger-kernel", cuda=False)
 of_trl = functools.partial(GrpoContender, compute=fused_logprobs, unavailable=needs_trl)
 only_training: dict[str, Any] = {"applies": lambda case, device: case.part == TRAINING}
 CONTENDERS = [
-    of_trl("ours", "flce", "ours", applied=functools.partial(trl_head, ours=True)),
-    of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, ours=False)),
+    of_trl("ours", "flce", "ours", applied=ours),
+    of_trl("trl", "TRL's kernel", "peer", applied=functools.partial(trl_head, **HEAD)),
     C("liger", "Liger's GRPO loss", "peer", liger_loss, unavailable=needs_liger, **only_training),
     C("stock", "stock, all logits", "stock", stock_logprobs),
 ]
+# Measured only if a case names it.
+SAMPLED = of_trl(
+    "ours-sampled", "flce, sampled gradients", "ours", applied=functools.partial(ours, sample_below=2.0**-12)
+)
+NAMES = ("ours", "ours-sampled", "trl", "liger", "stock")
+
+
+def contenders_of(case: GrpoCase) -> Sequence[GrpoContender]:
+    return select_contenders([*CONTENDERS, SAMPLED], case.contenders) if case.contenders else CONTENDERS
 
 
 @dataclass
@@ -191,17 +192,26 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([replace(TINY, part=part) for part in PARTS], rounds=2, seconds=1.0),
     # A minute and a half of one large GPU.
     "h200": lambda: plan_cases([replace(LARGE, part=part) for part in PARTS], rounds=5, seconds=8.0),
+    # Training steps of trained models, because gradients of random weights are dense. A minute and a half.
+    "sampled": lambda: plan_cases(
+        [
+            replace(LARGE, model="Gemma-3-270m", weights=OF_REAL_MODEL, contenders=NAMES),
+            replace(LARGE, weights=TRAINED, contenders=NAMES),
+        ],
+        rounds=3,
+        seconds=2.5,
+    ),
 }
 
 GRPO = replace(
     MODEL,
     kind="grpo",
-    about="Time and peak memory of a GRPO step of whole models, with random weights.",
+    about="Time and peak memory of a GRPO step of whole models.",
     case_type=GrpoCase,
     sizes="batch,sequence,prompt",
     presets=PRESETS,
-    contenders=lambda case: select_contenders(CONTENDERS, case.contenders),
+    contenders=contenders_of,
     prepare=prepare,
-    choices={"model": ARCHITECTURES, "part": PARTS},
+    choices={"model": ARCHITECTURES, "part": PARTS, "weights": WEIGHTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),
 )

@@ -167,6 +167,10 @@ CONTENDERS = [
 NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12)]
 
 
+def contenders_of(case: OperatorCase) -> Sequence[OperatorContender]:
+    return select_contenders([*CONTENDERS, *NAMED], case.contenders) if case.contenders else CONTENDERS
+
+
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter, get_ready = operator.prepare(case, device)
 
@@ -235,7 +239,7 @@ LOGPROBS = replace(
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
     presets=PRESETS,
-    contenders=lambda case: select_contenders([*CONTENDERS, *NAMED], case.contenders) if case.contenders else CONTENDERS,
+    contenders=contenders_of,
     prepare=prepare,
     tables=operator.shape_tables,
     targets=target_tables,

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,14 @@ from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, plan_cases
-from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders
+from benchmarks.cases import BenchCase, Contender, Step, needs_package, select_contenders, stand_ins
+from benchmarks.contenders import TRL_UNUSED
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, release
+from benchmarks.real_heads import SKIPPED, train_on_texts
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
 from flce.core.sizes import MIB
+from flce.huggingface import NotFusedWarning
 from flce.tools.machine import DTYPES
 
 # Fields of Transformers' config of each architecture.
@@ -44,11 +48,15 @@ ARCHITECTURES = {
     "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
     "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
     "Gemma-3-270m": configured("gemma3_text", 640, 18, 4, 1, 2048, 262144, positions=32768, **GEMMA),
+    "SmolLM2-135M": configured("llama", 576, 30, 9, 3, 1536, 49152, positions=8192, **LLAMA),
     "Llama-3-8B, 2 layers": configured("llama", 4096, 2, 32, 8, 14336, 128256, **WIDE),
     "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
     "tiny-llama, untied": configured("llama", 32, 2, 4, 2, 64, 2000, positions=128, tie_word_embeddings=False),
 }
-
+# Names in `integrations/real_models.py`. Their configuration is read with their weights.
+REAL = {"Gemma-3-270m": "gemma3", "SmolLM2-135M": "smollm2"}
+RANDOM, OF_REAL_MODEL, TRAINED = WEIGHTS = "random", "real", "trained here"
+TRAINED_LOSS, TRAINED_STEPS = 3.0, 200
 
 # The end of a training step, after forward and backward. The gradients are freed in any case.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
@@ -70,6 +78,7 @@ class ModelCase(BenchCase):
     contenders: tuple[str, ...] | None = None  # only these; None or (): all
     checkpointing: bool = True  # of gradients
     lora_rank: int = 0  # of PEFT's adapters of all linear layers except the head; only adapters are trained then
+    weights: str = RANDOM  # `OF_REAL_MODEL` and `TRAINED` have a batch of Python code instead of random tokens
     processes: str = ""  # in words: the processes that share these tokens, and how the model is divided
 
     @property
@@ -85,6 +94,7 @@ class ModelCase(BenchCase):
         """All fields except the model, as text."""
         parts = [f"{self.batch} x {self.sequence} tokens{self.processes}", self.dtype]
         parts += [f"LoRA of rank {self.lora_rank}"] * bool(self.lora_rank)
+        parts += [f"weights: {self.weights}"] * (self.weights != RANDOM)
         parts += ["no checkpointing"] * (not self.checkpointing) + [self.optimizer] * (self.optimizer != "none")
         return ", ".join(parts)
 
@@ -93,13 +103,25 @@ class ModelCase(BenchCase):
 
 
 def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
-    """Return the model with random weights, allocated on the device, in training mode."""
+    """Return the model, allocated on the device, in training mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**ARCHITECTURES[case.model])
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
+    attention: dict[str, Any] = {"attn_implementation": "sdpa"}
+    model: Any
+    if case.weights == OF_REAL_MODEL:
+        import real_models
+
+        folder = real_models.model_folder(REAL[case.model])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[case.dtype], **attention).to(device)
+    else:
+        config = AutoConfig.for_model(**ARCHITECTURES[case.model])
+        dtype = torch.float32 if case.weights == TRAINED else DTYPES[case.dtype]
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+    if case.weights == TRAINED:
+        train_on_texts(model, device, TRAINED_LOSS, TRAINED_STEPS)
+        model.to(DTYPES[case.dtype])
     if case.lora_rank and needs_peft(device) is None:
         add_lora(model, case.lora_rank)
     if case.checkpointing:
@@ -125,7 +147,15 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int
 
 
 def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Return random tokens. They are also the labels, which the model shifts."""
+    """Return tokens. They are also the labels, which the model shifts."""
+    if case.weights != RANDOM:
+        from transformers import AutoTokenizer
+
+        import real_models
+
+        tokenizer = AutoTokenizer.from_pretrained(real_models.model_folder(REAL.get(case.model, "smollm2")))
+        ids = real_models.token_ids(tokenizer, real_models.texts()["code"], SKIPPED + case.tokens)
+        return ids[SKIPPED:].view(case.batch, case.sequence).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     vocab = ARCHITECTURES[case.model]["vocab_size"]
     return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
@@ -170,6 +200,28 @@ def ours_and_ligers_layers(model: nn.Module, **options: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def trl_head(model: Any, install: Callable[[], object] | None = None, **head: Any) -> Iterator[None]:
+    """Change the model as the constructors of TRL's trainers do, stock or after a call of `install`."""
+    before = dict(vars(model))
+    with stand_ins(TRL_UNUSED):
+        trainer = importlib.import_module("trl.trainer.grpo_trainer")
+        integration = importlib.import_module("flce.huggingface.trl")
+        if install is not None:
+            install()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NotFusedWarning)  # TRL's kernel would be measured
+            trainer.add_fused_lm_head(model, **head)
+            yield
+    finally:
+        integration.uninstall()
+        if flce.is_patched(model):
+            flce.unpatch_model(model)
+        vars(model).clear()
+        vars(model).update(before)
+
+
+@contextlib.contextmanager
 def torchao_and_ligers_layers(model: Any) -> Iterator[None]:
     """Replace the head by torchao's float8 linear with the same weight. The three products then have E4M3 operands."""
     head = model.get_output_embeddings()
@@ -182,7 +234,7 @@ def torchao_and_ligers_layers(model: Any) -> Iterator[None]:
 
 
 needs_peft = needs_package("peft", "peft", cuda=False)
-only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
+only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False, geglu=False)
 needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
 
@@ -201,8 +253,14 @@ CONTENDERS = [
     ModelContender("stock", "stock", "stock", contextlib.nullcontext),
 ]
 in_e4m3 = functools.partial(ours_and_ligers_layers, grad_dtype=torch.float8_e4m3fn)
+sampled: dict[str, Any] = {"sample_below": 2.0**-12}
+sampled_and_ligers_layers = functools.partial(ours_and_ligers_layers, **sampled)
+needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
 # Measured only if a case names them.
 NAMED = [
+    ModelContender("ours-sampled", "flce, sampled gradients", "ours", functools.partial(ours, **sampled)),
+    peer("ours-sampled-liger-layers", "flce, sampled gradients, with Liger's layers", sampled_and_ligers_layers),
+    ModelContender("trl", "TRL's kernel", "peer", trl_head, unavailable=needs_trl, call={"fused_lm_head": True}),
     peer("ours-e4m3-liger-layers", "flce, FP8 gradients, with Liger's layers", in_e4m3),
     replace(
         peer("torchao", "stock, torchao's float8 head (not compiled), with Liger's layers", torchao_and_ligers_layers),
@@ -230,6 +288,7 @@ SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
 QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "liger", "ours-liger-layers", "stock"))
 IN_E4M3 = replace(QUOTED, contenders=(*(QUOTED.contenders or ()), *(contender.name for contender in NAMED)))
+REAL_NAMES = ("ours", "ours-sampled", *(QUOTED.contenders or ())[1:], "ours-sampled-liger-layers", "trl")
 # Without checkpointing the peak is in the loss, so a budget lowers it. Stock has 118 GiB there.
 SETTINGS: list[dict[str, Any]] = [{}, {"checkpointing": False, "budgets_mib": (256,)}, {"lora_rank": 16}]
 PRESETS: dict[str, Callable[[], Plan]] = {
@@ -239,6 +298,15 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     # For README.md and docs/performance.md.
     "h200-pages": lambda: plan_cases([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
     "h200": lambda: plan_cases([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
+    # Real models, and one that is trained first, because gradients of random weights are dense. Three minutes.
+    "real-models": lambda: plan_cases(
+        [
+            *(replace(QUOTED, model=m, weights=OF_REAL_MODEL, contenders=REAL_NAMES) for m in REAL),
+            replace(QUOTED, weights=TRAINED, contenders=REAL_NAMES),
+        ],
+        rounds=3,
+        seconds=2.0,
+    ),
     # For README.md: gradient products in E4M3. Two minutes.
     "h200-fp8": lambda: plan_cases([replace(IN_E4M3, model=m) for m in (*MODELS, "Gemma-3-270m")], 3, 2.0),
 }
@@ -350,7 +418,7 @@ def cell(entry: Entry, result: BenchResult) -> str:
 
 MODEL = Benchmark(
     kind="model",
-    about="Peak memory and tokens a second of the training step of whole models, with random weights.",
+    about="Peak memory and tokens a second of the training step of whole models.",
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,
@@ -358,6 +426,6 @@ MODEL = Benchmark(
     prepare=prepare,
     table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
-    choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},
+    choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS, "weights": WEIGHTS},
     defaults=({"model": MODELS[0]},),
 )

@@ -50,27 +50,26 @@ def load_model(name: str, device: torch.device) -> tuple[Any, dict[str, Tensor]]
     return model.to(device, dtype).eval(), {text: found[SKIPPED:].to(device) for text, found in ids.items()}
 
 
-@functools.lru_cache(maxsize=1)
-def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
-    """Train a language model of two layers on both texts. Return it, and ids of each text that it was trained on.
+def train_on_texts(model: Any, device: torch.device, until: float, steps: int) -> dict[str, Tensor]:
+    """Train a model of float32 on both texts. Return ids of each text that it was trained on.
 
     The tokens are those of SmolLM2, so most classes never occur, as in the vocabulary of a model of many languages.
+
+    Args:
+        until: training ends at this loss.
+        steps: at most this many steps.
     """
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoTokenizer
 
     import real_models
 
     tokenizer = AutoTokenizer.from_pretrained(real_models.model_folder("smollm2"))
     documents, count = real_models.texts(), TRAINED_TOKENS // 2
     ids = {text: real_models.token_ids(tokenizer, documents[text], count).to(device) for text in TEXTS}
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "head_dim": 64}
-    config = Qwen3Config(vocab_size=vocab, num_attention_heads=16, num_key_value_heads=16, **sizes)
-    with device:
-        model: Any = flce.patch_model(Qwen3ForCausalLM(config))
+    flce.patch_model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
     data, mean = torch.cat([sequences(part, len(part) // (SEQUENCE + 1) * SEQUENCE) for part in ids.values()]), None
-    for step in range(TRAINED_STEPS):
+    for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (step + 1) / 50)
         batch = data[torch.randint(len(data), (TRAINED_BATCH,), device=device)]
         with torch.autocast(device.type, torch.bfloat16):
@@ -79,9 +78,24 @@ def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dic
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach() if mean is None else mean.lerp(loss.detach(), 0.05)
-        if step % 50 == 49 and mean < TRAINED_LOSS:
+        if step % 50 == 49 and mean < until:
             break
-    return flce.unpatch_model(model).to(torch.bfloat16).eval(), ids
+    flce.unpatch_model(model)
+    return ids
+
+
+@functools.lru_cache(maxsize=1)
+def train_model(hidden: int, vocab: int, device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+    """Train a language model of two layers on both texts. Return it, and ids of each text that it was trained on."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "head_dim": 64}
+    config = Qwen3Config(vocab_size=vocab, num_attention_heads=16, num_key_value_heads=16, **sizes)
+    with device:
+        model: Any = Qwen3ForCausalLM(config)
+    ids = train_on_texts(model, device, TRAINED_LOSS, TRAINED_STEPS)
+    return model.to(torch.bfloat16).eval(), ids
 
 
 def real_head(head: str, shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,6 +27,9 @@
 #     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
 #                  tests; six minutes
 #     sampled-logprobs  linear_logprobs with sampled gradients on a real head; a minute and a half
+#     sampled-grpo  a GRPO training step of trained models, also with sampled gradients; two minutes
+#     real-models  training steps of Gemma 3 270M and SmolLM2 135M, and of a model of 1B that is trained first, also with
+#                  sampled gradients; three minutes
 #     grpo         a GRPO step of a model, 8 x 4096 tokens: flce.huggingface.trl, TRL, Liger, all logits; two minutes
 #     sanitize     the tests of kernels under compute-sanitizer, memcheck and racecheck, after memcheck has found a planted
 #                  write; in a separate call
@@ -315,13 +318,15 @@ for name in $parts; do
             benchmark sampled operator sampled 300
             ;;
         sampled-logprobs) benchmark sampled-logprobs logprobs sampled 120 ;;
+        sampled-grpo) benchmark sampled-grpo grpo sampled 150 ;;
+        real-models) benchmark real-models model real-models 220 ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *) fail "there is no part '$name': the top of this script lists all parts" ;;
     esac
 done
 
 measured=()
-for name in model grpo logits rows logprobs divergence fp8 sampled sampled-logprobs calls rivals exact curve operator; do
+for name in model real-models grpo sampled-grpo logits rows logprobs divergence fp8 sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in
