@@ -67,7 +67,7 @@ REAL_HEADS = [
     for hidden in sizes
     for text in TEXTS
 ]
-SAMPLED_NAMES = ("floor", "ours", "ours-sampled", "ours-e4m3", "stock")
+SAMPLED_NAMES = ("floor", "ours", "ours-sampled", "stock")
 SAMPLED = [
     *(
         OperatorCase(tokens, hidden, 262144, contenders=SAMPLED_NAMES, errors=True, head=f"gemma3 {text}")
