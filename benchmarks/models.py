@@ -113,7 +113,8 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
         import real_models
 
         folder = real_models.model_folder(REAL[case.model])
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[case.dtype], **attention).to(device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[case.dtype], **attention)
+        model.to(device)
     else:
         config = AutoConfig.for_model(**ARCHITECTURES[case.model])
         dtype = torch.float32 if case.weights == TRAINED else DTYPES[case.dtype]

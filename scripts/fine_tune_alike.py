@@ -27,6 +27,7 @@ from torch import Tensor
 import flce
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations"))
+import demo
 import real_models
 
 BATCH = 4
@@ -44,7 +45,7 @@ RUNS: dict[str, flce.ChunkOptions | None] = {
 
 def sequences_of_texts(tokenizer: Any, count: int, tokens: int) -> dict[str, Tensor]:
     """Return `count` sequences to train on, and held-out sequences of code and of English, (B, tokens + 1) each."""
-    documents = real_models.read_documents()
+    documents = demo.read_documents()
     documents = random.Random(0).sample(documents, len(documents))
     held_out, rest = documents[: len(documents) // 8], documents[len(documents) // 8 :]
     english = ["\n\n".join(found) for source in held_out if (found := real_models.docstrings(source))]
