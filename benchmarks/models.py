@@ -27,6 +27,7 @@ from benchmarks.measure import BenchMeter, Prepared, ReadyContender, Sample, rel
 from benchmarks.real_heads import SKIPPED, train_on_texts
 from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
+from flce.core.log import sampled_passes
 from flce.core.sizes import MIB
 from flce.huggingface import NotFusedWarning
 from flce.tools.machine import DTYPES
@@ -337,6 +338,10 @@ def record_step(step: Any, result: BenchResult, sample: Sample) -> None:
     """Record the loss and the memory of a step. `held_bytes` is used if the memory before the step cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
+    if sampled_passes:
+        result.sampled = (result.sampled or 0) + sampled_passes["sampled"]
+        result.dense = (result.dense or 0) + sampled_passes["dense"]
+        sampled_passes.clear()
     if sample.workspace_bytes is None:
         return
     held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
@@ -407,6 +412,7 @@ def table(entry: Entry) -> Table:
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
         "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",
+        "passes sampled": lambda r: NONE if r.sampled is None else f"{r.sampled} of {r.sampled + (r.dense or 0)}",
         "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
     }
     return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)

@@ -52,6 +52,8 @@ class BenchResult:
     loss: float | None = None
     forwards: int | None = None  # of a patched model in training
     fused: int | None = None  # losses among these that flce has computed; stock code has computed the others
+    sampled: int | None = None  # backward passes with `sample_below` whose gradients are sampled, and dense ones
+    dense: int | None = None
     # The longest sequence that trains, and the predicted one.
     tokens: int | None = None
     predicted_tokens: int | None = None

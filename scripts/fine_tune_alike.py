@@ -16,7 +16,6 @@ import json
 import random
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from flce.core.log import sampled_passes
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "integrations"))
 import demo
@@ -63,19 +63,18 @@ def train(model: Any, batches: Tensor, rate: float, options: flce.ChunkOptions |
     losses = []
     if options is not None:
         flce.patch_model(model, options=options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step, batch in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10)
-            with torch.autocast(batch.device.type, torch.bfloat16):
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+    sampled_passes.clear()
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10)
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
     if options is not None:
         flce.unpatch_model(model)
-    return torch.stack(losses).tolist(), sum("not sampled" in str(warning.message) for warning in caught)
+    return torch.stack(losses).tolist(), sampled_passes["dense"]
 
 
 @torch.no_grad()
