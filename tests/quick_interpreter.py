@@ -9,6 +9,7 @@ Triton has no such functions, nothing is patched, and the tests only take longer
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from typing import Any
@@ -26,6 +27,7 @@ def speed_up_interpreter() -> None:
         _patch_once(interpreter)
         _keep_dtypes(interpreter)
         _keep_shapes()
+        _check_what_differs(interpreter)
         _convert_at_once(interpreter)
         _reduce_in_pairs(interpreter)
 
@@ -89,37 +91,84 @@ def _keep_shapes() -> None:
     """Build the attributes of a block or a value once for each shape."""
     import triton.language as tl
 
-    first_block, blocks, shapes = tl.block_type.__init__, {}, {}
+    first_block, blocks = tl.block_type.__init__, {}
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *shape)
         if key not in blocks:
             first_block(self, element_ty, shape)
-            blocks[key] = vars(self)
+            blocks[key] = {**vars(self), "of_values": attributes(tuple(self.shape)), "of_dtypes": {}}
         self.__dict__.update(blocks[key], element_ty=element_ty)
 
+    def with_dtype(self: Any, dtype: Any) -> Any:
+        if dtype.is_ptr():
+            return tl.block_type(dtype, self.shape)
+        if dtype.name not in self.of_dtypes:
+            self.of_dtypes[dtype.name] = tl.block_type(dtype, self.shape)
+        return self.of_dtypes[dtype.name]
+
+    @functools.cache
+    def attributes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """Return the attributes of a value of this shape: the same objects in each call."""
+        return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
     def value(self: Any, handle: Any, type: Any) -> None:
-        shape = tuple(type.shape) if type.is_block() else ()
-        if shape not in shapes:
-            shapes[shape] = tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[shape]
+        self.shape, self.numel = type.of_values if type.is_block() else attributes(())
 
-    tl.block_type.__init__ = block
+    tl.block_type.__init__, tl.block_type.with_element_ty = block, with_dtype
     tl.tensor.__init__ = value
-    _broadcast_what_differs(tl)
 
 
-def _broadcast_what_differs(tl: Any) -> None:
+def _check_what_differs(interpreter: Any) -> None:
+    """Convert and broadcast only operands of different dtypes or shapes. Build each constant once."""
+    import triton.language as tl
     from triton.language.semantic import TritonSemantic
 
-    broadcast: Any = TritonSemantic.broadcast_impl_value
+    semantic: Any = TritonSemantic
+    broadcast, convert, first_constant = (
+        semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl, semantic.scalar_constant,
+    )  # fmt: skip
+    constants: dict[Any, Any] = {}
 
     def of_two(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        one, other = (list(x.type.shape) if x.type.is_block() else [] for x in (left, right))
-        return (left, right) if one == other else broadcast(self, left, right)
+        if left.shape is right.shape:
+            return left, right
+        if not right.type.is_block():
+            return left, splat(self, right, left.type)
+        if not left.type.is_block():
+            return splat(self, left, right.type), right
+        return broadcast(self, left, right)
 
-    TritonSemantic.broadcast_impl_value = of_two
+    def splat(self: Any, x: Any, like: Any) -> Any:
+        type = like.with_element_ty(x.type)
+        return tl.tensor(self.builder.create_splat(type, x.handle), type)
+
+    def operands(self: Any, left: Any, right: Any, *pointers: bool, **checks: bool) -> tuple[Any, Any]:
+        if len(pointers) < 3 and not checks:  # not for a quotient
+            left, right = of_dtype(self, left, right), of_dtype(self, right, left)
+            same = isinstance(left, tl.tensor) and isinstance(right, tl.tensor) and left.dtype is right.dtype
+            if same and not left.dtype.is_ptr():
+                return of_two(self, left, right)
+        return convert(self, left, right, *pointers, **checks)
+
+    def of_dtype(self: Any, number: Any, other: Any) -> Any:
+        """Return a number as a constant of the other operand's dtype, if Triton converts it to this dtype."""
+        if type(number) not in (int, float) or not isinstance(other, tl.tensor):
+            return number
+        dtype = other.dtype
+        fits = type(number) is int and 0 <= number < 1 << 31 and dtype.is_int() and dtype.int_bitwidth >= 32
+        return constant(self, number, dtype) if fits or dtype.is_floating() else number
+
+    def constant(self: Any, number: Any, dtype: Any) -> Any:
+        key = number, type(number), dtype.name
+        if key not in constants:
+            constants[key] = first_constant(self, number, dtype)
+        return constants[key]
+
+    semantic.broadcast_impl_value = of_two
+    semantic.binary_op_type_checking_impl = operands
+    semantic.scalar_constant = constant
 
 
 def _convert_at_once(interpreter: Any) -> None:
