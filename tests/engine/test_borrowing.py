@@ -80,9 +80,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
         torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "mib, dtype", [(None, torch.bfloat16), (0.25, torch.float32), (1.5, torch.bfloat16), (8, torch.float16)], ids=str
-)
+@pytest.mark.parametrize("mib, dtype", [(None, torch.float16), (0.25, torch.float32), (1.5, torch.bfloat16)], ids=str)
 def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, torch_backend: str) -> None:
     """One graph serves all lengths, although their schedules differ."""
     w = torch.randn(3001, 64).mul(0.3).to(dtype).requires_grad_()
@@ -98,7 +96,7 @@ def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, 
 
     torch._dynamo.reset()
     compiled, deferred = torch.compile(loss, dynamic=True, fullgraph=True, backend=compile_and_record), set()
-    for n in (3, 50, 70, 400, 2000):
+    for n in (3, 50, 400, 1000):
         x, y = torch.randn(n, 64).to(dtype).requires_grad_(), torch.randint(0, 3001, (n,))
         try:
             plan = flce.plan(n, 64, 3001, dtype, device="cpu", options=options)

@@ -18,7 +18,7 @@ from tests.interpreted_bfloat16 import fix_interpreter
 from tests.planning.test_plan import peak_on_cpu
 from tests.processes import in_processes, most_processes
 
-N, H, V = 40, 16, 50
+N, H, V = 20, 16, 50
 EPS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"strategy": "tokens", "chunk_rows": 7},
     "blocks": {"strategy": "vocab"},
     "blocks of chunks": {"strategy": "vocab", "chunk_rows": 16, "skip_ignored": True},
-    "budget": {"max_workspace_bytes": 40000},
+    "budget": {"max_workspace_bytes": 8600},
     "sampled": {"sample_below": 2.0**-20},
 }
 
