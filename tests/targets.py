@@ -33,7 +33,6 @@ from flce import ChunkOptions
 from flce.backends import triton as kernels
 from flce.backends.contract import (
     DIVERGENCE_SLOTS,
-    E4M3,
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
     LOSS_GRADIENT_SLOTS,
@@ -318,13 +317,10 @@ def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
         LossSpec("none"),
         LogprobSpec(stats=results, candidates=5),
     )
-    ways: list[dict[str, Any]] = [{}, {"sample_below": 2.0**-12}]
-    if dtype == torch.bfloat16 and device.own_products:
-        ways.append({"grad_dtype": E4M3})
-    calls = itertools.product(specs, ("xw", "xwb", "x", ""), (False, True), ways)
-    for spec, grads, skip, way in calls:
+    calls = itertools.product(specs, ("xw", "xwb", "x", ""), (False, True), (None, 2.0**-12))
+    for spec, grads, skip, below in calls:
         needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
-        options = ChunkOptions(skip_ignored=skip, **way)
+        options = ChunkOptions(skip_ignored=skip, sample_below=below)
         own, known = device.own_products, device._replace(memory=None)
         yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
 

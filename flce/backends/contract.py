@@ -59,17 +59,6 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
-# The 8-bit float of the operands of gradient products, and its largest number.
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-# Entries of a tile whose share of the sum of the magnitudes of their row exceeds 1 / LARGE_SHARE are not rounded to
-# E4M3. If entries are compared after they were rounded, a row has at most 17/16 * LARGE_SHARE of them. They and the
-# target's entry have ENTRY_SLOTS slots.
-LARGE_SHARE = 238
-ENTRY_SLOTS = 256
-# Classes whose logits predict the sum of each row of a tile in E4M3, and rows that predict the limits of the columns of
-# a matrix that is rounded to E4M3.
-E4M3_SAMPLES, E4M3_LIMIT_ROWS = 1024, 256
 # Classes and rows of a block of a fused product. `Backend.fused_statistics` allocates `num_partial_statistics` numbers
 # of the accumulation dtype for each row and block of classes, `fused_exponentials` one.
 FUSED_PRODUCT_BLOCK = 256
@@ -104,24 +93,6 @@ MAX_FREQUENT, FREQUENT_DIVISOR = 4096, 8
 ENTRIES_PER_TOKEN = 512
 # Classes of a word of marks: one bit each.
 WORD_CLASSES = 32
-
-
-def e4m3_row_bytes(vocab_size: int) -> int:
-    """Return the bytes for each row that `fused_exponentials` allocates for E4M3: its sample, in bfloat16, and its
-    entries' classes, or dz/da of a softcap in two steps."""
-    return 2 * min(vocab_size, E4M3_SAMPLES) + 8 * ENTRY_SLOTS
-
-
-def quantize_scratch_bytes(rows: int, cols: int) -> int:
-    """Return the bytes that `quantize_tile` allocates: the entries' classes, their values in bfloat16, and the limit
-    and the largest number of each column."""
-    return rows * ENTRY_SLOTS * (8 + 2) + 8 * cols
-
-
-def limit_scratch_bytes(rows: int, cols: int, is_gathered: bool, has_factor: bool) -> int:
-    """Return the bytes that `quantize_transposed` allocates for a (rows, cols) matrix: the largest number of each
-    column, and the rows that predict the limits of the columns, gathered in bfloat16, and times a factor in float32."""
-    return cols * (4 + min(rows, E4M3_LIMIT_ROWS) * (2 * is_gathered + 4 * has_factor))
 
 
 def sort_scratch_bytes(entries: int, classes: int) -> int:
@@ -353,26 +324,6 @@ class TargetTerms:
     ignore_index: int
 
 
-class Entries(NamedTuple):
-    """Entries of the gradient of the logits that are not rounded to E4M3, by tokens or by classes."""
-
-    bounds: Tensor | None  # (classes + 1,) int32: class k has the entries [bounds[k], bounds[k + 1]); None: by tokens
-    # By tokens: (rows, ENTRY_SLOTS) int32, the target's class or V, then large entries, their classes in ascending
-    # order, then V. By classes: (entries,) int64, rows of x in ascending order.
-    numbers: Tensor
-    values: Tensor  # of the same shape, float32; undefined in unused slots
-
-
-class QuantizedTile(NamedTuple):
-    """Output: a tile that is rounded to E4M3, about ``scales[:, None] * matrix``, except its large entries
-    (LARGE_SHARE), which are 0 there."""
-
-    matrix: Tensor  # (rows, V padded) E4M3; the padding is not written
-    transposed: Tensor | None  # (V, rows padded) E4M3, 0 in the padding; None: not requested
-    scales: Tensor  # (rows,) float32
-    entries: Entries  # by tokens; `quantize_tile` and `fused_exponentials` write V in the slot of the target
-
-
 class Marks(NamedTuple):
     """The choice of entries of the gradient of the logits, made while statistics are computed, and its output. With
     u = `sampling.uniform(seeds, class)`, 0 < u < 1, an entry is marked if u < exp(z - threshold)."""
@@ -560,7 +511,6 @@ class Backend(Protocol):
         factors: Tensor,
         count: Tensor | None,
         scales: Callable[[], Tensor | None],
-        quantized: QuantizedTile | None = None,
     ) -> None:
         """Run `statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and write
         exponentials and factors, from which the gradient is computed as in `exponentials`.
@@ -575,7 +525,6 @@ class Backend(Protocol):
             count: () if all rows from this number on are ignored: their `exps` are not written.
             scales: returns `RowInputs.scales`, which are None in `call`. It is called after the first product was
                 launched: an idle device then starts earlier.
-            quantized: output instead of `exps`, which are then empty.
         """
 
     def combine_rows(
@@ -614,32 +563,6 @@ class Backend(Protocol):
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """Add `terms` to `grads`, contiguous, which together have a row for each class from the first on. Rows of the
         last classes may be missing: terms of these targets are dropped."""
-
-    def quantize_tile(self, tile: Tensor, out: QuantizedTile) -> None:
-        """Round a tile, (rows, V), to E4M3."""
-
-    def normalize_quantized(
-        self, tile: QuantizedTile, factors: Tensor, target: Tensor, ignore_index: int, vocab_size: int
-    ) -> None:
-        """Convert the scales and entries of exponentials to the gradient of the logits: multiply by ``factors[0]``, and
-        add the target's entry, ``factors[1]``."""
-
-    def quantize_transposed(
-        self, x: Tensor, index: Tensor | None, factor: Tensor | None, out: Tensor, scales: Tensor
-    ) -> None:
-        """Write ``out = (factor[:, None] * x[index] / scales).T`` in E4M3, (H, rows padded), 0 in the padding, and the
-        scales of the columns, float32. index, factor: (rows,), or None for all rows and for 1."""
-
-    def sort_entries(self, entries: Entries, index: Tensor | None, out: Entries) -> None:
-        """Sort entries by classes. index: (rows,) rows of x, or None for the same rows."""
-
-    def add_entries(
-        self, product: Tensor, row_scales: Tensor | None, col_scales: Tensor, entries: Entries, table: Tensor,
-        out: Tensor, index: Tensor | None, accumulate: bool = False,
-    ) -> None:  # fmt: skip
-        """Write ``out[index] = row_scales[:, None] * product * col_scales`` plus the sum of ``value * table[number]``
-        over the entries of each row, rounded once. With `accumulate`, add it. It is deterministic. product: (rows, H)
-        float32 or float16, may be overwritten or be `out`, not read in rows whose scale is 0; index: rows of `out`."""
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """Add ``x[i] @ weight[ids[i, k]]`` to ``out[i, k]`` where `ids` is a class.

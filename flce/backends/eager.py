@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends import e4m3, formulas, sampling
+from flce.backends import formulas, sampling
 from flce.backends.contract import (
     ARGMAX,
     CLASSES,
@@ -167,8 +167,7 @@ class TorchBackend:
         raise NotImplementedError("the PyTorch backend has no exponentials and no fused products")
 
     exponentials = fused_statistics = fused_gradient = fused_exponentials = _unavailable
-    combine_rows = weight_gradient = unscaled_weight_gradient = _unavailable
-    add_target_terms = normalize_quantized = _unavailable
+    combine_rows = weight_gradient = unscaled_weight_gradient = add_target_terms = _unavailable
 
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
         words = marks.words[:, : -(-call.tile.cols // WORD_CLASSES)]
@@ -184,11 +183,6 @@ class TorchBackend:
     sampled_logits = staticmethod(sampling.sampled_logits)
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
-
-    quantize_tile = staticmethod(e4m3.quantize_tile)
-    quantize_transposed = staticmethod(e4m3.quantize_transposed)
-    sort_entries = staticmethod(e4m3.sort_entries)
-    add_entries = staticmethod(e4m3.add_entries)
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         for rows in _row_slabs(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):

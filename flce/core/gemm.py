@@ -16,8 +16,6 @@ from torch import Tensor
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
-# Products of E4M3 operands need inner dimensions and numbers of columns that are divisible by this.
-E4M3_ALIGNMENT = 16
 # If a result has few blocks, cuBLAS divides the inner dimension among programs. It omits the end of the inner dimension
 # if the share of a program, rounded down, is a multiple of 64: for 38 x 173064 x 512 it omits the last 8 terms, with 16
 # shares of 10816 (cuBLAS 13.0, H100, half precision). Inner dimensions that are multiples of 64 are not affected.
@@ -55,17 +53,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
 
     Sums are float32 or wider. On CUDA, tensor cores multiply half-precision operands, and the result is rounded at most
     once, into `out`. On other devices the operands are cast to float32 in slabs.
-
-    E4M3 operands: `a` has contiguous rows, `b` contiguous columns; k and n are divisible by E4M3_ALIGNMENT; `out` is
-    float32, or float16 for ``out = e4m3_scale(k) * a @ b``. Products are not accumulated.
     """
-    scale = e4m3_scale(len(b)) if a.dtype == torch.float8_e4m3fn and out.dtype == torch.float16 else 1.0
-    if a.dtype == torch.float8_e4m3fn and a.is_cuda:
-        scale_a, scale_b = (out.new_full((), value, dtype=torch.float32) for value in (scale, 1.0))
-        # With `use_fast_accum` sums of 128,256 entries had errors of 40%.
-        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, out=out)
-        return
-    b = b if scale == 1.0 else b.float().mul_(scale)
     half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
     if not half and a.dtype == b.dtype == out.dtype:
         _vendor_matmul(a, b, out, accumulate)
@@ -75,11 +63,6 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         _matmul_in_float32(a, b, out, accumulate)
     else:
         _matmul_by_slabs(a, b, out, accumulate)
-
-
-def e4m3_scale(inner: int) -> float:
-    """Return the power of 2 with which sums of `inner` products of E4M3 numbers are within the range of float16."""
-    return 0.5 ** (inner * 448**2 // 65504).bit_length()
 
 
 def can_output_dtype(dtype: torch.dtype) -> bool:
@@ -188,7 +171,7 @@ def _matmul_by_slabs(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> Non
 def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_type: str) -> int:
     """Return the bytes of temporary memory that `matmul` allocates on such a device."""
     (m, k), n = a.shape, b.shape[1]
-    if (a.element_size() >= 4 and a.dtype == b.dtype == out.dtype) or (a.element_size() == 1 and device_type == "cuda"):
+    if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0
     if device_type == "cuda" and (out.dtype == a.dtype or can_output_dtype(out.dtype)):
         in_float32 = out.element_size() < 4 and _aligned_inner_size(a, b, out.dtype, accumulate) < k

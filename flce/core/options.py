@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -42,11 +44,6 @@ class ChunkOptions:
             first product meanwhile. "auto": on a CPU, True if 1/16 or more of the tokens are ignored and their hidden
             states are finite; otherwise False. A NaN or infinity in the hidden state of an ignored token is multiplied
             by 0, as by PyTorch's operators: its column of the gradient of the weight is NaN. Not so with True.
-        grad_dtype: dtype of the operands of the products for dX and dW. Default: the dtype of the inputs.
-            ``torch.float8_e4m3fn`` multiplies twice as fast, for bfloat16 inputs on a Hopper GPU. A CPU emulates it.
-            The gradients of targets and of probable classes are not rounded to it. With adapters, a divergence, a
-            gradient of the bias, label smoothing, or an H that is not divisible by 16, operands are bfloat16, and
-            ``str(plan)`` names the reason.
         sample_below: a number s from 2^-20 to 2^-4, for gradients without their matrix products: of the probabilities
             of a token that are below s, a random choice is multiplied with W and x instead of all. The gradients are
             right on average, and have noise that grows with s; losses are exact. See `docs/sampled-gradients.md`.
@@ -68,7 +65,6 @@ class ChunkOptions:
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
     skip_ignored: SkipIgnored = "auto"
-    grad_dtype: torch.dtype | None = None
     sample_below: float | None = None
     gradient_accumulation_fusion: bool = False
 
@@ -88,7 +84,6 @@ class ChunkOptions:
         for name, dtypes, expected in (
             ("logits_dtype", (torch.float16, torch.bfloat16, *_WIDE), "float16, bfloat16, float32 or float64"),
             ("accum_dtype", (torch.bfloat16, *_WIDE), "bfloat16, float32 or float64"),
-            ("grad_dtype", (torch.float8_e4m3fn,), "None or torch.float8_e4m3fn"),
         ):
             value, may_be_none = getattr(self, name), name != "accum_dtype"
             if value is None and may_be_none:
@@ -101,11 +96,23 @@ class ChunkOptions:
             object.__setattr__(self, "sample_below", value)
             if not 2.0**-20 <= value <= 2.0**-4:
                 raise ValueError(f"sample_below must be from 2**-20 to 2**-4, or None, got {value:g}")
-            if self.grad_dtype is not None:
-                raise ValueError("give sample_below or grad_dtype, not both")
         check_bool("gradient_accumulation_fusion", self.gradient_accumulation_fusion)
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
 
+
+def _refuse_removed(init: Callable[..., None]) -> Callable[..., None]:
+    """Return `init` with an error that names the replacement of an argument that was removed."""
+
+    @functools.wraps(init)  # with the signature of `init`
+    def checked_init(self: ChunkOptions, *args: Any, **options: Any) -> None:
+        if "grad_dtype" in options:
+            raise TypeError("ChunkOptions has no argument 'grad_dtype', which was removed: give sample_below=2**-12")
+        init(self, *args, **options)
+
+    return checked_init
+
+
+ChunkOptions.__init__ = _refuse_removed(ChunkOptions.__init__)  # type: ignore[method-assign]
 
 DEFAULT_OPTIONS = ChunkOptions()

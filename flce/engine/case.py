@@ -13,7 +13,7 @@ from flce.backends.contract import (
     unsupported_by_fused_products,
 )
 from flce.core.device_record import DeviceRecord
-from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, E4M3_ALIGNMENT, padded_cols
+from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.core.shard import HeadSharding
@@ -182,18 +182,6 @@ class Case:
                 f"logits_dtype must be the dtype of the input or {accumulation_dtype(dtype)}; "
                 f"got {logits} with {dtype} inputs"
             )
-        supports_e4m3 = self.device_type == "cpu" or (self.backend == "triton" and self.device.own_products)
-        if self.options.grad_dtype is not None and not (supports_e4m3 and dtype == torch.bfloat16):
-            raise ValueError(
-                "grad_dtype=torch.float8_e4m3fn needs bfloat16 inputs and the Triton backend on a Hopper GPU (compute "
-                f"capability 9.0), or a CPU, which emulates it; got {dtype} inputs, {self.device_type} "
-                f"({self.device.name}) and the {self.backend} backend"
-            )
-
-    @functools.cached_property
-    def multiplies_e4m3(self) -> bool:
-        """True if products for dX and dW have E4M3 operands: `ChunkOptions.grad_dtype` is set, and they can."""
-        return self.options.grad_dtype is not None and self.bfloat16_operands_reason is None
 
     @functools.cached_property
     def adds_dw(self) -> bool:
@@ -219,23 +207,6 @@ class Case:
             return "a divergence"
         if self.spec.label_smoothing and self.spec.softcap is not None:
             return "label smoothing with a softcap"
-        return None
-
-    @property
-    def bfloat16_operands_reason(self) -> str | None:
-        """The reason why products for dX and dW cannot have E4M3 operands, in words; None if they can."""
-        if self.adds_dw:
-            return "gradient_accumulation_fusion"
-        if len(self.hidden_sizes) > 1:
-            return "adapters"
-        if self.teacher is not None:
-            return "a divergence"
-        if self.needs.bias:
-            return "a gradient of the bias"
-        if self.spec.label_smoothing:
-            return "label smoothing"
-        if self.hidden_sizes[0] % E4M3_ALIGNMENT:
-            return f"H is not divisible by {E4M3_ALIGNMENT}"
         return None
 
     def dtypes(self, deferred: bool) -> Dtypes:

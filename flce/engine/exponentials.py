@@ -17,7 +17,6 @@ from flce.backends.contract import (
     SUM,
     TARGET,
     TARGET_JACOBIAN,
-    QuantizedTile,
     TargetTerms,
 )
 from flce.core.slices import slice_columns, slice_rows
@@ -36,23 +35,20 @@ class Exponentials:
         self._context, self._logits_per_block = context, logits_per_block
         self.factors = context.new((2, context.selection.max_num_rows), torch.float32)
 
-    def compute(self, tiles: Sequence[Tensor], tokens: slice, quantized: QuantizedTile | None = None) -> None:
+    def compute(self, tiles: Sequence[Tensor], tokens: slice) -> None:
         """Compute losses and exponentials of some tokens and all classes. `tiles`: memory for consecutive classes; one
-        tile if logits do not stay in registers. `quantized`: output, the gradient, instead of `tiles`, then empty."""
+        tile if logits do not stay in registers."""
         ctx, factors = self._context, slice_columns(self.factors, tokens)
         xs = ctx.term_inputs(tokens)
         if ctx.in_registers:
             call, device_count = ctx.rows.statistics_call(tokens, scaled=False), ctx.selection.num_rows_on_device
             count = None if device_count is None or tokens.start > 0 else device_count.value
             weight, scales = ctx.terms[0].weight, ctx.rows.scales.for_gradient
-            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales, quantized)
+            ctx.backend.fused_exponentials(xs[0], weight, tiles, call, factors, count, scales)
         else:
             self._compute_in_blocks(xs, tiles[0], tokens)
         # One collective for all tokens, because the blocks of other processes may have other sizes.
         ctx.rows.merge_factors(tokens, factors)
-        if quantized is not None:
-            target, ignore_index = slice_columns(ctx.rows.target, tokens), ctx.rows.spec.ignore_index
-            ctx.backend.normalize_quantized(quantized, factors, target, ignore_index, ctx.vocab_size)
 
     def _compute_in_blocks(self, xs: Sequence[Tensor], tile: Tensor, tokens: slice) -> None:
         ctx, previous_tokens = self._context, None

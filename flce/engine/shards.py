@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce.backends.contract import (
-    CLASSES,
     DIVERGENCE,
     LOSS_GRADIENT_SLOTS,
     NORMALIZER_SLOTS,
@@ -263,8 +262,6 @@ class ShardRows(Rows):
         at_target = gradient_at_target(row_gradient, merged.logprob, weight) * factors[TARGET]
         factors[SOFTMAX] = row_gradient[SOFTMAX] * of_shard
         factors[TARGET] = torch.where(is_class(target, self.problem.local_vocab_size), at_target, 0.0)
-        if self.spec.label_smoothing:
-            factors[CLASSES] = row_gradient[CLASSES] * self.spec.scale
         factors.masked_fill_(target == self.spec.ignore_index, 0.0)
 
     def local_ids(self, ids: Tensor) -> Tensor:

@@ -82,20 +82,14 @@ class DwSum:
     """Sum of dW of a term over chunks of tokens, for a block of classes, in the memory of the result: new memory, or a
     gradient of `dw_targets`."""
 
-    def __init__(self, ctx: PassContext, term: int, classes: slice) -> None:
+    def __init__(self, ctx: PassContext, term: int, classes: slice, is_started: bool = False) -> None:
         self._context, self._term, self._classes = ctx, term, classes
-        self._is_started, self._target = False, (ctx.problem.dw_targets or {}).get(term)
+        self._is_started, self._target = is_started, (ctx.problem.dw_targets or {}).get(term)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Add ``dlogits^T x`` of a chunk. dlogits: (rows, cols), x: (rows, H)."""
         self._context.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._is_started)
         self._is_started = True
-
-    def start(self) -> tuple[Sequence[Tensor], bool]:
-        """Return the memory of the sums of consecutive classes, to which the caller adds a tile, and True if the sums
-        have values already."""
-        was_started, self._is_started = self._is_started, True
-        return self._sums(), was_started
 
     def finish(self, before_rounding: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """Call `before_rounding` with the sums of consecutive classes, and round sums that have separate memory, after
@@ -235,12 +229,11 @@ def block_sum_builder(ctx: PassContext, rows: int, cols: int) -> Callable[[slice
     is_rounded = ctx.dtypes.sums != ctx.problem.dtype and (not is_single or ctx.dtypes.unscales_sums)
 
     def build(k: int, block: slice) -> DwSum:
-        target, dw_sum = (ctx.problem.dw_targets or {}).get(k), DwSum(ctx, k, block)
+        target = (ctx.problem.dw_targets or {}).get(k)
         if target is None and not is_rounded:
-            return dw_sum
+            return DwSum(ctx, k, block)
         if target is not None and target.dtype == ctx.problem.accum and not ctx.dtypes.unscales_sums:
-            dw_sum.start()  # Products add to the gradient.
-            return dw_sum
+            return DwSum(ctx, k, block, is_started=True)  # Products add to the gradient.
         if is_single and ctx.in_registers and target is None:
             return UnscaledSum(ctx, k, block, None)
         if k not in memory:

@@ -71,8 +71,6 @@ def product_seconds(device: DeviceRecord, m: int, n: int, k: int, itemsize: int)
     parts = max(1, k // device_rates.min_block_depth)
     waves = ceil_div(blocks * parts, device.multiprocessors) / parts
     rate = device_rates.half_flops if itemsize < 4 else device_rates.wide_flops
-    if itemsize == 1 and device.arch:  # E4M3, which a CPU emulates
-        rate *= 2
     compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
     return (
         max(compute, (m * k + k * n + m * n) * itemsize / device_rates.operand_bandwidth) + device_rates.launch_seconds
@@ -84,4 +82,4 @@ def least_seconds(c: Case, deferred: bool) -> float:
     products = zip(c.hidden_sizes, c.needs.inputs, c.needs.weights, strict=True)
     row_flops = 2 * c.vocab_size * sum(size * (1 + deferred + dx + dw) for size, dx, dw in products)
     rate = rates(c.device).half_flops if c.dtype.itemsize < 4 else rates(c.device).wide_flops
-    return c.num_tokens * row_flops / (2 * rate if c.multiplies_e4m3 else rate)
+    return c.num_tokens * row_flops / rate

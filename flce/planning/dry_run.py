@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce.backends import contract, e4m3, eager, sampling
+from flce.backends import contract, eager, sampling
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
@@ -164,11 +164,10 @@ class CountingBackend:
         self.case, self.seconds, self.flops, self.launches, self.tally = c, 0.0, 0.0, 0.0, Tally()
         self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
-    def add_product(self, m: int, n: int, k: int, itemsize: int | None = None) -> None:
-        """Count a product. itemsize: bytes of an operand's entry; None: as in the inputs."""
+    def add_product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
         self.launches += 1
-        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, itemsize or self.case.dtype.itemsize)
+        self.seconds += cost_model.product_seconds(self.case.device, m, n, k, self.case.dtype.itemsize)
 
     def add_pass(self, *tensors: Tensor, launches: int = 1) -> None:
         """Count a pass that reads or writes each of these tensors once."""
@@ -233,12 +232,10 @@ class CountingBackend:
         self.add_pass(launches=1)
 
     def fused_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
-        planes, launches, row_bytes = (1, 10, 0) if args[-1] is None else (2, 20, contract.e4m3_row_bytes(len(weight)))
-        for tile in exps or [weight.t()]:
+        for tile in exps:
             self.add_product(len(x), tile.shape[1], x.shape[1])
-        self.add_pass(launches=launches)
-        scratch = contract.fused_product_scratch_bytes(len(x), len(weight), planes)
-        self.add_scratch(scratch + len(x) * row_bytes)
+        self.add_pass(launches=10)
+        self.add_scratch(contract.fused_product_scratch_bytes(len(x), len(weight), 1))
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         # Each id reads a row of the weight.
@@ -309,34 +306,6 @@ class CountingBackend:
         if self.case.backend == "torch":
             self.add_scratch(sampling.temporary_bytes(table.shape[1]))
 
-    def quantize_tile(self, tile: Tensor, out: contract.QuantizedTile) -> None:
-        self.add_pass(tile, tile, out.matrix, *[out.matrix] * (out.transposed is not None), launches=6)
-        scratch = contract.fused_product_scratch_bytes(len(tile), tile.shape[1], 4)
-        self.add_scratch(scratch + contract.quantize_scratch_bytes(*tile.shape))
-        self._add_e4m3_scratch(tile)
-
-    def normalize_quantized(self, *args: Any) -> None:
-        self.add_pass(launches=8)
-
-    def quantize_transposed(self, x: Tensor, index: Tensor | None, factor: Tensor | None, *outputs: Tensor) -> None:
-        self.add_pass(x, x, *outputs, launches=5)
-        rows, is_gathered = len(x if index is None else index), index is not None
-        self.add_scratch(contract.limit_scratch_bytes(rows, x.shape[1], is_gathered, factor is not None))
-        self._add_e4m3_scratch(x)
-
-    def sort_entries(self, entries: contract.Entries, index: Tensor | None, out: contract.Entries) -> None:
-        self.add_pass(*[entries.numbers] * 8, launches=10)
-        count, classes = entries.numbers.numel(), out.bounds.numel() if out.bounds is not None else 0
-        self.add_scratch(contract.sort_scratch_bytes(count, classes))
-
-    def add_entries(self, product: Tensor, *args: Any, **options: Any) -> None:
-        self.add_pass(product, product)
-        self._add_e4m3_scratch(product)
-
-    def _add_e4m3_scratch(self, x: Tensor) -> None:
-        if self.case.backend == "torch":
-            self.add_scratch(e4m3.temporary_bytes(*x.shape))
-
 
 class CountingContext(PassContext):
     """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
@@ -389,7 +358,7 @@ class CountingContext(PassContext):
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         (m, k), n = a.shape, b.shape[1]
-        self._meter.add_product(m, n, k, a.element_size() if a.dtype == contract.E4M3 else None)
+        self._meter.add_product(m, n, k)
         if accumulate or out.element_size() > a.element_size():
             self._meter.add_pass(*[out] * (1 + accumulate), launches=0)
         self._meter.add_scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))

@@ -77,26 +77,20 @@ class ChunkPlan(Plan):
         return (
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
-            f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_operands()}; "
+            f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_sampling()}; "
             f"{'dW is computed in backward and added to main_grad or .grad; ' if c.adds_dw else ''}"
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB{more}"
             + "".join(f"; {each}" for each in self.collectives)
         )
 
-    def _describe_operands(self) -> str:
-        """Return how gradients are computed if an option asks for it, and the reason if it is not followed."""
+    def _describe_sampling(self) -> str:
+        """Return whether gradients are sampled if an option requests it, and the reason if they are not."""
         c = self.case
-        if c.options.sample_below is not None and c.needs.any:
-            if self.schedule.samples:
-                return f", gradients sampled below {c.options.sample_below:g}"
-            return f", gradients not sampled: {c.dense_reason or 'the budget'}"
-        if c.options.grad_dtype is None or not c.needs.any:
+        if c.options.sample_below is None or not c.needs.any:
             return ""
-        if self.schedule.multiplies_e4m3:
-            return f", for gradients in {dtype_text(c.options.grad_dtype)}"
-        other = "strategy 'vocab'" if c.options.strategy == "vocab" else "faster within the budget"
-        reason = c.bfloat16_operands_reason or other
-        return f", for gradients in {dtype_text(c.dtype)}, not in {dtype_text(c.options.grad_dtype)}: {reason}"
+        if self.schedule.samples:
+            return f", gradients sampled below {c.options.sample_below:g}"
+        return f", gradients not sampled: {c.dense_reason or 'the budget'}"
 
 
 def plan_for_size(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:

@@ -1,7 +1,7 @@
 """The choice of a schedule and its size for a case. `flce.plan` and the linear losses call it.
 
 * **Without a budget** the plan follows a rule: see `default_plan`. If it needs more than `MEMORY_SHARE` of the device's
-  memory, this is a soft limit: see `_limit_softly`. Chunks with E4M3 operands may be smaller, see `_limit_e4m3`.
+  memory, this is a soft limit: see `_limit_softly`.
 * **With a budget** that the default exceeds, the plan is the fastest of all schedules and sizes within the budget
   (`_fastest`). Memory and time of a plan are counted: see `dry_run`.
 
@@ -23,7 +23,6 @@ from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, c
 from flce.engine.schedules import SCHEDULES, Schedule
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.sampled import Sampled, default_rows
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
@@ -110,7 +109,6 @@ def _best_or_smallest_plan(c: Case) -> ChunkPlan:
         # Users choose blocks of classes to save memory. With a budget they can be larger than the default.
         allowed = None if c.options.strategy == "vocab" else default
         return _default_or_fastest(c, allowed, int(budget)) or _smallest_plan(c)
-    default = _limit_e4m3(default)
     return default if c.device.memory is None else _limit_softly(default, c.device.memory)
 
 
@@ -120,8 +118,6 @@ def _limit_softly(default: ChunkPlan, memory: int) -> ChunkPlan:
     does not."""
     c, budget = default.case, int(memory * MAX_MEMORY_SHARE)
     plan = _default_or_fastest(c, default, int(memory * MEMORY_SHARE))
-    if plan is default and type(plan.schedule).multiplies_e4m3:  # requested, also if a small call takes longer
-        return plan
     fastest = _fastest(c, budget, math.inf if plan is None else plan.seconds / MAX_SLOWDOWN)
     if fastest is None and plan is not None:
         return plan
@@ -140,17 +136,6 @@ def _default_or_fastest(c: Case, default: ChunkPlan | None, budget: int) -> Chun
         if fastest is not None:
             return fastest
     return None
-
-
-def _limit_e4m3(plan: ChunkPlan) -> ChunkPlan:
-    """Return a plan with at most 1.5 times the workspace of bfloat16 operands, or 1 GiB more, by smaller chunks with
-    E4M3 operands. Return `plan` if there is none, or if gradients are deferred: E4M3 operands alone may need more."""
-    c, kind = plan.case, type(plan.schedule)
-    if not kind.multiplies_e4m3 or kind.deferred or c.options.chunk_rows is not None:
-        return plan
-    without = plan_for_case(replace(c, options=replace(c.options, grad_dtype=None))).workspace_bytes
-    limit = int(max(1.5 * without, without + (1 << 30)))
-    return plan if plan.workspace_bytes <= limit else _best_plan_of_schedule(c, kind, kind.sizes(c), limit) or plan
 
 
 def _allowed_schedules(c: Case) -> Iterator[tuple[type[Schedule], range]]:
@@ -270,11 +255,11 @@ def default_plan(c: Case) -> ChunkPlan:
         return plan_for_size(c, Sampled, default_rows(c))
     rows = c.options.chunk_rows
     has_default_rows = rows is None and c.num_tokens > 0 and c.device_type != "cpu"
-    if has_default_rows and not c.needs.weights[0] and not c.multiplies_e4m3:
+    if has_default_rows and not c.needs.weights[0]:
         return _plan_for_chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _plan_for_chunks(c, c.equal_chunk_rows(rows or _default_rows(c)))
     has_blocks = has_default_rows or (c.adds_dw and rows is None and c.num_tokens > 0)
-    if has_blocks and plan.deferred and strategy == "auto" and not c.multiplies_e4m3:
+    if has_blocks and plan.deferred and strategy == "auto":
         # Logits are computed twice by any deferred schedule. Blocks of classes sum no gradient of a weight. They sum
         # dX, which needs more memory if there are very many tokens.
         blocks = [plan_for_size(c, Blocks, cols) for cols in CANDIDATE_BLOCK_COLS if cols < c.vocab_size]
@@ -293,8 +278,6 @@ def default_plan(c: Case) -> ChunkPlan:
 
 def _plan_for_chunks(c: Case, rows: int) -> ChunkPlan:
     """Return the plan for chunks of `rows` tokens."""
-    if c.multiplies_e4m3:
-        return plan_for_size(c, E4M3Exponentials if E4M3Exponentials.sizes(c) else E4M3DeferredChunks, rows)
     few, dtypes = c.has_few_logits and rows >= c.num_tokens, c.dtypes(False)
     kinds = (Chunks,) if few else (Unnormalized, Chunks)
     plan = next(plan_for_size(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
@@ -325,8 +308,6 @@ def _default_rows(c: Case) -> int:
 
 def _entry_bytes(c: Case) -> int:
     """Return the bytes of a chunk for each token and class."""
-    if c.multiplies_e4m3:
-        return 1
     dtypes = c.dtypes(False)
     gradient = c.must_defer or c.backend == "triton"
     return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize

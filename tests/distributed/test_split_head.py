@@ -32,7 +32,6 @@ from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed
 from flce.testing.problem import Problem, relative_error, run_oracle
-from tests import interpreted_e4m3
 from tests.distributed.split_head import (
     LIMIT,
     LocalShare,
@@ -227,22 +226,6 @@ def test_schedules_that_borrow_memory() -> None:
             options = {"skip_ignored": False, "stats": ("lse",)}
             check(p, groups()["pair"], LIMIT[torch.bfloat16], options, result_limit=1e-5)
             assert schedules
-
-
-@no_gpu
-@in_processes(most_processes())
-def test_e4m3_products() -> None:
-    """Check gradients whose products have E4M3 operands, with kernels in the interpreter and with PyTorch."""
-    group, options = groups()["pair"], {"grad_dtype": torch.float8_e4m3fn, "stats": ("lse",)}
-    for reduction, skip in (("mean", True), ("none", False)):
-        settings: dict[str, Any] = {"dtype": torch.bfloat16, "ignored": 0.3, "reduction": reduction}
-        each = {**options, "skip_ignored": skip, "chunk_rows": 16}
-        check(uneven(problem((24,), 64, 257, z_loss=0.01, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
-        check(problem((24,), 64, 1, token_weight=True, **settings), group, 5e-3, dict(each), result_limit=1e-5)
-        with as_on_a_gpu(True) as plans, pytest.MonkeyPatch.context() as patch:
-            interpreted_e4m3.fix_interpreter(patch)
-            check(uneven(problem((20,), 64, 257, softcap=5.0, **settings)), group, 5e-3, dict(each), result_limit=1e-5)
-            assert {plan.schedule.multiplies_e4m3 for plan in plans} == {True}
 
 
 @in_processes(most_processes())

@@ -139,7 +139,7 @@ def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> d
 
 
 def test_every_schedule_is_here(triton_backend: str) -> None:
-    assert {kind for kind in SCHEDULES if not (kind.multiplies_e4m3 or kind.samples)} == set(FROM_CASE) | {
+    assert {kind for kind in SCHEDULES if not kind.samples} == set(FROM_CASE) | {
         Statistics,
         Borrowed,
     }

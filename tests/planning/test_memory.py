@@ -14,14 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import flce
-from flce.backends import contract, e4m3, eager, sampling
+from flce.backends import contract, eager, sampling
 from flce.backends.contract import RowOutputs
 from flce.core.device_record import CPU
 from flce.core.problem import LossSpec
 from flce.engine import schedules
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
-from flce.engine.e4m3 import ChunkSizes
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime
 from flce.engine.schedules import SCHEDULES, Schedule
@@ -106,12 +105,6 @@ def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type
     )
 
 
-def ways(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return options with other schedules."""
-    e4m3: list[dict[str, Any]] = [{"grad_dtype": contract.E4M3}] if dtype == torch.bfloat16 else []
-    return [{}, {"sample_below": 2.0**-12}, *e4m3]
-
-
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
     """Yield a few sizes, which are not so small that loops take long."""
     sizes = kind.sizes(c)
@@ -134,11 +127,7 @@ def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CHOICE_BYTES", "LIST_BYTES"):
         monkeypatch.setattr(sampling, name, 0)
     monkeypatch.setattr(eager, "SCALING_BYTES", 0)
-    monkeypatch.setattr(e4m3, "temporary_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "sort_scratch_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "e4m3_row_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "quantize_scratch_bytes", lambda *args: 0)
-    monkeypatch.setattr(contract, "limit_scratch_bytes", lambda *args: 0)
 
 
 OTHER_DTYPES = allpairs({"dtype": [torch.float64, torch.float32, torch.float16], "grads": GRADS, "skip": (False, True)})
@@ -154,12 +143,11 @@ def test_count_is_what_a_real_arena_has(
     """This holds for every schedule and some of its sizes. Dry runs shorten loops, real passes do not. bfloat16 has
     all schedules."""
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
-    monkeypatch.setattr("flce.engine.schedules.e4m3.chunk_sizes", lambda c, n: ChunkSizes(n, min(n, 16), min(n, 8)))
     seen = set()
     settings = [*itertools.product(("mean", "none"), ("cuda", "cpu"), (False,)), ("mean", "cuda", True)]
     for reduction, device_type, adds in settings:
-        for way in ways(dtype):
-            options = {"skip_ignored": skip, "gradient_accumulation_fusion": adds, **way}
+        for below in (None, 2.0**-12):
+            options = {"skip_ignored": skip, "gradient_accumulation_fusion": adds, "sample_below": below}
             c = case_of(dtype, grads, reduction, device_type, **options)
             for kind in SCHEDULES:
                 for size in sizes_of(kind, c):
@@ -172,15 +160,15 @@ def test_count_is_what_a_real_arena_has(
                     seen.add(type(schedule).__name__)
     assert {"Blocks", "DeferredChunks"} <= seen
     if dtype == torch.bfloat16 and "b" not in grads:
-        assert {"Unnormalized", "E4M3Exponentials", "E4M3DeferredChunks"} <= seen
+        assert "Unnormalized" in seen
         assert ({"Borrowed", "Recomputed"} <= seen) == ("w" in grads and not skip)
 
 
 def test_every_schedule_is_counted() -> None:
     """The test above covers every schedule except `Statistics`."""
     for kind in SCHEDULES:
-        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), ways(torch.bfloat16))
-        cases = [case_of(dtype, grads, r, **way) for dtype, grads, r, way in settings]
+        settings = itertools.product(DTYPES, GRADS, ("mean", "none"), (None, 2.0**-12))
+        cases = [case_of(dtype, grads, r, sample_below=below) for dtype, grads, r, below in settings]
         assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
 
 
@@ -194,8 +182,7 @@ def test_nothing_is_allocated_beside_the_arena(
     monkeypatch.setattr(PassContext, "add_column_sums", lambda self, x, out: None)
     for reduction in ("mean", "none"):
         for grads in GRADS:
-            way = ways(dtype)[1 if kind.samples else -1]
-            c = case_of(dtype, grads, reduction, **way)
+            c = case_of(dtype, grads, reduction, sample_below=2.0**-12 if kind.samples else None)
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
                     dry_run_passes(c, kind.from_size(c, size), RealArena("cpu"))

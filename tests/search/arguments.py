@@ -391,7 +391,7 @@ class Rows:
 class Expected:
     """The oracle's results of a loss, and the bounds of their errors."""
 
-    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic, gradients: type[Gradients] = Gradients) -> None:
+    def __init__(self, p: Problem, upstream: Tensor, how: Arithmetic) -> None:
         self.p, self.how, u = p, how, how.u
         self.oracle = run_oracle(p, grad_output=upstream)
         kwargs = p.kwargs
@@ -432,7 +432,7 @@ class Expected:
             roundings=CHAIN + self.num_factors(),
             smoothed=kwargs["label_smoothing"] > 0.0,
         )
-        self.gradients = gradients(logits, gradient, how)
+        self.gradients = Gradients(logits, gradient, how)
 
     def num_factors(self) -> int:
         """Return the number of factors of a row's gradient that are not 1."""

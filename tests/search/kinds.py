@@ -16,7 +16,6 @@ MODULES = {
     "softmax": "tests.search.softmax",
     "logprobs": "tests.search.logprobs",
     "divergence": "tests.search.divergence",
-    "fp8": "tests.search.fp8",
     "lazy": "tests.search.lazy",
     "divided": "tests.search.divided",
 }

@@ -18,7 +18,6 @@ from tests import forced
 from tests.helpers import plan_for
 from tests.search import arguments
 from tests.search.arguments import DTYPES, HEAD, LOSS, Expected, defaults
-from tests.search.bounds import Gradients
 from tests.search.driver import Call, Errors, Kind, Mismatch
 
 # How the call runs. retained: two backward passes; autocast: of float32 tensors; graph: captured in a CUDA graph.
@@ -45,8 +44,8 @@ def draw(rng: random.Random, compiled: random.Random, device: str) -> Call:
 
 def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
     given = {name: call[name] for name in ("chunk_rows", "strategy", "skip_ignored")}
-    for name in ("logits_dtype", "accum_dtype", "grad_dtype"):
-        if call.get(name) is not None:
+    for name in ("logits_dtype", "accum_dtype"):
+        if call[name] is not None:
             given[name] = getattr(torch, call[name])
     if call["beyond"] is not None and p.target.numel():
         given["max_workspace_bytes"] = call["beyond"] + arguments.least_budget(
@@ -185,8 +184,7 @@ def memory_of(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
-def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gradients) -> None:
-    """Compare a call. `of_e4m3`: the bounds of gradients if the plan has E4M3 products."""
+def check(call: Call, device: str, errors: Errors) -> None:
     p = arguments.head_of(call, device)
     grads, upstream, mode = call["grads"], arguments.upstream_of(call, p), call["mode"]
     half = DTYPES.get(mode.partition(" ")[2])
@@ -213,14 +211,11 @@ def check(call: Call, device: str, errors: Errors, of_e4m3: type[Gradients] = Gr
             # A plan does not include copies of operands that are not aligned.
             check_again(step, results, plan if device == "cuda" and call["layout"] == "contiguous" else None)
     loss, output, got = results
-    is_e4m3 = plan is not None and plan.schedule.multiplies_e4m3
-    has_reference = is_e4m3 or (plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed)))
+    has_reference = plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed))
     how = arguments.arithmetic(call, rounded, **parts)
     how = replace(how, headroom=EXPONENTIAL_HEADROOM if has_reference else 0.0)
-    if is_e4m3:  # Its tiles are emulated in bfloat16.
-        how = replace(how, gradients=torch.bfloat16)
-    expected = Expected(rounded, upstream, how, of_e4m3 if is_e4m3 else Gradients)
-    prefix = f"{'fp8' if is_e4m3 else 'operator'} {str(rounded.input.dtype).removeprefix('torch.')}"
+    expected = Expected(rounded, upstream, how)
+    prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])
     expected.compare_gradients(errors, prefix, got)
 

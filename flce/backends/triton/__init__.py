@@ -16,11 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
-from flce.backends.e4m3 import normalize_quantized, sort_entries
 from flce.backends.sampling import choose_frequent
 from flce.backends.triton import (
     divergence,
-    e4m3,
     entries,
     product,
     reduction,
@@ -197,11 +195,6 @@ class TritonBackend:
     sampled_logits = staticmethod(_replayed(sampling.sampled_logits))
     sampled_gradient = staticmethod(sampling.sampled_gradient)
     sampled_weight_gradient = staticmethod(sampling.sampled_weight_gradient)
-    quantize_tile = staticmethod(e4m3.quantize_tile)
-    quantize_transposed = staticmethod(e4m3.quantize_transposed)
-    sort_entries = staticmethod(sort_entries)
-    normalize_quantized = staticmethod(normalize_quantized)
-    add_entries = staticmethod(_replayed(e4m3.add_entries))
     row_products = staticmethod(_replayed(entries.row_products))
     sum_equal = staticmethod(_replayed(entries.sum_equal))
     write_entries = staticmethod(_replayed(entries.write_entries))

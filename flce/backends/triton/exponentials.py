@@ -41,10 +41,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends import contract
-from flce.backends.contract import E4M3_SAMPLES, QuantizedTile, StatisticsCall, TileClasses
-from flce.backends.triton import e4m3, product
+from flce.backends.contract import StatisticsCall, TileClasses
+from flce.backends.triton import product
 from flce.backends.triton.launch import FLAG_STRIDE, Launch, build_launch, thread_options
-from flce.backends.triton.math import LN_2, LOG2_E, e4m3_factor, finish_rows, log1p, transform
+from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transform
 from flce.backends.triton.replay import run
 from flce.core.gemm import ALIGNMENT
 
@@ -76,7 +76,6 @@ def reference_kernel(
     reference_ptr,  # (rows,) output, in octaves; inf for ignored rows
     target_logit_ptr,  # (rows,) output: z of the target
     target_jacobian_ptr,  # (rows,) output: dz/da of the target
-    row_factor_ptr,  # (rows,) output: factors of exponentials in E4M3
     work_ptr,  # (3,) int32, FLAG_STRIDE apart, output
     count_ptr,  # () int64: the number of rows that the product computes; the rows behind them are ignored
     x_stride,
@@ -94,7 +93,6 @@ def reference_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_COUNT: tl.constexpr,
-    WANT_ROW_FACTOR: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of the product
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -109,7 +107,7 @@ def reference_kernel(
 
     number = tl.arange(0, SAMPLES)
     a = tl.load(sample_ptr + row * sample_stride + number, mask=number < samples, other=0.0)
-    z, jacobian = transform(
+    z, _jacobian = transform(
         a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
     # The product has rounded the sample to bfloat16. Subtract the rounding error: a reference that is too small is
@@ -137,14 +135,6 @@ def reference_kernel(
     # If all these logits are -inf, the reference is so small that any finite logit triggers the second product.
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
-    if WANT_ROW_FACTOR:
-        # Four times the sum that the sample predicts: a few exponentials are most of the sum of many rows, and if they
-        # are not in the sample, the prediction is too small.
-        is_other = (number < samples) & (number * sample_step != tl.where(in_range, target, -1))
-        exps = tl.where(is_other, tl.exp2(z * LOG2_E - reference), 0.0)
-        if HAS_SOFTCAP:
-            exps *= tl.abs(jacobian)
-        tl.store(row_factor_ptr + row, e4m3_factor(4.0 * sample_step * tl.sum(exps, axis=0), tl.program_id(0)))
     if row == 0:
         if HAS_COUNT:
             rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))
@@ -310,29 +300,22 @@ def fused_exponentials(
     factors: Tensor,
     count: Tensor | None,
     scales: Callable[[], Tensor | None],
-    quantized: QuantizedTile | None = None,
 ) -> None:
     num_rows, vocab_size = x.shape[0], weight.shape[0]
     if num_rows == 0:
         return
-    new, blocks = call.out.loss.new_empty, -(-vocab_size // product.COLS)
-    samples, planes, row_factor = (SAMPLES, 1, None) if quantized is None else (E4M3_SAMPLES, 2, new(num_rows))
-    sampled = _sample_classes(weight, samples)
-    if quantized is None:
-        # The memory of the exponentials is free until the product writes them.
-        sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
-    else:
-        exps, sample = [quantized.matrix[:, :vocab_size]], torch.mm(x, sampled.t())
+    new, blocks = call.out.loss.new_empty, triton.cdiv(vocab_size, product.COLS)
+    sampled = weight[:: triton.cdiv(vocab_size, SAMPLES)]
+    sampled = sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
+    # The memory of the exponentials is free until the product writes them.
+    sample = torch.mm(x, sampled.t(), out=exps[0][:, : sampled.shape[0]])
     # Separate vectors, so that each address is aligned for the kernels.
     rows = _RowVectors(*[new(num_rows) for _ in range(3)])
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    x, partial = product.align_for_descriptor(x), new(planes, blocks, num_rows)
-    memory = _Memory(x, weight, exps, partial, work, rows, samples, row_factor, quantized)
+    memory = _Memory(product.align_for_descriptor(x), weight, exps, new(blocks, num_rows), work, rows)
     run(_first_products, memory, call, sample, count)
     call = call._replace(inputs=call.inputs._replace(scales=scales()))
     run(_finish_and_retry, memory, call, factors)
-    if quantized is not None:
-        e4m3.compute_exponentials(x, weight, rows.reference, call, quantized.entries)
 
 
 class _RowVectors(NamedTuple):
@@ -349,21 +332,9 @@ class _Memory(NamedTuple):
     x: Tensor
     weight: Tensor
     exps: Sequence[Tensor]
-    partial: Tensor  # (planes, blocks of classes, rows)
+    partial: Tensor  # (blocks of classes, rows)
     work: Tensor  # (3, FLAG_STRIDE) int32, see `exponentials`
     rows: _RowVectors
-    samples: int
-    row_factor: Tensor | None  # (rows,) with `quantized`
-    quantized: QuantizedTile | None
-
-
-def _sample_classes(weight: Tensor, samples: int) -> Tensor:
-    sampled = weight[:: _sample_step(weight, samples)]
-    return sampled[: max(1, sampled.shape[0] // ALIGNMENT * ALIGNMENT)]
-
-
-def _sample_step(weight: Tensor, samples: int) -> int:
-    return -(-weight.shape[0] // samples)
 
 
 def _first_products(memory: _Memory, call: StatisticsCall, sample: Tensor, count: Tensor | None) -> Iterator[Launch]:
@@ -371,7 +342,7 @@ def _first_products(memory: _Memory, call: StatisticsCall, sample: Tensor, count
         reference_kernel,
         (len(memory.x),),
         call,
-        {"BLOCK_ROWS": product.ROWS, "SAMPLES": memory.samples, "BLOCK": BLOCK},
+        {"BLOCK_ROWS": product.ROWS, "SAMPLES": SAMPLES, "BLOCK": BLOCK},
         ("z_loss",),
         x=memory.x,
         weight=memory.weight,
@@ -380,8 +351,7 @@ def _first_products(memory: _Memory, call: StatisticsCall, sample: Tensor, count
         count=count,
         hidden=memory.x.shape[1],
         samples=sample.shape[1],
-        sample_step=_sample_step(memory.weight, memory.samples),
-        row_factor=memory.row_factor,
+        sample_step=triton.cdiv(len(memory.weight), SAMPLES),
         **memory.rows._asdict(),
     )
     yield from _products(memory, call, is_retry=False)
@@ -395,7 +365,6 @@ def _finish_and_retry(memory: _Memory, call: StatisticsCall, factors: Tensor) ->
 
 def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Iterator[Launch]:
     weight, max_cols = memory.weight, product.classes_per_launch(memory.weight)
-    transposed = None if memory.quantized is None else memory.quantized.transposed
     for tile, tile_exps in _tiles(memory.exps, len(weight), is_retry, max_cols):
         yield product.launch(
             memory.x,
@@ -404,14 +373,12 @@ def _products(memory: _Memory, call: StatisticsCall, *, is_retry: bool) -> Itera
             tile_exps,
             partial=memory.partial,
             reference=memory.rows.reference,
-            transposed=None if transposed is None else transposed[tile.columns],
-            row_factor=memory.row_factor,
             work=memory.work[int(is_retry)],
         )
 
 
 def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry: bool) -> Iterator[Launch]:
-    _, blocks, num_rows = memory.partial.shape
+    blocks, num_rows = memory.partial.shape
     yield build_launch(
         finish_kernel,
         (triton.cdiv(num_rows, product.FINISH_ROWS),),
@@ -429,11 +396,6 @@ def _finish(memory: _Memory, call: StatisticsCall, factors: Tensor, *, is_retry:
         blocks=blocks,
         **memory.rows._asdict(),
     )
-    if memory.quantized is not None:
-        work, partial = memory.work[int(is_retry)], memory.partial[int(call.spec.softcap is not None)]
-        assert memory.row_factor is not None
-        vocab_size = len(memory.weight)
-        yield e4m3.find_large(memory.quantized, vocab_size, memory.row_factor, partial, product.COLS, work)
 
 
 def _tiles(

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends import contract, e4m3
+from flce.backends import contract
 
 # A kernel can read only global variables that are constexpr.
 _OFFSET = tl.constexpr(contract.OFFSET)
@@ -17,8 +17,6 @@ _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
 _ENTROPY = tl.constexpr(contract.ENTROPY)
 _CLASSES = tl.constexpr(contract.CLASSES)
-_E4M3_PEAK = tl.constexpr(e4m3.PEAK)
-_LEAST_SUM = tl.constexpr(e4m3.LEAST_SUM)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -476,10 +474,3 @@ def logit_gradient(
     if HAS_JACOBIAN:
         grad *= jacobian
     return grad
-
-
-@triton.jit
-def e4m3_factor(sums, row):
-    """Return the factor that maps entries of a row to E4M3, see `flce/backends/e4m3.py`."""
-    factor = _E4M3_PEAK * tl.exp2((row % 64) * (-1.0 / 64.0)) / tl.maximum(sums, _LEAST_SUM)
-    return tl.where(sums < _LEAST_SUM, 0.0, factor)

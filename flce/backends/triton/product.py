@@ -10,7 +10,7 @@ There are three epilogues:
 * the gradient of the logits, if the logits are computed a second time and the statistics are complete. Both passes sum
   in the same order, so the logits are the same to the bit;
 * exponentials relative to a reference of each row, and their sums, if losses and gradients are computed in one pass:
-  see `backends/triton/exponentials.py`. In E4M3 also their transpose, see `backends/triton/e4m3.py`.
+  see `backends/triton/exponentials.py`.
 
 There is one program for each multiprocessor. A program computes one block after the other, all blocks of GROUP blocks
 of rows before the next group, so that cached operands are read again. Operands are loaded by tensor descriptors (the
@@ -31,7 +31,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import (
-    E4M3_MAX,
     FUSED_PRODUCT_BLOCK,
     FUSED_PRODUCT_ROWS,
     LEAST_LOGPROB,
@@ -77,7 +76,6 @@ COPY_BYTES = 8 << 20
 LIMIT = 64.0
 _LIMIT = tl.constexpr(LIMIT)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
 _WORD = tl.constexpr(WORD_CLASSES)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 _NO_MARKS = {"threshold": None, "seeds": None, "first_class": 0, "words": None}
@@ -100,12 +98,10 @@ def product_kernel(
     x_desc,  # (rows, hidden)
     weight_desc,  # (cols, hidden)
     out_desc,  # (rows, cols) the gradient or the exponentials; with statistics x_desc, unused
-    transposed_desc,  # (cols, rows padded) E4M3 exponentials; if not requested x_desc, unused
     # Statistics: (planes, blocks of all classes, rows). With m, the largest z of a row in a block, the planes are m and
     # the sum of exp(z - m), then, if requested, the sum of exp(z - m) (z - m), the argmax, the sum of z, the sum of
     # exp(z - m)^2.
-    # Exponentials: (blocks of all classes, rows), their sum or, if one exceeds 2^LIMIT, minus its logarithm; in E4M3
-    # with softcap a second plane, the sum of the magnitudes times dz/da, or -1.
+    # Exponentials: (blocks of all classes, rows), their sum or, if one exceeds 2^LIMIT, minus its logarithm.
     partial_ptr,
     target_logit_ptr,  # (rows,): written if the target is one of the columns
     target_ptr,  # (rows,) int64
@@ -114,7 +110,6 @@ def product_kernel(
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
-    row_factor_ptr,  # (rows,) of exponentials in E4M3
     threshold_ptr,  # (rows,) of marks, see `contract.Marks`
     seeds_ptr,  # (rows,) int32
     words_ptr,  # (rows, words) int32
@@ -139,8 +134,6 @@ def product_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_INVERSE_TEMPERATURE: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_ROW_FACTOR: tl.constexpr,
-    HAS_TRANSPOSED: tl.constexpr,
     HAS_WORDS: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
@@ -216,19 +209,7 @@ def product_kernel(
             tl.store(partial_ptr + place, tl.where(largest > _LIMIT, -largest, total), mask=exists)
             if HAS_SOFTCAP:
                 exps *= jacobian
-            if HAS_ROW_FACTOR:
-                if HAS_SOFTCAP:
-                    place += tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
-                    total = tl.where(largest > _LIMIT, -1.0, tl.sum(tl.abs(exps), axis=1))
-                    tl.store(partial_ptr + place, total, mask=exists)
-                exps *= tl.load(row_factor_ptr + row, mask=exists, other=0.0)[:, None]
-                exps = tl.minimum(exps, _E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-                if HAS_SOFTCAP:  # dz/da is negative with a negative scale
-                    exps = tl.maximum(exps, -_E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
-            rounded = exps.to(out_desc.dtype)
-            out_desc.store([row_start, col_start], rounded)
-            if HAS_TRANSPOSED:
-                transposed_desc.store([col_start, row_start], tl.trans(rounded))
+            out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
         elif GRADIENT:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
             softmax_factor, target_factor, _classes_factor, entropy_factor = load_row_gradient(
@@ -481,8 +462,6 @@ def launch(
     partial: Tensor | None = None,
     target_logit: Tensor | None = None,
     reference: Tensor | None = None,  # given: exponentials
-    transposed: Tensor | None = None,
-    row_factor: Tensor | None = None,
     work: Tensor | None = None,
     marks: Marks | None = None,
 ) -> Launch:
@@ -490,13 +469,11 @@ def launch(
     x_desc = TensorDescriptor.from_tensor(x, [ROWS, DEPTH])
     weight_desc = TensorDescriptor.from_tensor(align_for_descriptor(weight), [COLS, DEPTH])
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [ROWS, COLS])
-    transposed_desc = x_desc if transposed is None else TensorDescriptor.from_tensor(transposed, [COLS, ROWS])
     programs = device_record(x.device).multiprocessors
     gradient = out is not None and reference is None
     options = {
         "GRADIENT": gradient,
         "EXPONENTIALS": reference is not None,
-        "HAS_TRANSPOSED": transposed is not None,
         "HAS_TAIL": call.tile.cols % COLS != 0 and not gradient,  # a gradient's store needs no mask
         "ROWS": ROWS,
         "COLS": COLS,
@@ -516,11 +493,9 @@ def launch(
         x_desc=x_desc,
         weight_desc=weight_desc,
         out_desc=out_desc,
-        transposed_desc=transposed_desc,
         partial=partial,
         target_logit=target_logit,
         reference=reference,
-        row_factor=row_factor,
         work=work,
         **(_NO_MARKS if marks is None else marks._asdict()),
         hidden=x.shape[1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flce.engine.schedules.blocks import Blocks, BlocksAroundSum, ChunksOfBlocks, SeparatePasses
 from flce.engine.schedules.chunks import Chunks, DeferredChunks
-from flce.engine.schedules.e4m3 import E4M3DeferredChunks, E4M3Exponentials
 from flce.engine.schedules.sampled import Sampled
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.statistics import Statistics
@@ -12,8 +11,6 @@ from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalize
 
 SCHEDULES: tuple[type[Schedule], ...] = (
     Statistics,
-    E4M3Exponentials,
-    E4M3DeferredChunks,
     Sampled,
     Chunks,
     Unnormalized,

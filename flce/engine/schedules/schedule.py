@@ -32,7 +32,6 @@ class Schedule:
         uses_fused_products: True if logits stay in registers where `Case.supports_fused_products`. False for a schedule
             that computes losses and gradients of a tile in one pass over its logits.
         samples: True if gradients are computed from sampled entries, without products of all logits.
-        multiplies_e4m3: True if products for dX and dW have E4M3 operands.
         sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
             schedule must apply `Case.chunk_rows` itself.
         multiples: numbers. A size that is divisible by one of them may be faster than a slightly larger size.
@@ -43,7 +42,6 @@ class Schedule:
     can_count_on_device: ClassVar[bool] = False
     uses_fused_products: ClassVar[bool] = True
     samples: ClassVar[bool] = False
-    multiplies_e4m3: ClassVar[bool] = False
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
 
