@@ -222,13 +222,6 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() / valid.sum()
 
 
-def torchao_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Compute the loss of logits of torchao's float8 linear. Its three products have float8 operands."""
-    linear = importlib.import_module("torchao.float8.float8_linear").Float8Linear
-    head = linear.from_float(torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta"))
-    return F.cross_entropy(torch.func.functional_call(head, {"weight": w}, (x,)).float(), y, reduction=reduction)
-
-
 LIGER_HOPPER = "liger_kernel.ops.cutedsl.ops"
 
 
@@ -265,7 +258,7 @@ needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA
 needs_liger_hopper = needs_package(LIGER_HOPPER, "'liger-kernel[cutedsl]'")
 needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
 needs_torch_chunked = needs_package("torch.nn.modules.linear_cross_entropy_options", "'torch>=2.13'", cuda=False)
-needs_quack, needs_torchao = needs_package(QUACK, "quack-kernels"), needs_package("torchao.float8", "torchao")
+needs_quack = needs_package(QUACK, "quack-kernels")
 liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
 cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
@@ -324,9 +317,7 @@ def cce_flat(problem: OperatorProblem) -> Step:
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
     C("floor-training", "bare products of training", "floor", weight_grad_twice),
-    ours("ours-e4m3", "flce, gradient products in E4M3", "bfloat16", grad_dtype=torch.float8_e4m3fn),
     ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12),
-    peer("torchao", "torchao's float8 head, not compiled", needs_torchao, torchao_loss, "bfloat16"),
 ]
 
 

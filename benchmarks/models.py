@@ -223,18 +223,6 @@ def trl_head(model: Any, install: Callable[[], object] | None = None, **head: An
         vars(model).update(before)
 
 
-@contextlib.contextmanager
-def torchao_and_ligers_layers(model: Any) -> Iterator[None]:
-    """Replace the head by torchao's float8 linear with the same weight. The three products then have E4M3 operands."""
-    head = model.get_output_embeddings()
-    with liger(model, fused_linear_cross_entropy=False):
-        model.set_output_embeddings(importlib.import_module("torchao.float8").convert_to_float8_training(head))
-        try:
-            yield
-        finally:
-            model.set_output_embeddings(head)
-
-
 needs_peft = needs_package("peft", "peft", cuda=False)
 only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False, geglu=False)
 needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
@@ -254,7 +242,6 @@ CONTENDERS = [
     peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
     ModelContender("stock", "stock", "stock", contextlib.nullcontext),
 ]
-in_e4m3 = functools.partial(ours_and_ligers_layers, grad_dtype=torch.float8_e4m3fn)
 sampled: dict[str, Any] = {"sample_below": 2.0**-12}
 sampled_and_ligers_layers = functools.partial(ours_and_ligers_layers, **sampled)
 needs_trl = needs_package("trl.trainer.grpo_trainer", "trl", cuda=False, stands_in=TRL_UNUSED)
@@ -263,11 +250,6 @@ NAMED = [
     ModelContender("ours-sampled", "flce, sampled gradients", "ours", functools.partial(ours, **sampled)),
     peer("ours-sampled-liger-layers", "flce, sampled gradients, with Liger's layers", sampled_and_ligers_layers),
     ModelContender("trl", "TRL's kernel", "peer", trl_head, unavailable=needs_trl, call={"fused_lm_head": True}),
-    peer("ours-e4m3-liger-layers", "flce, FP8 gradients, with Liger's layers", in_e4m3),
-    replace(
-        peer("torchao", "stock, torchao's float8 head (not compiled), with Liger's layers", torchao_and_ligers_layers),
-        unavailable=needs_package("torchao.float8", "torchao"),
-    ),
 ]
 
 
@@ -289,7 +271,6 @@ TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "liger-loss", "stock"))
 QUOTED = replace(SHORT, budgets_mib=(), contenders=("ours", "liger-loss", "liger", "ours-liger-layers", "stock"))
-IN_E4M3 = replace(QUOTED, contenders=(*(QUOTED.contenders or ()), *(contender.name for contender in NAMED)))
 REAL_NAMES = ("ours", "ours-sampled", *(QUOTED.contenders or ())[1:], "ours-sampled-liger-layers", "trl")
 # Without checkpointing the peak is in the loss, so a budget lowers it. Stock has 118 GiB there.
 SETTINGS: list[dict[str, Any]] = [{}, {"checkpointing": False, "budgets_mib": (256,)}, {"lora_rank": 16}]
@@ -309,8 +290,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
         rounds=3,
         seconds=2.0,
     ),
-    # For README.md: gradient products in E4M3. Two minutes.
-    "h200-fp8": lambda: plan_cases([replace(IN_E4M3, model=m) for m in (*MODELS, "Gemma-3-270m")], 3, 2.0),
 }
 
 

@@ -41,21 +41,7 @@ BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
 BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
 IN_GIB = ("ours", *map(budget_name, (256, 512, 1024, 2048)))
-# Gradient products with operands in E4M3. With a standard deviation of 4 a token has 20 large probabilities.
-FP8_LABEL = "fp8"
-FP8_NAMES = ("floor", "ours", "ours-e4m3", "torchao")
-FP8 = [
-    *(
-        OperatorCase(*shape, logits_std=1.0, contenders=FP8_NAMES, label=FP8_LABEL)
-        for shape in (*HEADS, (4096, 8192, 128256), NARROW, (16384, 640, 262144))
-    ),
-    *(
-        OperatorCase(*shape, mode="frozen-head", logits_std=1.0, contenders=FP8_NAMES, label=FP8_LABEL)
-        for shape in (HEADS[0], HEADS[2])
-    ),
-    OperatorCase(*MAIN, contenders=FP8_NAMES, label=FP8_LABEL),
-]
-REAL_NAMES = ("floor", "ours", budget_name(256), "ours-sampled", "ours-e4m3", "stock", *PEERS)
+REAL_NAMES = ("floor", "ours", budget_name(256), "ours-sampled", "stock", *PEERS)
 # Real heads, and the same logits in larger hidden sizes.
 REAL_HEADS = [
     OperatorCase(8192, hidden, vocab, contenders=REAL_NAMES, errors=True, head=f"{model} {text}")
@@ -130,8 +116,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "real-heads": lambda: plan_cases(REAL_HEADS, rounds=7, seconds=0.4),
     # Gradients from sampled entries, on real heads and on random ones without frequent classes. Five minutes.
     "sampled": lambda: plan_cases(SAMPLED, rounds=7, seconds=0.4),
-    # Half a minute.
-    "h200-fp8": lambda: plan_cases(FP8, rounds=9, seconds=0.8),
 }
 
 

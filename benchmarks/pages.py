@@ -23,7 +23,7 @@ from benchmarks.divergence import DIVERGENCE
 from benchmarks.gains import cards, others
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL, tokens_per_second
-from benchmarks.operator import FP8_LABEL, OPERATOR, error_columns, format_times, products_ms
+from benchmarks.operator import OPERATOR, error_columns, format_times, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.small_card import SMALL_CARD
 from benchmarks.tables import NONE, Table, format_or_dash
@@ -100,9 +100,9 @@ def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
     return WHY_NOT.get(result.status, tokens), peak
 
 
-def rivals(run: Run, label: str = PEERS_LABEL) -> Table:
+def rivals(run: Run) -> Table:
     """Return the table of multiples of the bare products and, in brackets, MiB: a row for each size."""
-    entries = [entry for entry in run.cases if entry.case.label == label]
+    entries = [entry for entry in run.cases if entry.case.label == PEERS_LABEL]
     names = {name: title for name, title in shown(entries).items() if contender_of_budget(name) is None}
     names = {name: title for name, title in names.items() if not name.startswith("floor")}
 
@@ -110,18 +110,13 @@ def rivals(run: Run, label: str = PEERS_LABEL) -> Table:
         time = tables.ratio(result.median_ms, products_ms(entry))
         return time if time == NONE else f"{time} ({tables.mebibytes(result.workspace_bytes)})"
 
-    def size(entry: Entry) -> str:
-        other_std = label == FP8_LABEL and entry.case.logits_std != 1.0
-        parts = [", frozen head"] * (entry.case.mode == "frozen-head")
-        return "".join([shape_of(entry), *parts, *[f", standard deviation {entry.case.logits_std:g}"] * other_std])
-
-    rows = [[size(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
+    rows = [[shape_of(entry), *(cell(entry, entry.by_name(name)) for name in names)] for entry in entries]
     return Table("", [tables.SHAPE, *names.values()], rows)
 
 
 HEAD_TITLES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M", "trained": "trained", "zipf": "Zipf and noise"}
 HEAD_METHODS = {
-    "ours": "flce", "ours-sampled": "flce, sampled", "ours-e4m3": "flce, E4M3", "stock": "stock",
+    "ours": "flce", "ours-sampled": "flce, sampled", "stock": "stock",
     "torch-compile": "`torch.compile`",
     "liger-float32-8x": "Liger, float32 sums", "trl": "TRL", "cce": "CCE",
 }  # fmt: skip
@@ -258,7 +253,6 @@ def from_run(benchmark: Benchmark, write: Callable[[Run], str | Table]) -> Calla
 KINDS: dict[str, Callable[..., str]] = {
     "heads": from_run(OPERATOR, heads),
     "rivals": from_run(OPERATOR, rivals),
-    "fp8": from_run(OPERATOR, lambda run: rivals(run, FP8_LABEL)),
     "real-heads": from_run(
         OPERATOR, lambda run: real_heads(run, lambda e, r: tables.ratio(r.median_ms, products_ms(e)))
     ),

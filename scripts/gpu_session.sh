@@ -16,14 +16,12 @@
 #     pages        for README.md and docs/performance.md, in one run: curve, training steps of two models in three
 #                  settings, the picture of memory over a step; eight minutes, in a separate call
 #     model-pages  of the part pages only the training steps; three minutes and a half
-#     model-fp8    training steps with FP8 gradients, and with torchao's float8 head; four minutes
 #     model-short  training steps of a whole model, 4 x 8192 tokens
 #     model        training steps of whole models; in a separate call
 #     logits       losses of rows as long as vocabularies; half a minute
 #     rows         losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs     linear_logprobs, bare products, and kernels of TRL, Liger and verl; two minutes and a half
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
-#     fp8          gradient products in E4M3: times, errors of random and of trained heads, their tests; four minutes
 #     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
 #                  tests; six minutes
 #     sampled-logprobs  linear_logprobs with sampled gradients on a real head; a minute and a half
@@ -284,7 +282,6 @@ for name in $parts; do
             ;;
         exact) benchmark exact operator h200-exact 240 ;;
         model-pages) benchmark model model h200-pages 225 ;;
-        model-fp8) benchmark model model h200-fp8 240 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
@@ -310,11 +307,6 @@ for name in $parts; do
         rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
         divergence) benchmark divergence divergence h200 130 ;;
-        fp8)
-            benchmark fp8 operator h200-fp8 90
-            part fp8-errors "$(within 120)" "$python" scripts/fp8_errors.py --out "$out/fp8-errors.txt"
-            part fp8-tests "$(within 180)" "$python" -m pytest -q -p no:cacheprovider -m gpu tests/engine/test_e4m3.py
-            ;;
         sampled)
             part sampled-tests "$(within 120)" "$python" -m pytest -q -p no:cacheprovider tests/ops/test_sampled_gradients.py
             benchmark sampled operator sampled 300
@@ -335,7 +327,7 @@ for name in $parts; do
 done
 
 measured=()
-for name in model real-models grpo sampled-grpo logits rows logprobs divergence fp8 sampled sampled-logprobs calls rivals exact curve operator; do
+for name in model real-models grpo sampled-grpo logits rows logprobs divergence sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in

@@ -43,7 +43,6 @@ SEED_RUNS: dict[str, flce.ChunkOptions | None] = {
     "flce": flce.ChunkOptions(),
     "flce, sampled": flce.ChunkOptions(sample_below=2.0**-12),
 }
-BFLOAT16_RUNS: dict[str, flce.ChunkOptions | None] = {"flce, E4M3": flce.ChunkOptions(grad_dtype=torch.float8_e4m3fn)}
 
 
 def token_ids(vocab: int, files: str) -> Tensor:
@@ -128,8 +127,7 @@ def worst_share(curve: Sequence[float], stock: Curves, exact: Curves) -> float:
 def train_all(steps: int, dtype: str, device: str, seeds: int) -> dict[str, Any]:
     """Return the losses of all runs of a dtype, and how they were made."""
     curves = {f"stock {order}": train(steps, dtype, device, order=order) for order in range(seeds)}
-    runs = RUNS | (BFLOAT16_RUNS if dtype == "bfloat16" else {})
-    curves |= {name: train(steps, dtype, device, options=options) for name, options in runs.items()}
+    curves |= {name: train(steps, dtype, device, options=options) for name, options in RUNS.items()}
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return {"dtype": dtype, "device": name, "torch": torch.__version__, "steps": steps, "curves": curves}
 

@@ -328,7 +328,10 @@ HINTS: list[tuple[str, Callable[[], Any]]] = [
         ("got dict: give flce.ChunkOptions(**options)", partial(call, *given, options={"chunk_rows": 4}))
         for call, given in WITH_OPTIONS
     ),
-    ("'grad_dtype', which was removed: give sample_below=2**-12", partial(Options, grad_dtype=float8)),
+    (
+        "'grad_dtype', which was removed: give sample_below=2**-12",
+        partial(Options, grad_dtype=float8),  # type: ignore[call-arg]
+    ),
     ("got str: give transformers.AutoModelForCausalLM.from_pretrained(...)", partial(patch, "gpt2")),
     ("labels[1, 3]: target 77 at position 5 of", partial(patch(LM()), indices(2, 4), LABELS)),
     ("needs TRL, which is not installed: pip install 'trl>=1.16'", mock.patch.dict(sys.modules, trl=None)(trl.install)),
