@@ -77,9 +77,6 @@ PRODUCT_KERNELS = {
     "finish_kernel",
     "target_slots_kernel",
     "weight_gradient_kernel",
-    "find_large_kernel",
-    "quantize_kernel",
-    "add_entries_kernel",
 }
 
 
