@@ -91,7 +91,8 @@ def _keep_shapes() -> None:
     """Build the attributes of a block or a value once for each shape."""
     import triton.language as tl
 
-    first_block, blocks = tl.block_type.__init__, {}
+    first_block = tl.block_type.__init__
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *shape)

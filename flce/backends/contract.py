@@ -440,8 +440,30 @@ class Backend(Protocol):
         """
 
     def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
-        """Write the frequent classes to `out`, (K,), ascending: targets, and the classes with the largest `z`, (V,). If
-        there are more than K targets, those with the largest `z`. target: (N,), other numbers where it is no class.
+        """Write the frequent classes to `out`, (K,), ascending: targets, and the classes with the largest `z`. If there
+        are more than K targets, those with the largest `z`.
+
+        Args:
+            z: (V + 2,), overwritten. The last two are not read.
+            target: (N,); -1 or -2 where it is no class.
+        """
+
+    def mark_frequent(self, place: Tensor, out: Tensor) -> None:
+        """Write the bits of classes with ``place >= 0``, (V,), and of the columns behind them to `out`, (words,)."""
+
+    def set_thresholds(
+        self, x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor,
+        seeds: Tensor,
+    ) -> None:  # fmt: skip
+        """Write the seeds of some rows, a hash of position, hidden state and bound, and their thresholds (`Marks`).
+
+        Args:
+            x: (rows, H).
+            target: (rows,) int64; -2: the row is ignored.
+            index: (rows,) the positions in the call; None: from `first_row` on.
+            logarithm: of the threshold over the bound.
+            threshold: (rows,) float32 the bound, which is replaced.
+            seeds: (rows,) int32 output.
         """
 
     def mark_entries(self, logits: Tensor, call: StatisticsCall, marks: Marks) -> None:
@@ -454,7 +476,7 @@ class Backend(Protocol):
         Args:
             words: (rows, words of all classes) of `mark_entries`.
             omitted: (words of all classes,) int32: the bits of frequent classes.
-            target: (rows,) the target's class, or -1.
+            target: (rows,) the target's class; negative: none.
             out: the list. ``bounds[0]`` is set, the other bounds of these rows are written.
         """
 
@@ -485,8 +507,9 @@ class Backend(Protocol):
         """
 
     def sampled_weight_gradient(
-        self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor,
-        grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
+        self, x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor,
+        dense: Tensor, grad: Tensor, gradient_scale: Tensor | None,
+        subtracted: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Write ``grad = (dense[place] + sum of value * x[row]) / gradient_scale``, rounded once. Deterministic.
         Vectors u (V,) and v (H,) that are `subtracted`: the product of ``u[class]`` and v.
@@ -495,7 +518,8 @@ class Backend(Protocol):
             x: (rows, H).
             order: (entries,) int64, a stable sort of the entries by classes.
             bounds: (V + 1,) int64: class k has the entries [bounds[k], bounds[k + 1]) of this order.
-            place: (V,) int32: the row of `dense` of each class, or -1.
+            frequent: (K,) int64 the classes of the rows of `dense`.
+            place: (V,) or longer, int64: the row of `dense` of each class, or -1.
             dense: (K, H) of the accumulation dtype; grad: (V, H).
         """
 

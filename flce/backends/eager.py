@@ -179,6 +179,8 @@ class TorchBackend:
             words[part] = sampling.pack_marks(sampling.uniform(marks.seeds[part, None], classes) < ratio)
 
     choose_frequent = staticmethod(sampling.choose_frequent)
+    mark_frequent = staticmethod(sampling.mark_frequent)
+    set_thresholds = staticmethod(sampling.set_thresholds)
     list_entries = staticmethod(sampling.list_entries)
     sampled_logits = staticmethod(sampling.sampled_logits)
     sampled_gradient = staticmethod(sampling.sampled_gradient)

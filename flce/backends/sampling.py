@@ -25,6 +25,10 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 # Odd multipliers of 64 bits: of SplitMix64 (S. Vigna, public domain).
 MIX_ROWS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 0x9E3779B97F4A7C15 - 2**64
 _UINT32 = 0xFFFFFFFF
+# Numbers of targets: no class of this process, and ignored.
+NO_TARGET, IGNORED = -1, -2
+# Is added to the logits of targets, so that they are frequent classes.
+TARGET_SCORE = 2.0**20
 # Entries whose rows of x or of a weight are in memory at once.
 ENTRIES_AT_ONCE = 1024
 # Bytes for each class that `choose_frequent` allocates, and that the PyTorch backend allocates for a row of words.
@@ -42,19 +46,30 @@ def hash_rows(position: Tensor, bits: Tensor, bound: Tensor) -> Tensor:
 def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
     """Return random numbers u of entries, float32, from the seed of their row and their class in the whole vocabulary:
     (k + 1/2) / 2^23 for an integer k, so that 0 < u < 1."""
-    h = ((classes.long() * GOLDEN) ^ seeds.long()) & _UINT32
-    h = h * MIX_1 & _UINT32
-    h = (h ^ (h >> 15)) * MIX_2 & _UINT32
+    mixed = classes.long() * GOLDEN & _UINT32
+    mixed = (mixed ^ (mixed >> 15)) * MIX_1 & _UINT32
+    h = (mixed ^ (seeds.long() & _UINT32)) * MIX_2 & _UINT32
     return ((h >> 9).float() + 0.5) * 2.0**-23
 
 
 def choose_frequent(z: Tensor, target: Tensor, out: Tensor) -> None:
-    score = z.nan_to_num(0.0, 1e30, -1e30)
-    # The last place is for targets that are no classes here.
-    is_target = score.new_zeros(len(score) + 1)
-    is_target[torch.where((target >= 0) & (target < len(score)), target, len(score))] = 1.0
-    score = score + is_target[:-1] * (score.max() - score.min() + 1.0)
-    out.copy_(score.topk(len(out)).indices.sort().values)
+    z[target] = z[target] + TARGET_SCORE
+    torch.sort(z[:-2].topk(len(out)).indices, out=(out, torch.empty_like(out)))
+
+
+def mark_frequent(place: Tensor, out: Tensor) -> None:
+    behind = len(out) * WORD_CLASSES - len(place)
+    out.copy_(pack_marks(torch.nn.functional.pad(place >= 0, (0, behind), value=True)))
+
+
+def set_thresholds(
+    x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor, seeds: Tensor
+) -> None:
+    position = torch.arange(first_row, first_row + len(x), device=x.device) if index is None else index
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
+    seeds.copy_(hash_rows(position, bits, threshold.view(torch.int32).long()))
+    threshold.add_(logarithm).masked_fill_(target == IGNORED, torch.inf)
 
 
 def temporary_bytes(hidden: int, classes: int = 0) -> int:
@@ -142,11 +157,11 @@ def sampled_gradient(
 
 
 def sampled_weight_gradient(
-    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
+    grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     total = x.new_zeros(grad.shape, dtype=dense.dtype)
-    total[place >= 0] = dense[place[place >= 0].long()]
+    total[frequent] = dense
     for part in order[: int(bounds[-1])].split(ENTRIES_AT_ONCE):
         rows = x[entries.rows[part].long()].to(total.dtype)
         total.index_add_(0, entries.classes[part].long(), rows.mul_(entries.values[part, None]))

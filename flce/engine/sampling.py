@@ -40,9 +40,10 @@ from flce.backends.contract import (
     StatisticsCall,
     TileClasses,
     log_sum_exp,
+    num_frequent,
 )
 from flce.backends.formulas import is_class
-from flce.backends.sampling import hash_rows
+from flce.backends.sampling import IGNORED, NO_TARGET
 from flce.core.gemm import padded_cols
 from flce.core.problem import LossSpec
 from flce.core.slices import slice_columns, slice_rows
@@ -55,8 +56,13 @@ BOUND_MARGIN = 2.0**-10
 ENTRY_SIZES = 16
 # The number of the bias among the terms.
 BIAS = -1
-# A target that is no class of any tile, and the ignored target of frequent classes.
-NO_TARGET, IGNORED = -1, -2
+
+
+def local_targets(ctx: PassContext) -> Tensor:
+    """Return the target of each row, (rows,) int64; NO_TARGET if it is no class of this process, or IGNORED."""
+    target = ctx.rows.target
+    local = torch.where(is_class(target, ctx.vocab_size), target, NO_TARGET)
+    return local.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
 
 
 class FrequentClasses:
@@ -64,31 +70,32 @@ class FrequentClasses:
 
     Attributes:
         ids: (K,) int64 the classes, ascending.
-        place: (V,) int32 the column of each class, or -1.
+        place: (V + 2,) int64 the column of each class, or NO_TARGET. Behind them IGNORED and NO_TARGET, so that these
+            numbers, as indices, have themselves as columns.
     """
 
-    def __init__(self, ctx: PassContext, ids: Tensor) -> None:
+    def __init__(self, ctx: PassContext, ids: Tensor, target: Tensor) -> None:
+        """target: of `local_targets`."""
         self._context, self.ids = ctx, ids
-        self.place = ctx.new((ctx.vocab_size,), torch.int32).fill_(-1)
-        self.place[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        self.place = ctx.new((ctx.vocab_size + 2,), torch.int64).fill_(NO_TARGET)
+        self.place[IGNORED] = IGNORED
+        self.place[ids] = torch.arange(len(ids), device=ids.device)
         self.weights = [ctx.new((len(ids), term.weight.shape[1]), term.weight.dtype) for term in ctx.terms]
         for term, weight in zip(ctx.terms, self.weights, strict=True):
             torch.index_select(term.weight, 0, ids, out=weight)
         bias = ctx.problem.linear_bias
         self._bias = None if bias is None else bias[ids]
         self._tile = TileClasses(0, len(ids), len(ids), padded_cols(len(ids)), is_shard=True)
-        target = ctx.rows.target
-        # (rows,) the columns of the targets; NO_TARGET, or IGNORED, for the others.
-        self._target = self._place_of(target).masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+        self.target = self.place[target]
 
     def _inputs(self, inputs: RowInputs, spec: LossSpec, target: Tensor) -> tuple[RowInputs, LossSpec, TileClasses]:
-        """Return the first fields of a call for these classes. target: some rows of `_target`."""
+        """Return the first fields of a call for these classes. target: some rows of the targets' columns."""
         inputs = inputs._replace(target=target, bias=self._bias, class_weight=None, token_weight=None)
         return inputs, replace(spec, ignore_index=IGNORED, stats=(), z_loss=0.0, label_smoothing=0.0), self._tile
 
     def compute_bound(self, xs: Sequence[Tensor], tokens: slice) -> Tensor:
-        """Return the log-sum-exp of these classes for some rows, float32; inf for ignored rows."""
-        ctx, target = self._context, slice_columns(self._target, tokens)
+        """Return the log-sum-exp of these classes of all processes for some rows, float32."""
+        ctx, target = self._context, slice_columns(self.target, tokens)
         normalizer = ctx.new((NORMALIZER_SLOTS, len(target)), ctx.normalizer.dtype)
         out = RowOutputs(normalizer[0], None, normalizer, None, None, None, None, None)
         call = StatisticsCall(*self._inputs(ctx.rows.tile_inputs(tokens), ctx.rows.spec, target), out)
@@ -99,13 +106,12 @@ class FrequentClasses:
             state = ctx.new((STATE_SLOTS, len(target)), normalizer.dtype)
             ctx.backend.statistics(self._logits(xs), call, state)
             bound = state[MAX] + state[SUM].log()
-        bound = ctx.rows.max_over_processes(bound.to(torch.float32))
-        return bound.sub_(BOUND_MARGIN).masked_fill_(target == IGNORED, torch.inf)
+        return ctx.rows.max_over_processes(bound.to(torch.float32))
 
     def write_gradient(self, xs: Sequence[Tensor], tokens: slice, call: GradientCall, out: Tensor) -> None:
         """Write the gradient of the logits of some rows, (rows, K); 0 at targets and candidates. `call`: for all
         classes."""
-        ctx, target = self._context, slice_columns(self._target, tokens)
+        ctx, target = self._context, slice_columns(self.target, tokens)
         call = GradientCall(*self._inputs(call.inputs, call.spec, target), call.normalizer, call.row_gradient)
         if ctx.in_registers:
             ctx.backend.fused_gradient(xs[0], self.weights[0], out, call)
@@ -113,8 +119,7 @@ class FrequentClasses:
             ctx.backend.gradient(self._logits(xs), out, call)
         exact = target[:, None]
         if ctx.candidate_grads is not None:
-            ids = ctx.candidate_grads.ids[tokens]
-            exact = torch.cat((exact, self._place_of(ids)), 1)
+            exact = torch.cat((exact, self.place[ctx.candidate_grads.ids[tokens]]), 1)
         ctx.backend.write_entries(out, exact, torch.zeros_like(exact, dtype=torch.float32), 0)
 
     def candidate_values(self, tokens: slice) -> Tensor:
@@ -125,13 +130,8 @@ class FrequentClasses:
         ids, values, terms = (t[tokens] for t in ctx.candidate_grads)
         count = torch.ones_like(values)
         ctx.backend.sum_equal(ids, torch.ones_like(values), count)
-        is_left_out = (self._place_of(ids) >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        is_left_out = (self.place[ids] >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
         return torch.where(is_left_out, values / count, terms)
-
-    def _place_of(self, ids: Tensor) -> Tensor:
-        """Return the columns of classes; NO_TARGET for all others."""
-        place = self.place[ids.clamp(0, len(self.place) - 1)].long()
-        return torch.where(is_class(ids, len(self.place)), place, NO_TARGET)
 
     def _logits(self, xs: Sequence[Tensor]) -> Tensor:
         ctx = self._context
@@ -141,29 +141,18 @@ class FrequentClasses:
         return logits
 
 
-def choose_frequent(ctx: PassContext, out: Tensor) -> None:
+def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> None:
     """Write the frequent classes of this process to `out`, (K,): targets, and the classes with the largest logits of
-    the mean hidden state. If there are more targets, those with the largest logits."""
-    spec, target, bias = ctx.rows.spec, ctx.problem.target, ctx.problem.linear_bias
-    valid = target != spec.ignore_index
-    logits = ctx.new_tile(1, ctx.vocab_size, ctx.normalizer.dtype)
-    means = []
-    for term in ctx.terms:
-        mean = ctx.new((1, term.input.shape[1]), ctx.dtypes.sums)
-        ctx.matmul((valid / valid.sum()).to(term.input.dtype)[None], term.input, out=mean)
-        means.append(mean.to(term.input.dtype))
-    ctx.write_logits(means, ctx.all_classes, logits)
-    z = spec.transform(logits if bias is None else logits + bias)[0]
-    ctx.backend.choose_frequent(z, ctx.rows.local_ids(target).masked_fill(~valid, NO_TARGET), out)
-
-
-def hash_tokens(ctx: PassContext, x: Tensor, tokens: slice, bound: Tensor) -> Tensor:
-    """Return the seeds of some rows. x: (rows, H) of the head."""
-    index = ctx.selection.index
-    position = torch.arange(tokens.start, tokens.stop, device=x.device) if index is None else index[tokens]
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.detach().view(integers[x.dtype.itemsize]).sum(1, dtype=torch.int64)
-    return hash_rows(position, bits, bound.view(torch.int32).long())
+    the mean hidden state. If there are more targets, those with the largest logits. target: of `local_targets`."""
+    bias = ctx.problem.linear_bias
+    logits = ctx.new_tile(1, ctx.vocab_size + 2, ctx.normalizer.dtype)  # behind the classes for other targets
+    z = logits[:, : ctx.vocab_size]
+    ctx.write_logits([term.input.mean(0, keepdim=True) for term in ctx.terms], ctx.all_classes, z)
+    if bias is not None:
+        z += bias
+    if ctx.rows.spec.scale < 0.0:
+        z.neg_()
+    ctx.backend.choose_frequent(logits[0], target, out)
 
 
 class Sampler:
@@ -175,30 +164,25 @@ class Sampler:
         self.memory = ctx.new((sum(Samples.sizes(n, ctx.vocab_size)),), torch.int32)
         self.samples = Samples.from_memory(self.memory, n, ctx.vocab_size)
         self.samples.bounds.zero_()
-        choose_frequent(ctx, self.samples.frequent)
-        self._frequent = FrequentClasses(ctx, self.samples.frequent)
+        self._target = local_targets(ctx)
+        choose_frequent(ctx, self._target, self.samples.frequent)
+        self._frequent = FrequentClasses(ctx, self.samples.frequent, self._target)
         # Products write the words of whole blocks.
-        self._num_words = ceil_div(ctx.vocab_size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
-        # Columns behind the last class may have any marks.
-        behind = torch.arange(ctx.vocab_size, self._num_words * WORD_CLASSES, device=self.memory.device)
-        omitted = torch.cat((self.samples.frequent, behind))
-        bits = torch.ones_like(omitted) << omitted % WORD_CLASSES
-        words = omitted.new_zeros(self._num_words).index_add_(0, omitted // WORD_CLASSES, bits)
-        self._omitted = words.to(torch.int32)
-        target = ctx.rows.target
-        has_target = is_class(target, ctx.vocab_size) & (target != ctx.rows.spec.ignore_index)
-        self._target = target.where(has_target, NO_TARGET)
+        num_words = ceil_div(ctx.vocab_size, FUSED_PRODUCT_BLOCK) * FUSED_PRODUCT_BLOCK // WORD_CLASSES
+        self._omitted = ctx.new((num_words,), torch.int32)
+        ctx.backend.mark_frequent(self._frequent.place[: ctx.vocab_size], self._omitted)
 
     def compute(self, tokens: slice, logits: Tensor | None) -> None:
         """Compute the statistics of some rows, see `PassContext.compute_statistics`, and list their entries."""
-        ctx, xs = self._context, self._context.term_inputs(tokens)
-        bound = self._frequent.compute_bound(xs, tokens)
-        samples = self.samples.select_rows(tokens)
-        samples.seeds.copy_(hash_tokens(ctx, xs[0], tokens, bound))
-        words = ctx.new((len(bound), self._num_words), torch.int32)
-        threshold = bound.add_(math.log(self._sample_below))
+        ctx, xs, index = self._context, self._context.term_inputs(tokens), self._context.selection.index
+        target, samples = slice_columns(self._target, tokens), self.samples.select_rows(tokens)
+        threshold = self._frequent.compute_bound(xs, tokens)
+        index = None if index is None else index[tokens]
+        logarithm = math.log(self._sample_below) - BOUND_MARGIN
+        ctx.backend.set_thresholds(xs[0], target, index, tokens.start, logarithm, threshold, samples.seeds)
+        words = ctx.new((len(target), len(self._omitted)), torch.int32)
         ctx.compute_statistics(tokens, logits, Marks(threshold, samples.seeds, ctx.rows.first_class, words))
-        ctx.backend.list_entries(words, self._omitted, slice_columns(self._target, tokens), samples)
+        ctx.backend.list_entries(words, self._omitted, target, samples)
 
 
 class SampledGradients:
@@ -207,7 +191,7 @@ class SampledGradients:
 
     def __init__(self, ctx: PassContext, rows: int, sample_below: float) -> None:
         self._context, self._samples, self._sample_below = ctx, ctx.samples, sample_below
-        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent)
+        self._frequent = frequent = FrequentClasses(ctx, self._samples.frequent, local_targets(ctx))
         self._tile = ctx.new_tile(rows, len(frequent.ids), ctx.dtypes.logits_grad)
         accum = ctx.normalizer.dtype
         # By term. The bias is a term whose input is 1.
@@ -226,6 +210,13 @@ class SampledGradients:
             self._weighted_rows = {k: ctx.multiply_vector(weight, ctx.terms[k].weight).sum(0) for k in ctx.dx_terms}
             self._sums_of_rows = {k: ctx.new((size,), accum, zero=True) for k, size in hidden_sizes.items()}
         self.allocate_entries(0)
+
+    @staticmethod
+    def row_bytes(ctx: PassContext) -> int:
+        """Return the bytes of a row of a chunk."""
+        hidden_sizes = sum(ctx.terms[k].input.shape[1] for k in ctx.dx_terms)
+        of_frequent = num_frequent(ctx.vocab_size) * ctx.dtypes.logits_grad.itemsize
+        return of_frequent + hidden_sizes * ctx.normalizer.element_size()
 
     def allocate_entries(self, num_entries: int) -> None:
         """Allocate memory for values of the list's entries, and behind them of all candidates."""
@@ -301,6 +292,7 @@ class SampledGradients:
         """Compute dW and the gradient of the bias."""
         ctx, entries = self._context, self._entries
         del self._tile, self._samples
+        self._frequent.weights.clear()
         if not self._dense_dw:
             return
         classes, order = ctx.sort_entries(entries.classes)
@@ -313,6 +305,6 @@ class SampledGradients:
                 x, grad, scale = dense.new_ones(len(x), 1), ctx.db_memory()[:, None], None
             added = None if self._class_weight is None else (self._class_weight, self._sums_of_rows[k])
             ctx.backend.sampled_weight_gradient(
-                x, entries, order, bounds, self._frequent.place, dense, ctx.dw_memory(k) if grad is None else grad,
-                scale, added,
+                x, entries, order, bounds, self._frequent.ids, self._frequent.place, dense,
+                ctx.dw_memory(k) if grad is None else grad, scale, added,
             )  # fmt: skip

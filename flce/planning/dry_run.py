@@ -274,7 +274,17 @@ class CountingBackend:
 
     def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
         self.add_pass(*[z] * 8, launches=12)
-        self.add_scratch(len(z) * sampling.CHOICE_BYTES + len(target) * 8)
+        self.add_scratch(len(z) * sampling.CHOICE_BYTES + len(target) * 16)
+
+    def mark_frequent(self, place: Tensor, out: Tensor) -> None:
+        self.add_pass(place)
+        if self.case.backend == "torch":
+            self.add_scratch(len(out) * contract.WORD_CLASSES * sampling.LIST_BYTES * 2)
+
+    def set_thresholds(self, x: Tensor, *args: Any) -> None:
+        self.add_pass(x)
+        if self.case.backend == "torch":
+            self.add_scratch(x.numel() * 8)
 
     def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
         self._pass(logits, keep_logits=True)
@@ -292,7 +302,7 @@ class CountingBackend:
         self.add_pass(x, *([] if dense is None else [dense, dense]))
 
     def sampled_weight_gradient(self, x: Tensor, *args: Any) -> None:
-        grad = args[5]
+        grad = args[6]
         self._gather(len(x), x)
         self.add_pass(grad)
         if self.case.backend == "torch":

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import flce
 from benchmarks.real_heads import zipf_head
-from flce.backends import contract
+from flce.backends import contract, load_backend
+from flce.backends.contract import Marks, RowInputs, RowOutputs, Samples, StatisticsCall, TileClasses
 from flce.core import log
+from flce.core.problem import LossSpec
 from flce.ops import linear_operators
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
@@ -97,15 +99,16 @@ def entropy_gradients(problem: Problem, options: flce.ChunkOptions | None) -> li
 
 @parametrize_pairs(name=BACKENDS, softcap=(None, 5.0), skip_ignored=(False, True), dtype=(torch.float32, HALF))
 def test_candidates(
-    name: str, softcap: float | None, skip_ignored: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, softcap: float | None, skip_ignored: bool, dtype: torch.dtype, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Candidates of a token: twice the same, its target, none, frequent classes and rare ones."""
     monkeypatch.setenv("FLCE_BACKEND", name)
-    problem = make_problem((40,), 16, 300, dtype=dtype, std=1.0, ignored=0.2, bias=True)
+    problem = make_problem((40,), 16, 300, dtype=dtype, device=device, std=1.0, ignored=0.2, bias=True)
     target = problem.target.clamp(min=0)
-    candidates = torch.randint(300, (40, 7))
-    candidates[:, 1:5] = torch.stack((candidates[:, 0], target, torch.full((40,), -1), target.roll(1)), 1)
-    upstream = torch.randn(40, 7)
+    candidates = torch.randint(300, (40, 7), device=device)
+    candidates[:, 1:5] = torch.stack((candidates[:, 0], target, torch.full_like(target, -1), target.roll(1)), 1)
+    upstream = torch.randn(40, 7, device=device)
 
     def value(results: Any) -> Tensor:
         return (results("candidate_logprob") * upstream).sum() + results("logprob").sum()
@@ -166,6 +169,36 @@ def test_random_numbers(torch_backend: str) -> None:
         for skip in (False, True)
     )
     torch.testing.assert_close(kept, dropped, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_backends_draw_the_same_entries(dtype: torch.dtype, device: torch.device) -> None:
+    """Seeds, thresholds and the list, from equal bounds and logits."""
+    x, bound, logits = (torch.randn(n, device=device) for n in ((33, 50), (33,), (33, 777)))
+    target = torch.randint(-2, 777, (33,), device=device)
+    index = torch.randperm(100, device=device)[:33]
+    place = torch.randint(-5, 2, (777,), device=device)
+    spec, found = LossSpec(ignore_index=-2, softcap=4.0, logit_scale=2.0), []
+    for name in BACKENDS:
+        backend = load_backend(name)
+        threshold, seeds, omitted = bound.clone(), torch.empty_like(target, dtype=torch.int32), words_of(25, device)
+        backend.set_thresholds(x.to(dtype), target, index, 0, 3.0, threshold, seeds)
+        backend.mark_frequent(place, omitted)
+        words = words_of(33 * 25, device).view(33, 25)
+        inputs = RowInputs(target, None, None, None, None)
+        call = StatisticsCall(inputs, spec, TileClasses(0, 777, 777, 777), RowOutputs(*[None] * 8))  # type: ignore[arg-type]
+        backend.mark_entries(logits, call, Marks(threshold, seeds, 3, words))
+        memory = torch.zeros(sum(Samples.sizes(33, 777)), dtype=torch.int32, device=device)
+        samples = Samples.from_memory(memory, 33, 777)
+        backend.list_entries(words, omitted, target, samples)
+        found.append((seeds, threshold, omitted, samples.bounds, samples.classes))
+        assert 33 < int(samples.bounds[-1]) < 33 * 200
+    for of_torch, of_triton in zip(*found, strict=True):
+        torch.testing.assert_close(of_triton, of_torch, rtol=1e-6, atol=1e-6)
+
+
+def words_of(size: int, device: torch.device) -> Tensor:
+    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def test_losses_are_exact(torch_backend: str) -> None:

@@ -191,6 +191,8 @@ class TritonBackend:
     add_target_terms = staticmethod(add_target_terms)
     mark_entries = staticmethod(_replayed(sampling.mark_entries))
     choose_frequent = staticmethod(choose_frequent)
+    mark_frequent = staticmethod(_replayed(sampling.mark_frequent))
+    set_thresholds = staticmethod(_replayed(sampling.set_thresholds))
     list_entries = staticmethod(sampling.list_entries)
     sampled_logits = staticmethod(_replayed(sampling.sampled_logits))
     sampled_gradient = staticmethod(sampling.sampled_gradient)

@@ -56,7 +56,7 @@ from flce.backends.triton.math import (
     transform,
 )
 from flce.backends.triton.replay import run
-from flce.backends.triton.sampling import pack_marks, uniform
+from flce.backends.triton.sampling import pack_marks, random_mantissa
 from flce.core.devices import device_record
 
 # A block has ROWS x COLS logits, summed over DEPTH per step. The time of statistics on an H200, relative to a bare
@@ -250,7 +250,7 @@ def product_kernel(
                 # The factor is finite: infinity times an exponential of 0 would be NaN. Columns that are no classes
                 # have exponentials of 0.
                 ratio = exps * tl.exp2(tl.minimum((reference - threshold) * LOG2_E, 126.0))[:, None]
-                marks = uniform(seeds[:, None], column_start + columns + first_class) < ratio
+                marks = random_mantissa(seeds[:, None], column_start + columns + first_class) < ratio + 1.0
                 word = (column_start + col_start) // _WORD + tl.arange(0, COLS // _WORD)
                 out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word[None, :]
                 tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None])

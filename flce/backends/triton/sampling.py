@@ -32,6 +32,8 @@ from flce.core.problem import accumulation_dtype
 _GOLDEN = tl.constexpr(sampling.GOLDEN)
 _MIX_1 = tl.constexpr(sampling.MIX_1)
 _MIX_2 = tl.constexpr(sampling.MIX_2)
+_MIX_ROWS_1, _MIX_ROWS_2, _MIX_ROWS_3 = map(tl.constexpr, sampling.MIX_ROWS)
+_IGNORED = tl.constexpr(sampling.IGNORED)
 _WORD = tl.constexpr(WORD_CLASSES)
 _LOGPROB = tl.constexpr(LOGPROB)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
@@ -46,13 +48,13 @@ WEIGHT_COLS, WEIGHT_ENTRIES = 2048, 2
 
 
 @triton.jit
-def uniform(seeds, classes):
-    """Return the random numbers of entries, see `sampling.uniform`."""
-    h = ((classes.to(tl.uint32) * _GOLDEN) ^ seeds.to(tl.uint32)) * _MIX_1
-    h ^= h >> 15
-    h *= _MIX_2
-    # The upper bits are the mantissa of a number from 1 to 2.
-    return ((h >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994
+def random_mantissa(seeds, classes):
+    """Return 1 + k / 2^23 for the random numbers (k + 1/2) / 2^23 of entries, see `sampling.uniform`."""
+    # The first three operations are of the classes alone, so that an entry of a tile costs four.
+    mixed = classes.to(tl.uint32) * _GOLDEN
+    mixed ^= mixed >> 15
+    h = ((mixed * _MIX_1) ^ seeds.to(tl.uint32)) * _MIX_2
+    return ((h >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -60,6 +62,54 @@ def pack_marks(marks, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return (ROWS, COLS) marks as (ROWS, COLS / WORD_CLASSES) words."""
     bit = (tl.arange(0, COLS) % _WORD)[None, :]
     return tl.sum(tl.reshape(marks.to(tl.int32) << bit, (ROWS, COLS // _WORD, _WORD)), axis=2)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def threshold_kernel(
+    x_ptr,  # (rows, hidden)
+    target_ptr,  # (rows,) int64
+    index_ptr,  # (rows,) int64
+    threshold_ptr,  # (rows,) the bound is replaced
+    seeds_ptr,  # (rows,) int32 output
+    x_stride,
+    hidden,
+    first_row,
+    logarithm: tl.float64,
+    HAS_INDEX: tl.constexpr,
+    BITS: tl.constexpr,  # int16, int32 or int64, of the size of x
+    COLS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((COLS,), tl.int64)
+    for start in range(0, hidden, COLS):
+        column = start + tl.arange(0, COLS)
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0)
+        total += x.to(BITS, bitcast=True).to(tl.int64)
+    position = first_row + row
+    if HAS_INDEX:
+        position = tl.load(index_ptr + row)
+    bound = tl.load(threshold_ptr + row)
+    h = position * _MIX_ROWS_1 + tl.sum(total, axis=0) * _MIX_ROWS_2
+    h += bound.to(tl.int32, bitcast=True).to(tl.int64) * _MIX_ROWS_3
+    h = (h ^ (h >> 32)) * _MIX_ROWS_1
+    tl.store(seeds_ptr + row, (((h ^ (h >> 29)) * _MIX_ROWS_2) >> 32).to(tl.int32))
+    is_ignored = tl.load(target_ptr + row) == _IGNORED
+    threshold = bound + tl.full((), logarithm, tl.float32)
+    tl.store(threshold_ptr + row, tl.where(is_ignored, float("inf"), threshold))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "size"])
+def frequent_kernel(
+    place_ptr,  # (vocab_size,) int64
+    out_ptr,  # (size,) int32
+    vocab_size,
+    size,
+    COLS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    place = tl.load(place_ptr + column, mask=column < vocab_size, other=0)
+    word = tl.program_id(0) * (COLS // _WORD) + tl.arange(0, COLS // _WORD)[None, :]
+    tl.store(out_ptr + word, pack_marks(place >= 0, 1, COLS), mask=word < size)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "first_class", "words_stride"])
@@ -104,7 +154,7 @@ def mark_kernel(
     threshold = tl.load(threshold_ptr + row, mask=exists, other=float("inf"))
     seeds = tl.load(seeds_ptr + row, mask=exists, other=0)
     ratio = tl.exp2((z - threshold[:, None]) * LOG2_E)
-    marks = (uniform(seeds[:, None], column + first_class) < ratio) & present
+    marks = (random_mantissa(seeds[:, None], column + first_class) < ratio + 1.0) & present
     word = tl.program_id(1) * (COLS // _WORD) + tl.arange(0, COLS // _WORD)[None, :]
     out = words_ptr + row.to(tl.int64)[:, None] * words_stride + word
     tl.store(out, pack_marks(marks, ROWS, COLS), mask=exists[:, None] & (word * _WORD < cols))
@@ -326,7 +376,8 @@ def gradient_kernel(
         if HAS_ENTROPY_GRADIENT:
             factor = softmax_factor - entropy_factor * tl.maximum(logprob, _LEAST_LOGPROB)
         is_target = classes == target
-        is_kept = is_target | (uniform(seed, classes + first_class) < p / sample_below)
+        u = random_mantissa(seed, classes + first_class).to(ACCUM) - 0.99999994
+        is_kept = is_target | (u < p / sample_below)
         value = tl.where(is_target, at_target, tl.maximum(p, sample_below) * factor) * jacobian
         value = tl.where(exists & is_kept, value, 0.0)
         total += tl.sum(rows * value[:, None], axis=0)
@@ -353,12 +404,12 @@ def gradient_kernel(
 @triton.jit
 def weight_gradient_kernel(
     x_ptr,  # (N, hidden)
-    sizes_ptr,  # (V,) int64 the classes, those with most entries first
+    frequent_ptr,  # (num_frequent,) int64
+    place_ptr,  # (V,) int64, -1: not frequent
     bounds_ptr,  # (V + 1,) int64
     order_ptr,  # (entries,) int64
     entry_rows_ptr,  # (entries,) int32
     entry_values_ptr,  # (entries,)
-    place_ptr,  # (V,) int32
     dense_ptr,  # (K, hidden), contiguous
     gradient_scale_ptr,  # ()
     class_weight_ptr,  # (V,)
@@ -367,20 +418,24 @@ def weight_gradient_kernel(
     x_stride,
     grad_stride,
     hidden,
+    num_frequent,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_GRADIENT_SCALE: tl.constexpr,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    c = tl.load(sizes_ptr + tl.program_id(0))
+    # Frequent classes, with the longest sums, begin first.
+    place = tl.program_id(0).to(tl.int64)
+    is_frequent = place < num_frequent
+    c = tl.where(is_frequent, tl.load(frequent_ptr + place, mask=is_frequent, other=0), place - num_frequent)
+    first, stop = tl.load(bounds_ptr + c), tl.load(bounds_ptr + c + 1)
+    is_left_out = (first == stop) & (not HAS_CLASS_WEIGHT)
+    if (place >= num_frequent) & (is_left_out | (tl.load(place_ptr + c) >= 0)):
+        return
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = column < hidden
-    place = tl.load(place_ptr + c).to(tl.int64)
-    first, stop = tl.load(bounds_ptr + c), tl.load(bounds_ptr + c + 1)
-    if not HAS_CLASS_WEIGHT and (first == stop) & (place < 0):
-        return
-    total = tl.load(dense_ptr + place * hidden + column, mask=mask & (place >= 0), other=0.0).to(ACCUM)
+    total = tl.load(dense_ptr + place * hidden + column, mask=mask & is_frequent, other=0.0).to(ACCUM)
     for start in range(first, stop, ENTRIES):
         number = start + tl.arange(0, ENTRIES)
         exists = number < stop
@@ -394,6 +449,25 @@ def weight_gradient_kernel(
     if HAS_GRADIENT_SCALE:
         total /= tl.load(gradient_scale_ptr).to(ACCUM)
     tl.store(grad_ptr + c * grad_stride + column, total.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+def set_thresholds(
+    x: Tensor, target: Tensor, index: Tensor | None, first_row: int, logarithm: float, threshold: Tensor, seeds: Tensor
+) -> Iterator[Launch]:
+    bits = {2: tl.int16, 4: tl.int32, 8: tl.int64}[x.element_size()]
+    cols = min(1024, triton.next_power_of_2(x.shape[1]))
+    yield build_launch(
+        threshold_kernel, (len(x),), None, {"BITS": bits, "COLS": cols, **thread_options(x.device, 4)}, x=x,
+        target=target, index=index, threshold=threshold, seeds=seeds, hidden=x.shape[1], first_row=first_row,
+        logarithm=logarithm,
+    )  # fmt: skip
+
+
+def mark_frequent(place: Tensor, out: Tensor) -> Iterator[Launch]:
+    yield build_launch(
+        frequent_kernel, (triton.cdiv(len(out) * WORD_CLASSES, WORDS),), None,
+        {"COLS": WORDS, **thread_options(out.device, 4)}, place=place, out=out, vocab_size=len(place), size=len(out),
+    )  # fmt: skip
 
 
 def mark_entries(logits: Tensor, call: StatisticsCall, marks: Marks) -> Iterator[Launch]:
@@ -467,37 +541,25 @@ def _sampled_gradient(
 
 
 def sampled_weight_gradient(
-    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
+    grad: Tensor, gradient_scale: Tensor | None, subtracted: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     if subtracted is None:
         grad.zero_()  # Most classes have no entries.
-    sizes = torch.argsort(bounds.diff(), descending=True)  # Long sums begin first.
-    run(
-        _weight_gradient,
-        x,
-        entries,
-        order,
-        bounds,
-        place,
-        dense,
-        grad,
-        gradient_scale,
-        sizes,
-        *(subtracted or (None, None)),
-    )
+    more = x, entries, order, bounds, frequent, place, dense, grad, gradient_scale
+    run(_weight_gradient, *more, *(subtracted or (None, None)))
 
 
 def _weight_gradient(
-    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, place: Tensor, dense: Tensor, grad: Tensor,
-    gradient_scale: Tensor | None, sizes: Tensor, class_weight: Tensor | None, subtracted: Tensor | None,
+    x: Tensor, entries: SampledEntries, order: Tensor, bounds: Tensor, frequent: Tensor, place: Tensor, dense: Tensor,
+    grad: Tensor, gradient_scale: Tensor | None, class_weight: Tensor | None, subtracted: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     cols = min(WEIGHT_COLS, triton.next_power_of_2(x.shape[1]))
     accum = tl.float64 if dense.dtype == torch.float64 else tl.float32
     yield build_launch(
-        weight_gradient_kernel, (len(place), triton.cdiv(x.shape[1], cols)), None,
+        weight_gradient_kernel, (len(frequent) + len(grad), triton.cdiv(x.shape[1], cols)), None,
         {"ACCUM": accum, "ENTRIES": WEIGHT_ENTRIES, "COLS": cols, **thread_options(x.device, max(1, cols // 512))},
-        x=x, sizes=sizes, bounds=bounds, order=order, entry_rows=entries.rows, entry_values=entries.values, place=place,
-        dense=dense, gradient_scale=gradient_scale, class_weight=class_weight, subtracted=subtracted, grad=grad,
-        hidden=x.shape[1],
+        x=x, frequent=frequent, place=place, num_frequent=len(frequent), bounds=bounds, order=order,
+        entry_rows=entries.rows, entry_values=entries.values, dense=dense, gradient_scale=gradient_scale,
+        class_weight=class_weight, subtracted=subtracted, grad=grad, hidden=x.shape[1],
     )  # fmt: skip

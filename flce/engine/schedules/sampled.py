@@ -15,7 +15,7 @@ from flce.engine.schedules.statistics import Deferred, Statistics, statistics_sc
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096
 # Maximum bytes of the marks of a chunk.
-MARK_BYTES = 128 << 20
+MARK_BYTES, BITS_OF_BYTE = 128 << 20, 8
 
 
 def default_rows(c: Case) -> int:
@@ -66,8 +66,12 @@ class Sampled(Deferred):
         return f"{super().describe(c)}, at most {ENTRIES_PER_TOKEN} entries a token"
 
     def backward(self, ctx: PassContext) -> None:
-        gradients = SampledGradients(ctx, self.rows, self.sample_below)
-        for chunk in ctx.chunks(self.rows):
+        # Marks need no memory here: a chunk has more tokens.
+        row_bytes = SampledGradients.row_bytes(ctx)
+        rows = self.rows * (ctx.vocab_size // BITS_OF_BYTE) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
+        rows = min(max(self.rows, rows), ctx.selection.num_rows)
+        gradients = SampledGradients(ctx, rows, self.sample_below)
+        for chunk in ctx.chunks(rows):
             gradients.add_frequent(chunk)
             if chunk.start == 0:  # The first products run while the host waits for the number.
                 num_entries = ctx.count_entries()
