@@ -242,6 +242,14 @@ def test_autograd(torch_backend: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(both, other, strict=True))
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_ignore_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", name)
+    problem = make_problem((30,), 8, 400, dtype=torch.float32)
+    problem.target[::3] = 7
+    check(problem.with_(ignore_index=7), options=sampled(), tolerance=2e-3)
+
+
 def test_one_gradient(torch_backend: str) -> None:
     problem = make_problem((30,), 8, 400, dtype=torch.float32)
     for grads in ("x", "w"):

@@ -38,7 +38,7 @@ _WORD = tl.constexpr(WORD_CLASSES)
 _LOGPROB = tl.constexpr(LOGPROB)
 _LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
 # Options of the loss that only the end of a row needs: gradients of entries follow from the row gradient.
-_LEFT_OUT = ("label_smoothing", "z_loss", "candidates", "top_k", "row_temperature")
+_LEFT_OUT = ("ignore_index", "label_smoothing", "z_loss", "candidates", "top_k", "row_temperature")
 # Rows and columns of a program of `mark_kernel`, and words of a step of the kernels that read words.
 MARK_ROWS, MARK_COLS, WORDS = 16, 256, 1024
 # Bytes of rows of W of a step of a program, and steps in flight; the same of rows of x for the columns of dW of a
