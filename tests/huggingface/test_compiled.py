@@ -170,8 +170,7 @@ SCRIPTS = {
         loss = loss_of(outputs.logits) if {labels} is None else outputs.loss
         backward(loss + Doubled.apply(outputs.logits).square().mean())
         assert (type(outputs.logits) is LazyLogits) == patched"""
-        for what in ("", ".forward")
-        for labels in (None, "IDS")
+        for what, labels in (("", None), (".forward", "IDS"))
     },
     "an inference in a compiled function is one graph": """
         model = patch(small(build))
