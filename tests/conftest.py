@@ -19,8 +19,9 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
     interpreted_masks.fix_interpreter()
     # If several processes share few cores, most of the time is spent by threads that wait for each other.
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
     with contextlib.suppress(ImportError):  # of Triton
         quick_interpreter.speed_up_interpreter()
 
