@@ -218,7 +218,12 @@ def compare_training_into_main_grad(tied: bool, overlap: bool) -> None:
         added.append((problem.dw_targets or {})[0].dtype)
         return replace_added(gradients, problem)
 
-    settings = {"calculate_per_token_loss": True, "bf16": True, "params_dtype": torch.bfloat16, "tied": tied}
+    settings: dict[str, Any] = {
+        "calculate_per_token_loss": True,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "tied": tied,
+    }
     with megatron(2), pytest.MonkeyPatch.context() as patch:
         expected = train(GPTModel, 4, overlap, **settings)
         flce.megatron.install()
