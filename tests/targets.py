@@ -315,11 +315,12 @@ def cases(dtype: torch.dtype, device: DeviceRecord) -> Iterator[Case]:
         LogprobSpec(stats=results, candidates=5),
     )
     calls = itertools.product(specs, ("xw", "xwb", "x", ""), (False, True), (None, 2.0**-12))
+    where = 32000, dtype, "cuda", "triton", device.own_products, device._replace(memory=None)
     for spec, grads, skip, below in calls:
         needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
-        options = ChunkOptions(skip_ignored=skip, sample_below=below)
-        own, known = device.own_products, device._replace(memory=None)
-        yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
+        yield Case(1000, (512,), *where, spec, needs, ChunkOptions(skip_ignored=skip, sample_below=below))
+    adapted = Needs((True, True), (True, True), False)
+    yield Case(1000, (512, 16), *where, LossSpec(), adapted, ChunkOptions(sample_below=2.0**-12))
 
 
 def all_calls(target: DeviceRecord) -> Calls:

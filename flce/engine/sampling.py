@@ -198,7 +198,8 @@ class SampledGradients:
         hidden_sizes = {k: ctx.terms[k].weight.shape[1] for k in ctx.dw_terms}
         if ctx.problem.needs.bias:
             hidden_sizes[BIAS] = 1
-        self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum) for k, size in hidden_sizes.items()}
+        is_empty = ctx.selection.num_rows == 0
+        self._dense_dw = {k: ctx.new((len(frequent.ids), size), accum, is_empty) for k, size in hidden_sizes.items()}
         # By term: the share of frequent classes in dX of a chunk.
         self._dense_dx: dict[int, Tensor] = {}
         # With label smoothing the gradient of each class k of row i has the term -f_i w_k.

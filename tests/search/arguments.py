@@ -80,6 +80,7 @@ HEAD: dict[str, tuple[Any, ...]] = {
     "in_ignored": ("", "", "nan", "inf"),  # in the hidden states of ignored tokens, if they are dropped
     "logits_dtype": (None,),
     "accum_dtype": (None,),
+    "sample_below": (None,),
 }
 # Arguments that decide which kernels are compiled. On a GPU many calls have the same.
 COMPILED = {"dtype", "backend", "reduction", "bias", "adapter_ranks", "layout", "grads", "strategy", "skip_ignored"}
@@ -154,6 +155,7 @@ def draw_head(rng: random.Random, compiled: random.Random, device: str) -> Call:
         "beyond": {"least": 0, "roomy": rng.randrange(5000 if on_cpu else 1 << 26)}.get(how),
         "logits_dtype": call["dtype"] if compiled.random() < 0.1 and half else None,
         "accum_dtype": "bfloat16" if compiled.random() < 0.05 and call["dtype"] == "bfloat16" else None,
+        "sample_below": 2.0**-20 if compiled.random() < 0.1 else None,
     }
 
 

@@ -45,6 +45,7 @@ class Arithmetic:
     coherent: bool = False  # terms of sums are equal, and so are their errors
     headroom: float = 0.0  # of the reference of exponentials above the largest logit
     tensor_cores: bool = False  # multiply: they truncate sums
+    sample_below: float = 0.0  # smaller probabilities are sampled
 
     @property
     def u(self) -> float:
@@ -286,6 +287,10 @@ class Gradients:
             for numbers in (self.value, self.smooth):
                 self.equal = self.equal + equal_part(unit(how.gradients) * numbers.abs(), numbers)
         error = error + how.subnormal * logits.scale * largest
+        if how.sample_below:
+            # With s / p times its gradient at a probability of p / s: deviations, and one that is kept.
+            ratio = torch.where(p < how.sample_below, how.sample_below / p.clamp(min=1e-150), 0.0)
+            error = error + self.smooth.abs() * (6.0 * ratio.sqrt() + ratio)
         self.independent = error
         # In a row of equal logits the rounding errors are equal, too.
         is_equal = logits.z.amax(-1, keepdim=True) == logits.z.amin(-1, keepdim=True)

@@ -47,6 +47,8 @@ def options_of(call: Call, p: Problem, grads: str) -> flce.ChunkOptions:
     for name in ("logits_dtype", "accum_dtype"):
         if call[name] is not None:
             given[name] = getattr(torch, call[name])
+    if call["sample_below"]:
+        given["sample_below"] = call["sample_below"]
     if call["beyond"] is not None and p.target.numel():
         given["max_workspace_bytes"] = call["beyond"] + arguments.least_budget(
             lambda: plan_for(p, flce.ChunkOptions(**given, max_workspace_bytes=1), grads, call["stats"])
@@ -171,7 +173,8 @@ def check_again(step: Step, first: Results, plan: flce.ChunkPlan | None) -> None
     workspace = read().get("requested_bytes.all.peak", 0) - before - sum(grad.nbytes for grad in grads.values())
     assert_equal({"loss": loss, **grads}, {"loss": first[0], **first[2]}, "second call")
     planned = plan.workspace_bytes if plan else workspace
-    is_exact = step.options.skip_ignored is not True and plan is not None and plan.case.backend == "triton"
+    is_exact = plan is not None and plan.case.backend == "triton"
+    is_exact = is_exact and step.options.skip_ignored is not True and not plan.case.samples
     most = 1.02 * max(workspace, 0) + 2 * MIB if is_exact else planned
     results = first[1] if step.stats else first[:1]
     held = RESULT_BYTES + copied_bytes(step.p) + sum(t.nbytes for t in results if t is not None)
@@ -214,6 +217,8 @@ def check(call: Call, device: str, errors: Errors) -> None:
     has_reference = plan is not None and isinstance(plan.schedule, (Unnormalized, Borrowed))
     how = arguments.arithmetic(call, rounded, **parts)
     how = replace(how, headroom=EXPONENTIAL_HEADROOM if has_reference else 0.0)
+    if plan is not None and plan.case.samples:
+        how = replace(how, sample_below=call["sample_below"])
     expected = Expected(rounded, upstream, how)
     prefix = f"operator {str(rounded.input.dtype).removeprefix('torch.')}"
     expected.compare_losses(errors, prefix, loss, output, call["stats"])

@@ -72,6 +72,7 @@ def threshold_kernel(
     threshold_ptr,  # (rows,) the bound is replaced
     seeds_ptr,  # (rows,) int32 output
     x_stride,
+    x_col_stride,
     hidden,
     first_row,
     logarithm: tl.float64,
@@ -83,7 +84,7 @@ def threshold_kernel(
     total = tl.zeros((COLS,), tl.int64)
     for start in range(0, hidden, COLS):
         column = start + tl.arange(0, COLS)
-        x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0)
+        x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=column < hidden, other=0.0)
         total += x.to(BITS, bitcast=True).to(tl.int64)
     position = first_row + row
     if HAS_INDEX:
@@ -229,11 +230,14 @@ def list_kernel(
 
 
 @triton.jit
-def entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN: tl.constexpr, ACCUM: tl.constexpr):
+def entry_rows(
+    weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN: tl.constexpr, ACCUM: tl.constexpr
+):
     """Return rows of W, (entries, HIDDEN)."""
     column = tl.arange(0, HIDDEN)[None, :]
     mask = exists[:, None] & (column < hidden)
-    return tl.load(weight_ptr + classes[:, None] * weight_stride + column, mask=mask, other=0.0).to(ACCUM)
+    place = classes[:, None] * weight_stride + column.to(tl.int64) * weight_col_stride
+    return tl.load(weight_ptr + place, mask=mask, other=0.0).to(ACCUM)
 
 
 @triton.jit
@@ -244,7 +248,9 @@ def logits_kernel(
     classes_ptr,  # (entries,) int32
     logits_ptr,  # (entries,): the logits are added
     x_stride,
+    x_col_stride,
     weight_stride,
+    weight_col_stride,
     hidden,
     ACCUM: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -253,13 +259,13 @@ def logits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HIDDEN)
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < hidden, other=0.0).to(ACCUM)
+    x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=column < hidden, other=0.0).to(ACCUM)
     stop = tl.load(bounds_ptr + row + 1)
     for start in tl.range(tl.load(bounds_ptr + row), stop, ENTRIES, num_stages=STAGES):
         entry = start + tl.arange(0, ENTRIES)
         exists = entry < stop
         classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
-        rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+        rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
         before = tl.load(logits_ptr + entry, mask=exists, other=0.0)
         tl.store(logits_ptr + entry, before + tl.sum(rows * x[None, :], axis=1), mask=exists)
 
@@ -298,7 +304,9 @@ def gradient_kernel(
     entry_values_ptr,  # (entries,) output
     entry_classes_ptr,  # (entries,) int32 output
     x_stride,
+    x_col_stride,
     weight_stride,
+    weight_col_stride,
     grad_stride,
     normalizer_stride,
     row_gradient_stride,
@@ -334,7 +342,7 @@ def gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HIDDEN)
     in_bounds = column < hidden
-    x = tl.load(x_ptr + row * x_stride + column, mask=in_bounds, other=0.0).to(ACCUM)
+    x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
     if HAS_INVERSE_TEMPERATURE:
         inverse_temperature = tl.load(inverse_temperature_ptr + row).to(ACCUM)
         if HAS_SOFTCAP:
@@ -364,7 +372,7 @@ def gradient_kernel(
         entry = start + tl.arange(0, ENTRIES)
         exists = entry < stop
         classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
-        rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+        rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
         if HAS_LOGITS:
             a = tl.load(logits_ptr + entry, mask=exists, other=0.0)
         else:
@@ -392,7 +400,7 @@ def gradient_kernel(
                 classes = tl.load(candidate_ids_ptr + row * candidate_ids_stride + number, mask=exists, other=-1)
                 exists = (classes >= 0) & (classes < vocab_size)
                 values = tl.load(candidate_values_ptr + row * candidate_values_stride + number, mask=exists, other=0.0)
-                rows = entry_rows(weight_ptr, classes, exists, weight_stride, hidden, HIDDEN, ACCUM)
+                rows = entry_rows(weight_ptr, classes, exists, weight_stride, weight_col_stride, hidden, HIDDEN, ACCUM)
                 total += tl.sum(rows * values[:, None], axis=0)
         if HAS_GRADIENT_SCALE:
             total /= tl.load(gradient_scale_ptr).to(ACCUM)
@@ -416,6 +424,7 @@ def weight_gradient_kernel(
     subtracted_ptr,  # (hidden,) times the class weight
     grad_ptr,  # (V, hidden)
     x_stride,
+    x_col_stride,
     grad_stride,
     hidden,
     num_frequent,
@@ -442,7 +451,8 @@ def weight_gradient_kernel(
         entry = tl.load(order_ptr + number, mask=exists, other=0)
         value = tl.load(entry_values_ptr + entry, mask=exists, other=0.0)
         row = tl.load(entry_rows_ptr + entry, mask=exists, other=0).to(tl.int64)
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=exists[:, None] & mask[None, :], other=0.0)
+        x_place = row[:, None] * x_stride + column[None, :].to(tl.int64) * x_col_stride
+        x = tl.load(x_ptr + x_place, mask=exists[:, None] & mask[None, :], other=0.0)
         total += tl.sum(x.to(ACCUM) * value[:, None], axis=0)
     if HAS_CLASS_WEIGHT:
         total -= tl.load(class_weight_ptr + c) * tl.load(subtracted_ptr + column, mask=mask, other=0.0)
