@@ -174,7 +174,7 @@ def check_again(step: Step, first: Results, plan: flce.ChunkPlan | None) -> None
     assert_equal({"loss": loss, **grads}, {"loss": first[0], **first[2]}, "second call")
     planned = plan.workspace_bytes if plan else workspace
     is_exact = plan is not None and plan.case.backend == "triton"
-    is_exact = is_exact and step.options.skip_ignored is not True and not plan.case.samples
+    is_exact = is_exact and step.options.skip_ignored is not True and not step.options.sample_below
     most = 1.02 * max(workspace, 0) + 2 * MIB if is_exact else planned
     results = first[1] if step.stats else first[:1]
     held = RESULT_BYTES + copied_bytes(step.p) + sum(t.nbytes for t in results if t is not None)
