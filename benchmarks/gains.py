@@ -75,10 +75,12 @@ def cards(folder: Path, link: str) -> str:
     return Table("", ["longest sequence, tokens", "stock", "best other", "flce", "source"], rows).grid()
 
 
-HEAD, HEAD_FILE = {"shape": (8192, 4096, 262144), "head": "gemma3 english"}, "real-heads-h200.json"
+HEAD: dict[str, object] = {"shape": (8192, 4096, 262144), "head": "gemma3 english"}
+HEAD_FILE, SAMPLED_FILE, SAMPLED = "real-heads-h200.json", "h200-sampled.json", "ours-sampled"
 # The name of a contender: its title, what it lacks, and when to use it. None: it has no result in the file.
 OTHERS: tuple[tuple[str | None, str, str, str], ...] = (
     (OURS, "flce", "second derivatives", "you train on an NVIDIA GPU"),
+    (SAMPLED, "flce, `sample_below=2**-12`", "exact gradients: they have noise", "you fine-tune a large head"),
     ("liger", "Liger's loss", "LoRA on the head, a limit in bytes", "your GPU is AMD, Intel or Ascend"),
     ("trl", "TRL's kernel", "use outside of TRL", "you use only TRL's trainers"),
     (None, "Unsloth's loss", "use outside of Unsloth", "you train with Unsloth"),
@@ -96,16 +98,19 @@ def gradient_error(result: BenchResult) -> str:
 
 def others(folder: Path, _: str) -> str:
     """Return the table of the other losses, with the times, workspaces and errors of one real head."""
-    run = OPERATOR.load(folder / HEAD_FILE)
-    entry = next(e for e in run.cases if all(getattr(e.case, name) == value for name, value in HEAD.items()))
 
-    def figures(entry: Entry, result: BenchResult) -> list[str]:
+    def find(file: str) -> Entry:
+        cases = OPERATOR.load(folder / file).cases
+        return next(e for e in cases if all(getattr(e.case, name) == value for name, value in HEAD.items()))
+
+    of_all, of_sampled = find(HEAD_FILE), find(SAMPLED_FILE)  # Ratios of one run each.
+
+    def figures(name: str) -> list[str]:
+        entry = of_sampled if name == SAMPLED else of_all
+        result = entry.by_name(name)
         time = tables.ratio(result.median_ms, products_ms(entry))
         return [time, tables.mebibytes(result.workspace_bytes), gradient_error(result)]
 
-    rows = [
-        [title, *(figures(entry, entry.by_name(name)) if name else [NONE] * 3), lacks, when]
-        for name, title, lacks, when in OTHERS
-    ]
+    rows = [[title, *(figures(name) if name else [NONE] * 3), lacks, when] for name, title, lacks, when in OTHERS]
     names = ["", "relative time", "workspace, MiB", "gradient error", "lacks", "use it if"]
     return Table("", names, rows).grid()

@@ -8,6 +8,9 @@ model of two layers that is trained on both texts until its loss is below `TRAIN
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,3 +152,24 @@ def distribution(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
     return dict(
         zip(("loss", "entropy", "p > 2^-8", "p > 2^-12", "sum of the others"), (sums / len(x)).tolist(), strict=True)
     )
+
+
+def draw_rows(head: str, shape: tuple[int, int, int], file: Path, tokens: Sequence[int]) -> None:
+    """Draw the sorted probabilities of some tokens of a head, and what `sample_below` does with them."""
+    from matplotlib.figure import Figure
+
+    x, weight, _ = real_head(head, shape, torch.device("cpu"))
+    figure = Figure(figsize=(7.2, 3.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for probabilities in (x[list(tokens)] @ weight.t()).softmax(-1).sort(-1, descending=True).values:
+        axes.loglog(range(1, len(probabilities) + 1), probabilities, color="#c0392b", linewidth=1.2)
+    limit = 2.0**-12
+    axes.axhspan(limit, 1.0, color="#2c3e50", alpha=0.12, linewidth=0)
+    axes.text(400, 0.1, "at least 2^-12: all are kept", fontsize=11)
+    axes.text(1.3, 1e-8, "below: kept with probability p / 2^-12,\nand then as if p were 2^-12", fontsize=11)
+    axes.set(xlabel="classes of a token, by probability", ylabel="probability p", xlim=(1, shape[2]), ylim=(1e-10, 1))
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    draw_rows("smollm2 code", (1024, 576, 49152), Path(sys.argv[1]), range(40, 1024, 123))
