@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
+from transformers.training_args import ParallelMode
 
 from flce.core.options import ChunkOptions
 from flce.huggingface.lazy.state import OnMaterialize, Settings
-from flce.huggingface.patch import patch_model, usages_of
+from flce.huggingface.patch import is_patched, patch_model, usages_of
+from flce.ops.gradient_accumulation import check_parameters
 
 
 class FlceCallback(TrainerCallback):
@@ -23,8 +25,12 @@ class FlceCallback(TrainerCallback):
     The model stays patched, until you call `flce.unpatch_model`. Evaluation after training is fused too. Saving and
     generating do not change.
 
+    If the trainer accumulates gradients in one process, backward adds the gradient of the head to its ``.grad``
+    (``ChunkOptions.gradient_accumulation_fusion``), without a second matrix of V x H. Otherwise autograd adds it: with
+    ``torch_compile``, for a head with hooks of its gradient, or with `options`.
+
     Args:
-        options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
+        options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`. They are used as given.
         on_materialize, empty_loss: see `flce.patch_model`.
 
     Raises:
@@ -44,6 +50,9 @@ class FlceCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         if model is not None:
             patch_model(model, **vars(self.settings))
+            if self.settings.options is None and _can_add_to_gradients(args, model):
+                options = ChunkOptions(gradient_accumulation_fusion=True)
+                patch_model(model, **{**vars(self.settings), "options": options})
 
     on_train_begin = on_init_end
 
@@ -51,3 +60,16 @@ class FlceCallback(TrainerCallback):
         """Warn if flce does not compute the trainer's loss. The first step shows this."""
         for usage in [] if model is None else usages_of(model):
             usage.warn_if_not_fused()
+
+
+def _can_add_to_gradients(args: Any, model: nn.Module) -> bool:
+    """Return True if a trainer accumulates gradients to which backward of its patched model can add."""
+    is_parallel = args.parallel_mode is not ParallelMode.NOT_PARALLEL
+    if args.gradient_accumulation_steps == 1 or is_parallel or args.torch_compile:
+        return False
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and is_patched(module)]
+    try:
+        check_parameters([("a head", head.weight) for head in heads])
+    except ValueError:
+        return False
+    return True

@@ -22,6 +22,7 @@ from flce.huggingface import (  # noqa: E402
     MaterializedLogitsError,
     MaterializedLogitsWarning,
 )
+from flce.ops import gradient_accumulation  # noqa: E402
 from flce.testing import tiny_model  # noqa: E402
 
 STEPS = 3
@@ -49,8 +50,7 @@ def make_trainer(
         args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
         train_dataset=demo.examples(4 * 50),
         eval_dataset=demo.examples(8, seed=1),
-        callbacks=[FlceCallback()] if patched else [],
-        **(trainer or {}),
+        **{"callbacks": [FlceCallback()] if patched else [], **(trainer or {})},
     )
 
 
@@ -283,6 +283,31 @@ class TestCallback:
         trainer = self.create(tmp_path, FlceCallback(options=options), model=tiny_model())
         with pytest.raises(ValueError, match="max_workspace_bytes"):
             trainer.train()
+
+    @pytest.mark.parametrize("instead", ["", "options", "one step", "a hook"])
+    @pytest.mark.usefixtures("fail_on_materialize", "one_gpu")
+    def test_adds_to_accumulated_gradients(self, instead: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        """Compare losses and weights with stock's. From the second micro-batch of a step on, dW is added to `.grad`,
+        or autograd adds dW."""
+        added, results = [], []
+
+        def spy(gradients: Any, problem: Any) -> Any:
+            added.append(len(problem.dw_targets or {}))
+            return gradient_accumulation.replace_added(gradients, problem)
+
+        monkeypatch.setattr("flce.ops.linear_cross_entropy.replace_added", spy)
+        callback = FlceCallback(options=flce.ChunkOptions() if instead == "options" else None)
+        for callbacks in ([], [callback]):
+            accumulation = 1 if instead == "one step" else 3
+            arguments: Any = {"gradient_accumulation_steps": accumulation, "optim": "sgd", "learning_rate": 1.0}
+            trainer = make_trainer(False, str(tmp_path), steps=2, **arguments, trainer={"callbacks": callbacks})
+            if instead == "a hook":
+                trainer.model.get_output_embeddings().weight.register_hook(torch.clone)
+            trainer.train()
+            results.append((trainer.curve, [parameter.detach() for parameter in trainer.model.parameters()]))
+        assert_agree(results[0][0], results[1][0])
+        torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-5, atol=1e-6)
+        assert not any(added) if instead else added == [0, 1, 1] * 2
 
     def test_on_materialize_reaches_the_logits(self, tmp_path):
         callback = FlceCallback(on_materialize="raise")
