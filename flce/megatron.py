@@ -3,6 +3,8 @@
 Megatron's own code of the model runs. Only the matrix product of the output layer is replaced: it returns lazy logits
 of this process's classes, as Megatron's logits have. `compute_language_model_loss`, `vocab_parallel_logprobs` and
 `vocab_parallel_entropy` compute results over the classes of all processes from them.
+
+The losses of MTP layers and of the model are one call: see `_Depths`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather_tokens
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
 from flce.core.options import DEFAULT_OPTIONS, ChunkOptions
@@ -51,11 +54,13 @@ class _ShardDivision(HeadDivision):
         group: the processes, which have equal numbers of classes.
         has_token_shares: whether the hidden states are this process's share of the tokens (sequence parallelism).
         is_merged: whether results are computed over the classes of all processes.
+        depths: the losses of a call of a model with MTP layers.
     """
 
     group: Any = None
     has_token_shares: bool = False
     is_merged: bool = False
+    depths: _Depths | None = field(default=None, compare=False, repr=False)
 
     @property
     def group_arguments(self) -> dict[str, Any]:
@@ -119,6 +124,45 @@ class _ShardState(LazyState):
         return {name: getattr(results, name).view(self.shape[:-1]) for name in outputs}
 
 
+class _Depths:
+    """Losses of a model and of its MTP layers, computed in one call when Megatron needs the first of them.
+
+    Megatron computes the loss of each MTP layer from labels that it rolls, and then the loss of the model. In backward,
+    nodes of the model's hidden states (`MTPLossAutoScaler`) start the gradients of the other losses.
+    """
+
+    def __init__(
+        self, model: Any, *, hidden_states: Tensor, labels: Tensor, packed_seq_params: Any = None, **others: Any
+    ) -> None:
+        packing = {} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}
+        rolled = [labels]
+        for _ in range(model.config.mtp_num_layers):
+            rolled.append(roll_tensor(rolled[-1].clone(), cp_group=model.cp_group, **packing)[0])
+        self.labels = torch.stack(rolled).transpose(1, 2)  # (depths, S, B)
+        self.hidden = hidden_states  # of all depths
+        self.remaining: list[Any] = []
+
+    def set_hidden(self, mtp: Any, arguments: Any, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def next_loss(self, state: _ShardState, labels: Tensor) -> Tensor:
+        """Return the losses (S, B) of the next MTP layer or, at last, of the model."""
+        if not self.remaining:
+            division = state.division
+            # Each process has its share of the tokens of every depth.
+            processes = division.group.size() if division.has_token_shares else 1
+            shares = self.labels.unflatten(1, (processes, -1)).transpose(0, 1)
+            all_depths: Any = LazyState.with_hidden(state, lambda _: self.hidden)
+            loss = all_depths.loss(shares.flatten(0, 2))
+            losses = loss.view(shares.shape).transpose(0, 1).flatten(1, 2)
+            main, *others = zip(losses, self.labels, strict=True)
+            self.remaining = [*others, main]
+        loss, own_labels = self.remaining.pop(0)
+        loss = loss.where(labels == own_labels, torch.nan)  # Megatron has to roll labels as here
+        # The sum of no numbers connects the model's loss with the nodes of its hidden states.
+        return loss if self.remaining else loss + state.hidden[:0].sum()
+
+
 def _shard_state(logits: Any) -> _ShardState | None:
     """Return the state of lazy logits from which losses or log-probabilities can be computed, or None."""
     state = state_of(logits)
@@ -137,7 +181,9 @@ _usage = Usage()
 
 
 @contextlib.contextmanager
-def _lazy_output_layer(layer: Any, options: ChunkOptions | None, gathers_tokens: bool) -> Iterator[None]:
+def _lazy_output_layer(
+    layer: Any, options: ChunkOptions | None, gathers_tokens: bool, depths: _Depths | None = None
+) -> Iterator[None]:
     """Return a context in which a `ColumnParallelLinear` returns lazy logits.
 
     ``gathers_tokens``: gather the tokens of sequence parallelism at the call of the layer, so that other code can
@@ -156,7 +202,7 @@ def _lazy_output_layer(layer: Any, options: ChunkOptions | None, gathers_tokens:
             # flce sums the gradient over the processes, so that each process keeps its share.
             hidden = gather_tokens(hidden, tensor_parallel_output_grad=False, group=group)
         optimizer_steps.register()
-        division = _ShardDivision(None, len(weight), group=group, has_token_shares=has_token_shares)
+        division = _ShardDivision(None, len(weight), group=group, has_token_shares=has_token_shares, depths=depths)
         state = _ShardState(**vars(head_state(hidden, weight, bias, Settings(options), division=division)))
         return make_lazy(state.with_calls((HeadCall(weight, bias, _usage, layer, None),)))
 
@@ -211,7 +257,7 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
         is_inference = kwargs.get("inference_context") is not None and not self.training
         if not self.post_process or is_inference:
             return stock(self, **kwargs)
-        layer, has_labels, run = self.output_layer, kwargs.get("labels") is not None, stock
+        layer, has_labels, run, depths = self.output_layer, kwargs.get("labels") is not None, stock, None
         if not has_labels and self.config.mtp_num_layers and not hasattr(gpt_model, "process_mtp_loss"):
             run = _main_logits
         gathers_classes = kwargs.get("runtime_gather_output")
@@ -220,7 +266,13 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
             kwargs["runtime_gather_output"] = gathers_classes = False
         if gathers_classes or not (has_labels or lazy):
             return run(self, **kwargs)
-        with _lazy_output_layer(layer, options, gathers_tokens=not has_labels):
+        with contextlib.ExitStack() as contexts:
+            # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
+            if has_labels and self.config.mtp_num_layers and not getattr(self.config, "mtp_detach_heads", False):
+                depths = _Depths(self, **kwargs)
+                if kwargs.get("mtp_in_postprocess"):
+                    contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
+            contexts.enter_context(_lazy_output_layer(layer, options, not has_labels, depths))
             return run(self, **kwargs)
 
     return _postprocess
@@ -245,7 +297,9 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    return state.loss(labels.t()).t().contiguous()
+    depths = state.division.depths
+    loss = state.loss(labels.t()) if depths is None else depths.next_loss(state, labels.t())
+    return loss.t().contiguous()
 
 
 class FlceGPTModel(GPTModel):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flce
 from demo import is_fused
 from flce import ChunkOptions
 from flce.huggingface import MaterializedLogitsWarning
@@ -129,13 +131,16 @@ CASES: dict[str, dict[str, Any]] = {
 def compare_losses(processes: int, case: str) -> None:
     from megatron.core.models.gpt import GPTModel
 
+    from flce.huggingface.lazy import state
     from flce.megatron import FlceGPTModel
 
     ids, labels, mask = draw_ids(1, 2, 3), draw_ids(4, 5, 6), torch.ones(BATCH, LENGTH)
     mask[:, :2] = 0.0
     with megatron(processes):
         stock, fused = (build(model_class, **CASES[case]) for model_class in (GPTModel, FlceGPTModel))
-        assert_equal_runs(run(stock, ids, labels, mask), run(fused, ids, labels, mask))
+        with mock.patch.object(state, "fused_linear_cross_entropy", wraps=flce.fused_linear_cross_entropy) as calls:
+            assert_equal_runs(run(stock, ids, labels, mask), run(fused, ids, labels, mask))
+        assert calls.call_count == 1  # for all MTP layers
         with torch.no_grad():
             expected = call(stock.eval(), ids, labels=labels)
             torch.testing.assert_close(call(fused.eval(), ids, labels=labels), expected, rtol=1e-5, atol=1e-6)
@@ -145,6 +150,16 @@ def compare_losses(processes: int, case: str) -> None:
 def test_losses_and_gradients(processes: int, case: str) -> None:
     """Compare losses of tokens, gradients, and logged losses of MTP layers; in evaluation too."""
     world(processes).run(compare_losses, processes, case)
+
+
+@in_processes(2)
+def test_labels_that_megatron_rolls_in_another_way() -> None:
+    """The losses of MTP layers are computed before Megatron's code has their labels. Wrong losses are NaN."""
+    from flce.megatron import FlceGPTModel
+
+    with megatron(2), mock.patch("flce.megatron.roll_tensor", lambda labels, **how: (labels, None)):
+        _, _, logged, _ = run(build(FlceGPTModel, mtp_num_layers=1), draw_ids(1), draw_ids(2), torch.ones(1, LENGTH))
+    assert logged.isnan().all()
 
 
 def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-2, **settings: Any) -> Tensor:
