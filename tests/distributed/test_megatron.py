@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -196,29 +197,42 @@ def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-
     return torch.tensor(curve)
 
 
-def compare_training(tensor: int, pipeline: int, context: int, **settings: Any) -> None:
+def compare_training(tensor: int, pipeline: int, context: int, adds: bool, **settings: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     from flce.megatron import FlceGPTModel
+    from flce.ops import linear_cross_entropy
 
+    class Model(FlceGPTModel, options=ChunkOptions(gradient_accumulation_fusion=adds)):
+        pass
+
+    replace_added = mock.patch.object(linear_cross_entropy, "replace_added", wraps=linear_cross_entropy.replace_added)
+    steps = int(os.environ.get("MEGATRON_STEPS", 6))
     settings |= {"calculate_per_token_loss": True, "sequence_parallel": tensor > 1, "any_attention": context > 1}
-    with megatron(tensor, pipeline, context):
+    with megatron(tensor, pipeline, context), replace_added as calls:
         expected, found = (
-            train(model_class, steps=6, rate=3e-2, **settings) for model_class in (GPTModel, FlceGPTModel)
+            train(model_class, steps=steps, rate=0.18 / steps, **settings) for model_class in (GPTModel, Model)
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
         if parallel_state.is_pipeline_last_stage():
             assert found[-1] < 0.9 * found[0]
+            assert [bool(call.args[1].dw_targets) for call in calls.call_args_list] == [adds] * 2 * steps
 
 
 @pytest.mark.parametrize(
-    "parallel, tied, mtp_num_layers",
-    [((1, 2, 1), True, 1), ((2, 1, 1), True, 1), ((1, 1, 2), True, 1), ((2, 2, 1), False, 2)],
+    "parallel, adds, tied, mtp_num_layers",
+    [
+        ((1, 2, 1), False, True, 1),
+        ((2, 1, 1), True, True, 1),
+        ((1, 1, 2), False, True, 1),
+        ((2, 2, 1), True, False, 2),
+    ],
     ids=["PP", "TP", "CP", "TP and PP"],
 )
-def test_training(parallel: tuple[int, int, int], tied: bool, mtp_num_layers: int) -> None:
-    world(math.prod(parallel)).run(compare_training, *parallel, tied=tied, mtp_num_layers=mtp_num_layers)
+def test_training(parallel: tuple[int, int, int], adds: bool, tied: bool, mtp_num_layers: int) -> None:
+    """Compare losses of float32 training. ``adds``: backward adds dW to `main_grad`. MEGATRON_STEPS=20 is slower."""
+    world(math.prod(parallel)).run(compare_training, *parallel, adds, tied=tied, mtp_num_layers=mtp_num_layers)
 
 
 def compare_training_into_main_grad(tied: bool, overlap: bool) -> None:
