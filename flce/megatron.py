@@ -267,6 +267,10 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
         if gathers_classes or not (has_labels or lazy):
             return run(self, **kwargs)
         with contextlib.ExitStack() as contexts:
+            if kwargs.get("mtp_in_postprocess") and self.share_embeddings_and_output_weights:
+                # `grad_added_to_main_grad` discards the gradient of the MTP layers' embedding, unless this is set.
+                # Megatron sets it without pipeline stages only.
+                self.shared_embedding_or_output_weight().zero_out_wgrad = True
             # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
             if has_labels and self.config.mtp_num_layers and not getattr(self.config, "mtp_detach_heads", False):
                 depths = _Depths(self, **kwargs)

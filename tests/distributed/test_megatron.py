@@ -223,7 +223,7 @@ def compare_training(tensor: int, pipeline: int, context: int, adds: bool, **set
 @pytest.mark.parametrize(
     "parallel, adds, tied, mtp_num_layers",
     [
-        ((1, 2, 1), False, True, 1),
+        ((1, 2, 1), True, True, 1),
         ((2, 1, 1), True, True, 1),
         ((1, 1, 2), False, True, 1),
         ((2, 2, 1), True, False, 2),
