@@ -70,6 +70,6 @@ def known() -> str:
         products = "yes" if device.own_products else "no"
         return [device.name, device.arch, str(device.multiprocessors), *sizes, *rates, products]
 
-    columns = ["kind", "compiled for", "multiprocessors", "shared memory, KiB", "L2, MiB", "memory, GiB", "GB/s"]
+    columns = ["kind", "architecture", "multiprocessors", "shared memory, KiB", "L2, MiB", "memory, GiB", "GB/s"]
     columns += ["bfloat16, 1e12 flops a second", "flops a byte", "own products"]
     return Table("", columns, [row(device) for device in KNOWN_KINDS.values()]).grid()

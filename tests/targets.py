@@ -63,12 +63,8 @@ MAX_SPILLED_BYTES = 64
 
 
 # A device of each architecture.
-TARGETS = {
-    # No plan uses the T4. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
-    # the other numbers: NVIDIA T4, data sheet, and Turing architecture.
-    "T4": KNOWN_KINDS["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
-    **{name: KNOWN_KINDS[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
-}
+KINDS = ("T4", "A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")
+TARGETS = {name: KNOWN_KINDS[name] for name in KINDS}
 # Kernels that only calls with fused products launch, on Hopper.
 PRODUCT_KERNELS = {
     "product_kernel",

@@ -71,9 +71,16 @@ _OWN_PRODUCTS_ARCH = "sm_90"
 # Programming Guide, "Technical Specifications per Compute Capability"; AMD's white paper.
 _TABLE = """
 kind       arch    multipr. shared, KiB  L2, MiB  memory, GiB  GB/s   bf16   float32, 1e12 flops a second; source
+V100       sm_70   80       96           6        15.8         900    125    15.7   NVIDIA V100, data sheet: SXM2
+V100-32GB  sm_70   80       96           6        31.7         900    125    15.7   NVIDIA V100, data sheet: SXM2
+T4         sm_75   40       64           4        14.6         320    65     8.1    NVIDIA T4, data sheet
+RTX-3060   sm_86   28       99           3        11.8         360    25.5   12.7   NVIDIA GeForce RTX 3060, NVIDIA.com
+RTX-3080   sm_86   68       99           5        9.8          760    59.5   29.8   NVIDIA GA102 architecture, V2.1
 RTX-3090   sm_86   82       99           6        23.6         936    71     35.6   NVIDIA GA102 architecture, V2.1
+RTX-4080   sm_89   76       99           64       15.7         717    97.5   48.7   NVIDIA Ada architecture, V2.1
 RTX-4090   sm_89   128      99           72       23.6         1008   165.2  82.6   NVIDIA Ada architecture, V2.1
 RTX-5090   sm_120  170      99           96       31.3         1792   209.5  104.8  NVIDIA RTX Blackwell architecture
+RTX-A6000  sm_86   84       99           6        47.5         768    154.8  38.7   NVIDIA RTX A6000, data sheet
 A10        sm_86   72       99           6        22.0         600    125    31.2   NVIDIA A10, data sheet
 L4         sm_89   58       99           48       22.0         300    121    30.3   NVIDIA L4, data sheet
 L40S       sm_89   142      99           96       44.4         864    362    91.6   NVIDIA L40S, data sheet
@@ -121,13 +128,28 @@ def normalize_name(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-def record_of_kind(kind: str) -> DeviceRecord | None:
-    """Return the record of a kind by its name, or of a compute capability such as "sm_90", whose memory is unknown."""
-    for name, device in KNOWN_KINDS.items():
-        if normalize_name(name) == normalize_name(kind):
-            return device
+def find_kinds(kind: str) -> list[DeviceRecord]:
+    """Return the records that a kind names: "RTX-4090", PyTorch's "NVIDIA GeForce RTX 4090" and "4090" one record,
+    "A100" and "24GB" several. A compute capability such as "sm_90" is a record whose memory is unknown."""
     arch = re.fullmatch(r"(sm\d{2,})[a-z]?", normalize_name(kind))
-    return None if arch is None else _nearest_record(arch[1].replace("sm", "sm_"))._replace(memory=None)
+    if arch is not None:
+        return [_nearest_record(arch[1].replace("sm", "sm_"))._replace(memory=None)]
+    model, gigabytes = _model_and_gigabytes(kind)
+    same_name = [known for known in KNOWN_KINDS.values() if normalize_name(known.name) == normalize_name(kind)]
+    return same_name or [
+        record
+        for record in KNOWN_KINDS.values()
+        if (model or gigabytes)
+        and model in ("", _model_and_gigabytes(record.name)[0])
+        and (not gigabytes or abs((record.memory or 0) / 2**30 - gigabytes) < 0.1 * gigabytes)
+    ]
+
+
+def _model_and_gigabytes(name: str) -> tuple[str, int]:
+    """Return the model in a GPU's name without vendor, series and form factor, and its memory (0: not in the name)."""
+    words = re.sub(r"nvidia|geforce|tesla|rtx|amd|instinct|pcie|sxm\d?|hbm\d?e?|[^a-z0-9]", " ", name.lower()).split()
+    sizes = [int(size[1]) for word in words if (size := re.fullmatch(r"(\d+)gi?b", word))]
+    return "".join(word for word in words if not re.fullmatch(r"\d+gi?b", word)), max(sizes, default=0)
 
 
 def record_from_properties(properties: Any, hip: bool) -> DeviceRecord:

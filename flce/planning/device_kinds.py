@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends import choose_backend, device_has_fused_products, has_fused_products
-from flce.core.device_record import KNOWN_KINDS, UNKNOWN_DEVICE, DeviceRecord, normalize_name, record_of_kind
+from flce.core.device_record import KNOWN_KINDS, UNKNOWN_DEVICE, DeviceRecord, find_kinds
 from flce.core.devices import device_name, device_record, find_device
 from flce.core.numbers import check_int
 
@@ -42,7 +42,7 @@ def kind_text(device: torch.device, kind: str | None) -> str:
     """Return the name of a device, or of the device that `kind` describes."""
     if kind is not None:
         record = _record_of_named_kind(device, kind)
-        return record.name if normalize_name(record.name) == normalize_name(kind) else kind
+        return kind if record.memory is None else record.name
     return UNKNOWN_DEVICE.name if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
 
 
@@ -51,10 +51,9 @@ def _record_of_named_kind(device: torch.device, kind: str) -> DeviceRecord:
         raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
     if device.type != "cuda":
         raise ValueError(f"device_kind={kind!r} is a kind of GPU, got device={str(device)!r}: give device='cuda'")
-    record = record_of_kind(kind)
-    if record is None:
-        raise ValueError(
-            f"device_kind must be one of {', '.join(KNOWN_KINDS)}, or a compute capability such as 'sm_90', "
-            f"got {kind!r}"
-        )
-    return record
+    records = find_kinds(kind)
+    if len(records) == 1:
+        return records[0]
+    names = ", ".join(record.name for record in records) or ", ".join(KNOWN_KINDS)
+    other = "" if records else ", or a compute capability such as 'sm_90'"
+    raise ValueError(f"device_kind must be one of {names}{other}, got {kind!r}")

@@ -11,8 +11,8 @@ from flce.core.device_record import (
     DEFAULT_FLOPS_PER_BYTE,
     KNOWN_KINDS,
     DeviceRecord,
+    find_kinds,
     record_from_properties,
-    record_of_kind,
 )
 
 
@@ -34,20 +34,35 @@ def test_flops_of_a_byte_are_those_of_the_data_sheets(name: str, flops_per_byte:
     assert round(KNOWN_KINDS[name].flops_per_byte) == flops_per_byte
 
 
-@pytest.mark.parametrize("written", ["RTX-4090", "rtx 4090", "RTX_4090", "Rtx4090"])
-def test_spaces_hyphens_and_case_are_ignored(written: str) -> None:
-    assert record_of_kind(written) is KNOWN_KINDS["RTX-4090"]
+@pytest.mark.parametrize(
+    "names, kinds",
+    [
+        (["RTX-4090", "rtx 4090", "RTX_4090", "Rtx4090", "4090", "NVIDIA GeForce RTX 4090"], ["RTX-4090"]),
+        (["A6000", "NVIDIA RTX A6000"], ["RTX-A6000"]),
+        (["NVIDIA A100-SXM4-40GB"], ["A100-40GB"]),
+        (["NVIDIA H100 80GB HBM3", "H100"], ["H100"]),
+        (["V100", "Tesla V100-SXM2-16GB"], ["V100"]),
+        (["Tesla V100-SXM2-32GB"], ["V100-32GB"]),
+        (["Tesla T4"], ["T4"]),
+        (["A100"], ["A100-40GB", "A100-80GB"]),
+        (["24GB", "24GiB"], ["RTX-3090", "RTX-4090", "A10", "L4"]),
+        (["NVIDIA GeForce RTX 3080 Ti", "RTX 4080 SUPER", "RTX 4090 Laptop GPU", "A10G", "3080-12GB", "RTX", ""], []),
+    ],
+)
+def test_names_of_kinds(names: list[str], kinds: list[str]) -> None:
+    for name in names:
+        assert [record.name for record in find_kinds(name)] == kinds, name
 
 
 def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
-    assert record_of_kind("sm_90a") == KNOWN_KINDS["H200"]._replace(memory=None)
-    assert record_of_kind("sm_86") == KNOWN_KINDS["A10"]._replace(memory=None)
-    newer, older = record_of_kind("sm_103"), record_of_kind("sm_75")
+    assert find_kinds("sm_90a") == [KNOWN_KINDS["H200"]._replace(memory=None)]
+    assert find_kinds("sm_86") == [KNOWN_KINDS["A10"]._replace(memory=None)]
+    (newer,), (older,) = find_kinds("sm_103"), find_kinds("sm_61")
     assert newer == KNOWN_KINDS["B200"]._replace(memory=None, arch="sm_103")
-    assert older == KNOWN_KINDS["A100-80GB"]._replace(memory=None, arch="sm_75")
-    near_hopper = record_of_kind("sm_92")
+    assert older == KNOWN_KINDS["V100-32GB"]._replace(memory=None, arch="sm_61")
+    (near_hopper,) = find_kinds("sm_92")
     assert near_hopper == KNOWN_KINDS["H200"]._replace(memory=None, arch="sm_92", own_products=False)
-    assert (record_of_kind("sm_"), record_of_kind("H300")) == (None, None)
+    assert (find_kinds("sm_"), find_kinds("H300")) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +88,7 @@ def test_a_device_that_is_there_is_of_a_known_kind(name: str, kind: str, args: t
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9, 76, 15.7)),
         ("NVIDIA H100 PCIe", (9, 0, 114, 79.2)),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0, 14, 4.8)),
-        ("Tesla T4", (7, 5, 40, 14.6)),
+        ("NVIDIA TITAN RTX", (7, 5, 72, 23.6)),
         ("NVIDIA RTX 6000 Ada Generation", (8, 9, 142, 47.4)),
     ],
 )
@@ -84,8 +99,7 @@ def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
     assert (found.multiprocessors, found.shared_memory, found.cache) == (args[2], 101376, 7 << 20)
     assert found.memory == int(args[3] * 2**30)
     assert found.flops_per_byte == pytest.approx(DEFAULT_FLOPS_PER_BYTE)
-    like = record_of_kind(found.arch)
-    assert like is not None
+    (like,) = find_kinds(found.arch)
     assert found.half_flops / found.multiprocessors == pytest.approx(like.half_flops / like.multiprocessors)
     assert found.own_products == (args[0] == 9)
 

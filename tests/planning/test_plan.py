@@ -762,7 +762,7 @@ def test_plans_for_a_kind_of_device_on_any_machine(shape: tuple[int, int, int]) 
 @pytest.mark.parametrize(
     "given, error, message",
     [
-        ({"device_kind": "H300"}, ValueError, "device_kind must be one of RTX-3090, .*'sm_90', got 'H300'"),
+        ({"device_kind": "H300"}, ValueError, "device_kind must be one of V100, .*'sm_90', got 'H300'"),
         ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of GPU, got"),
         ({"device_kind": 90}, TypeError, "device_kind must be a str, got int"),
         ({"device": "cuda:77"}, ValueError, "no device 'cuda:77' here: .* or device_kind for a GPU that is elsewhere"),

@@ -45,7 +45,7 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
         ((*LARGE, "--autocast", "bfloat16"), "needs --dtype float32, got --dtype bfloat16"),
         ((*LARGE, "--device-kind", "sm_80"), "is needed: flce has no memory size for a sm_80"),
-        ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of RTX-3090, RTX-4090,"),
+        ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of V100, V100-32GB,"),
         ((*LARGE, "--seq-len", "64"), "--seq-len': needs --model: --shape plans the loss alone"),
         ((*MODEL, ".", "--gpus", "4"), "give both --gpus and --sharding, or neither"),
         ((*MODEL, ".", "--shards", "2"), "'--shards': needs --shape: it plans the loss of a divided head"),
