@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark
+from benchmarks.contenders import SAMPLED
 from benchmarks.grpo import GRPO, TRAINING
 from benchmarks.operator import OPERATOR, OURS, products_ms
 from benchmarks.runs import BenchResult, Entry, Run
@@ -76,7 +77,7 @@ def cards(folder: Path, link: str) -> str:
 
 
 HEAD: dict[str, object] = {"shape": (8192, 4096, 262144), "head": "gemma3 english"}
-HEAD_FILE, SAMPLED_FILE, SAMPLED = "real-heads-h200.json", "h200-sampled.json", "ours-sampled"
+HEAD_FILE, SAMPLED_FILE = "real-heads-h200.json", "h200-sampled.json"
 # The name of a contender: its title, what it lacks, and when to use it. None: it has no result in the file.
 OTHERS: tuple[tuple[str | None, str, str, str], ...] = (
     (OURS, "flce", "second derivatives", "you train on an NVIDIA GPU"),

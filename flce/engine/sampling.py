@@ -297,9 +297,9 @@ class SampledGradients:
         if not self._dense_dw:
             return
         classes, order = ctx.sort_entries(entries.classes)
-        numbers = torch.arange(ctx.vocab_size + 1, dtype=torch.int32, device=classes.device)
-        bounds = torch.searchsorted(classes, numbers)
-        del classes
+        numbers = torch.arange(ctx.vocab_size + 1, out=ctx.new((ctx.vocab_size + 1,), torch.int32))
+        bounds = torch.searchsorted(classes, numbers, out=ctx.new(numbers.shape, torch.int64))
+        del classes, numbers
         for k, dense in self._dense_dw.items():
             x, grad, scale = ctx.terms[k].input, None, ctx.gradient_scale
             if k == BIAS:

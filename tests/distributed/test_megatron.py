@@ -202,12 +202,12 @@ def compare_training(tensor: int, pipeline: int, context: int, adds: bool, **set
     from megatron.core.models.gpt import GPTModel
 
     from flce.megatron import FlceGPTModel
-    from flce.ops import linear_cross_entropy
+    from flce.ops import gradient_accumulation, linear_cross_entropy
 
     class Model(FlceGPTModel, options=ChunkOptions(gradient_accumulation_fusion=adds)):
         pass
 
-    replace_added = mock.patch.object(linear_cross_entropy, "replace_added", wraps=linear_cross_entropy.replace_added)
+    replace_added = mock.patch.object(linear_cross_entropy, "replace_added", wraps=gradient_accumulation.replace_added)
     steps = int(os.environ.get("MEGATRON_STEPS", 6))
     settings |= {"calculate_per_token_loss": True, "sequence_parallel": tensor > 1, "any_attention": context > 1}
     with megatron(tensor, pipeline, context), replace_added as calls:
