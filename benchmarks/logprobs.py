@@ -23,7 +23,7 @@ from torch import Tensor
 import flce
 from benchmarks import contenders, operator, targets
 from benchmarks.benchmark import Plan, plan_cases
-from benchmarks.cases import Step, needs_package, select_contenders
+from benchmarks.cases import Step, StepOutcome, needs_cuda, needs_package, select_contenders
 from benchmarks.contenders import BOUNDED, LossFunction, OperatorContender, budget_name, floor, floor_step
 from benchmarks.measure import Prepared, ReadyContender
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
@@ -147,6 +147,33 @@ def needs_verl(device: torch.device) -> str | None:
     return needs_package(f"{VERL}.kernels", "verl")(device)
 
 
+def our_losses(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    out: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",))
+    losses: Tensor = -out.logprob
+    return losses
+
+
+def losses_of_logits(x: Tensor, w: Tensor, y: Tensor, reduction: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the losses of tokens from logits that ``F.linear`` computes in a dtype, and float32 after the product."""
+    logits = torch.nn.functional.linear(x.to(dtype or x.dtype), w.to(dtype or w.dtype)).float()
+    return torch.nn.functional.cross_entropy(logits, y, reduction=reduction)
+
+
+def linear_step(problem: OperatorProblem, precision: str, dtype: torch.dtype | None = None) -> Step:
+    """Return a step with logits of ``F.linear``. `precision` is of ``torch.set_float32_matmul_precision``."""
+    solve = contenders.autograd_step(problem, partial(losses_of_logits, dtype=dtype))
+
+    def step() -> StepOutcome:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            return solve()
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return step
+
+
 needs_liger = needs_package(LIGER, "liger-kernel")
 CONTENDERS = [
     floor("floor", "four bare products", floor_step, "products"),
@@ -163,8 +190,19 @@ CONTENDERS = [
     peer("liger-hopper", "Liger's Hopper kernel", contenders.needs_liger_hopper, liger_hopper_number),
     peer("verl", "verl's kernel", needs_verl, verl_number),
 ]
+in_float32 = partial(linear_step, precision="highest", dtype=torch.float32)
+in_tf32 = partial(linear_step, precision="high", dtype=torch.float32)
+# Log-probabilities of targets, whose errors are measured: flce's, and those of logits in several precisions.
+HEADS_IN_FLOAT32 = [
+    OperatorContender(
+        "ours-compared", "flce, log-probabilities", "ours", lambda p: contenders.autograd_step(p, our_losses)
+    ),
+    OperatorContender("linear", "F.linear", "peer", partial(linear_step, precision="highest")),
+    OperatorContender("linear-float32", "F.linear in float32", "peer", in_float32),
+    OperatorContender("linear-tf32", "F.linear in TF32", "peer", in_tf32, unavailable=needs_cuda),
+]
 # Measured only if a case names them.
-NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12)]
+NAMED = [ours("ours-sampled", "flce, gradients sampled below 2^-12", sample_below=2.0**-12), *HEADS_IN_FLOAT32]
 
 
 def contenders_of(case: OperatorCase) -> Sequence[OperatorContender]:
@@ -225,12 +263,16 @@ def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
 
 
 TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
+HEAD_NAMES = ("floor", "ours", *(contender.name for contender in HEADS_IN_FLOAT32))
+FLOAT32_HEAD = replace(TINY, dtype="bfloat16", errors=True, contenders=HEAD_NAMES)
 SAMPLED = OperatorCase(8192, 4096, 262144, mode=MODE, contenders=("floor", "ours", "ours-sampled", "trl"))
 PRESETS: dict[str, Callable[[], Plan]] = {
-    "tiny": lambda: plan_cases([TINY], rounds=2, seconds=1.0),
+    "tiny": lambda: plan_cases([TINY, FLOAT32_HEAD], rounds=2, seconds=1.0),
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
     # Logits of a real head. A minute.
+    # A head in bfloat16, in float32 and in TF32, and flce, with errors. A minute.
+    "float32-head": lambda: plan_cases([replace(FLOAT32_HEAD, tokens=MAIN[0], hidden=MAIN[1], vocab=MAIN[2])], 9, 1.0),
     "sampled": lambda: plan_cases([replace(SAMPLED, head=f"gemma3 {text}") for text in TEXTS], rounds=9, seconds=1.0),
 }
 

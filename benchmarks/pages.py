@@ -1,7 +1,7 @@
 """Tables in README.md and docs/, written from result files, so that pages and results cannot disagree.
 
     python -m benchmarks pages README.md docs/performance.md docs/devices.md docs/memory.md docs/numerics.md \
-        benchmarks/notes.md
+        docs/rl.md benchmarks/notes.md
 
 rewrites each block of a page. A block begins with a line `<!-- KIND FILE ... -->`, with a KIND of `KINDS` and result
 files, or with `<!-- KIND -->`, with a KIND of `UNNAMED`. It ends before the next empty line. If a file does not exist,
@@ -186,6 +186,23 @@ def logprobs(run: Run) -> Table:
     return Table("", ["", *map(shape_of, run.cases)], rows)
 
 
+def float32_head(run: Run) -> Table:
+    """Return the table of heads in several precisions: time over bare products, MiB, and errors against float64."""
+    (entry,) = run.cases
+    floor_ms, columns = products_ms(entry), error_columns()
+    rows = [
+        [
+            result.title,
+            tables.ratio(result.median_ms, floor_ms),
+            tables.mebibytes(result.workspace_bytes),
+            *(show(result) for show in columns.values()),
+        ]
+        for result in entry.results
+        if result.errors and result.family != "repeat"
+    ]
+    return Table("", ["", "relative time", "workspace, MiB", *columns], rows)
+
+
 def small_card(run: Run) -> Table:
     """Return the table of the longest sequences that train on a small card, measured and planned."""
     rows = []
@@ -266,6 +283,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "models-measured": from_run(MODEL, measured),
     "logprobs": from_run(LOGPROBS, logprobs),
     "logprobs-measured": from_run(LOGPROBS, measured),
+    "float32-head": from_run(LOGPROBS, float32_head),
+    "float32-head-errors": from_run(LOGPROBS, errors),
     "divergence": from_run(DIVERGENCE, logprobs),
     "divergence-measured": from_run(DIVERGENCE, measured),
     "small-card": from_run(SMALL_CARD, small_card),

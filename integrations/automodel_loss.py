@@ -35,9 +35,10 @@ class FlceLinearCrossEntropy(LinearCrossEntropy):
         loss_weights: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the losses, divided by `num_label_tokens`. With 0 tokens the loss is 0."""
+        weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         loss: Tensor = flce.fused_linear_cross_entropy(
-            hidden_states,
-            self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group),
+            hidden_states.to(weight.dtype),  # a head in float32: `lm_head_precision`
+            weight,
             labels,
             ignore_index=self.ignore_index,
             softcap=self.logit_softcapping or None,

@@ -24,6 +24,7 @@
 #     divergence   linear_divergence, bare products, and kernels of TRL and Liger; two minutes
 #     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
 #                  tests; six minutes
+#     float32-head  linear_logprobs and its error beside a head in bfloat16, float32 and TF32; a minute
 #     sampled-logprobs  linear_logprobs with sampled gradients on a real head; a minute and a half
 #     sampled-training  five seeds of a small model, Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled
 #                  gradients; four minutes
@@ -311,6 +312,7 @@ for name in $parts; do
             part sampled-tests "$(within 120)" "$python" -m pytest -q -p no:cacheprovider tests/ops/test_sampled_gradients.py
             benchmark sampled operator sampled 300
             ;;
+        float32-head) benchmark float32-head logprobs float32-head 120 ;;
         sampled-logprobs) benchmark sampled-logprobs logprobs sampled 120 ;;
         sampled-training)
             part gemma3 "$(within 150)" "$python" scripts/fine_tune_alike.py gemma3 --out "$out/gemma3.json"
@@ -327,7 +329,7 @@ for name in $parts; do
 done
 
 measured=()
-for name in model real-models grpo sampled-grpo logits rows logprobs divergence sampled sampled-logprobs calls rivals exact curve operator; do
+for name in model real-models grpo sampled-grpo logits rows logprobs divergence float32-head sampled sampled-logprobs calls rivals exact curve operator; do
     [ -f "$out/$name.json" ] || continue
     measured+=("$logs/$name.summary")
     case $name in

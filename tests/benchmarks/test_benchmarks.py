@@ -130,7 +130,7 @@ def test_committed_results_have_tables_and_pictures(name, exit_code, tmp_path):
     "page",
     [
         "README",
-        *(f"docs/{name}" for name in ("performance", "devices", "memory", "numerics", "distillation")),
+        *(f"docs/{name}" for name in ("performance", "devices", "memory", "numerics", "distillation", "rl")),
         "benchmarks/notes",
     ],
 )

@@ -330,6 +330,30 @@ def test_logprobs_of_lazy_logits(settings: dict[str, Any]) -> None:
 
 
 @in_processes(2)
+def test_casts_of_a_model_in_half_precision() -> None:
+    """Megatron's wrapper casts the logits to float32, or not (NeMo-RL's `defer_fp32_logits`). Both are lazy."""
+    from megatron.core.transformer.module import Float16Module
+
+    from flce.huggingface.lazy import is_lazy
+    from flce.megatron import FlceGPTModel, vocab_parallel_logprobs
+
+    class LazyModel(FlceGPTModel, lazy=True):
+        pass
+
+    ids, labels = draw_ids(1, 2, 3), draw_ids(4, 5, 6)
+    with megatron(2):
+        model = build(LazyModel, bf16=True, params_dtype=torch.bfloat16)
+        wrapped = Float16Module(model.config, model)
+        results = []
+        for dtype, arguments in ((torch.float32, {}), (torch.bfloat16, {"fp32_output": False})):
+            logits = call(wrapped, ids, **arguments)
+            assert is_lazy(logits)
+            assert logits.dtype == dtype
+            results.append(vocab_parallel_logprobs(logits, labels))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+@in_processes(2)
 def test_other_operations_compute_the_logits() -> None:
     """Check values and gradients of an operation without a lazy form, whose result is of one process's classes."""
     from megatron.core.models.gpt import GPTModel

@@ -118,5 +118,7 @@ def test_automodel_s_loss() -> None:
         parameter.grad /= PROCESSES
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients(model), [parameter.grad for parameter in stock.parameters()])
-    nothing = loss_fn(x, torch.full_like(labels, -100), stock.lm_head.weight, num_label_tokens=0)
-    assert nothing.item() == 0.0
+    weight = stock.lm_head.weight
+    assert loss_fn(x, torch.full_like(labels, -100), weight, num_label_tokens=0).item() == 0.0
+    in_half = loss_fn(x.bfloat16(), labels, weight, num_label_tokens=count)  # a head in float32
+    torch.testing.assert_close(in_half, loss_fn(x.bfloat16().float(), labels, weight, num_label_tokens=count))

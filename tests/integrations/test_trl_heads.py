@@ -149,18 +149,40 @@ def test_a_scale_without_a_name(ours: Callable[..., None]) -> None:
         torch.testing.assert_close(outputs[name], value, check_dtype=False, rtol=1e-5, atol=1e-5)
 
 
+def cast_head(model: Any) -> Any:
+    """Cast the head like TRL's GRPO trainer: the layer has another forward, in float32."""
+    head = model.to(torch.bfloat16).lm_head.float()
+    head.forward = lambda hidden: nn.functional.linear(hidden.float(), head.weight.float())
+    return model
+
+
+@pytest.mark.usefixtures("fail_on_materialize")
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_a_patched_model_with_a_head_in_float32(patched_first: bool) -> None:
+    """The cast leaves the log-probabilities of a bfloat16 head, and the gradients of hidden states, as they are."""
+
+    def run(model: Any) -> list[Tensor]:
+        outputs = model(**{**batch(), "labels": None})
+        logprobs = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, batch()["input_ids"][:, 1:, None])
+        (logprobs[..., 0] * torch.linspace(-1.0, 2.0, T - 1)).sum().backward()
+        return [logprobs.detach(), model.lm_head.weight.grad.float(), model.model.norm.weight.grad.float()]
+
+    stock, plain = run(cast_head(build())), run(flce.patch_model(build().to(torch.bfloat16)))
+    model = cast_head(flce.patch_model(build())) if patched_first else flce.patch_model(cast_head(build()))
+    found = run(model)
+    assert flce.report(model).fused == 1
+    for tolerance, expected in ((1e-5, stock), (1e-2, plain)):
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        for gradient, correct in zip(found[1:], expected[1:], strict=True):
+            assert (gradient - correct).norm() <= tolerance * correct.norm()
+
+
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
-    """Check the cast of GRPO: the layer has another forward, which runs in float32 also under autocast."""
-
-    def cast(model: Any) -> Any:
-        head = model.to(torch.bfloat16).lm_head.float()
-        head.forward = lambda hidden: nn.functional.linear(hidden.float(), head.weight.float())
-        return model
-
+    """Check the cast of GRPO, which runs in float32 also under autocast."""
     results = []
     for add in (add_fused_lm_head, ours):
-        model = cast(build())
+        model = cast_head(build())
         add(model, cast_lm_head_to_fp32=True, outputs=OUTPUTS)
         for _ in range(2):  # the first call finds the head
             with torch.autocast("cpu", torch.bfloat16):
