@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-COMMAND_LINE_PACKAGES = "matplotlib numpy rich typer"  # by their names on PyPI
+COMMAND_LINE_PACKAGES = "matplotlib numpy peft rich typer"  # by their names on PyPI
 
 
 def main() -> None:

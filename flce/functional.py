@@ -35,7 +35,7 @@ from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.problems import make_linear_problem, make_logits_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
 from flce.planning.collectives import sharding_from_arguments
-from flce.planning.device_kinds import kind_text, resolve_device
+from flce.planning.device_kinds import resolve_device
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
 
@@ -551,4 +551,4 @@ def plan(
         sharding,
         teacher,
     )
-    return plan_for_case(case).made_for(kind_text(device, device_kind))
+    return plan_for_case(case)

@@ -133,7 +133,8 @@ def find_kinds(kind: str) -> list[DeviceRecord]:
     "A100" and "24GB" several. A compute capability such as "sm_90" is a record whose memory is unknown."""
     arch = re.fullmatch(r"(sm\d{2,})[a-z]?", normalize_name(kind))
     if arch is not None:
-        return [_nearest_record(arch[1].replace("sm", "sm_"))._replace(memory=None)]
+        name = arch[1].replace("sm", "sm_")
+        return [_nearest_record(name)._replace(name=name, memory=None)]
     model, gigabytes = _model_and_gigabytes(kind)
     same_name = [known for known in KNOWN_KINDS.values() if normalize_name(known.name) == normalize_name(kind)]
     return same_name or [

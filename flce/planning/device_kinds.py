@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from flce.backends import choose_backend, device_has_fused_products, has_fused_products
-from flce.core.device_record import KNOWN_KINDS, UNKNOWN_DEVICE, DeviceRecord, find_kinds
-from flce.core.devices import device_name, device_record, find_device
+from flce.core.device_record import KNOWN_KINDS, DeviceRecord, find_kinds
+from flce.core.devices import device_record, find_device
 from flce.core.numbers import check_int
 
 
@@ -32,21 +32,13 @@ def resolve_device(device: torch.device, kind: str | None, memory: int | None) -
             find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
         record, backend, own = device_record(device), choose_backend(device).name, has_fused_products(device)
     else:
-        record = _record_of_named_kind(device, kind)
+        record = _record_of_kind(device, kind)
         backend = choose_backend(device, target=record).name
         own = device_has_fused_products(backend, record)
     return DescribedDevice(backend, own, record if memory is None else record._replace(memory=memory))
 
 
-def kind_text(device: torch.device, kind: str | None) -> str:
-    """Return the name of a device, or of the device that `kind` describes."""
-    if kind is not None:
-        record = _record_of_named_kind(device, kind)
-        return kind if record.memory is None else record.name
-    return UNKNOWN_DEVICE.name if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
-
-
-def _record_of_named_kind(device: torch.device, kind: str) -> DeviceRecord:
+def _record_of_kind(device: torch.device, kind: str) -> DeviceRecord:
     if not isinstance(kind, str):
         raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
     if device.type != "cuda":
@@ -54,6 +46,6 @@ def _record_of_named_kind(device: torch.device, kind: str) -> DeviceRecord:
     records = find_kinds(kind)
     if len(records) == 1:
         return records[0]
-    names = ", ".join(record.name for record in records) or ", ".join(KNOWN_KINDS)
+    expected = ", ".join(record.name for record in records or KNOWN_KINDS.values())
     other = "" if records else ", or a compute capability such as 'sm_90'"
-    raise ValueError(f"device_kind must be one of {names}{other}, got {kind!r}")
+    raise ValueError(f"device_kind must be one of {expected}{other}, got {kind!r}")

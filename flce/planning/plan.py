@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import fields
@@ -25,15 +24,6 @@ DISPATCHED = "through the custom operators, for a mode, a transform or a tensor 
 class ChunkPlan(Plan):
     """The plan of a call: its case, its schedule and their costs. Returned by `flce.plan`. ``str(plan)`` is a
     summary."""
-
-    device_kind: str | None = None
-    """Name of the device that the plan is for; None: the device of the call."""
-
-    def made_for(self, device_kind: str) -> ChunkPlan:
-        """Return the same plan with the name of a device in its summary."""
-        named = copy.copy(self)
-        vars(named)["device_kind"] = device_kind  # Passes do not read it.
-        return named
 
     @functools.cached_property
     def _costs(self) -> PlanCosts:
@@ -75,7 +65,7 @@ class ChunkPlan(Plan):
         excess = self.workspace_bytes - (c.device.memory or 0) * MEMORY_SHARE
         more = f", {excess / 2**20:.1f} MiB more than 1/24 of the memory" if has_share and excess > 0 else ""
         return (
-            f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
+            f"{c} on {c.device.name} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_sampling()}; "
             f"{'dW is computed in backward and added to main_grad or .grad; ' if c.adds_dw else ''}"

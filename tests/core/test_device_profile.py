@@ -52,7 +52,7 @@ def test_a_plan_is_as_it_says_and_names_it(file: Path) -> None:
     made = planned()
     assert not made.case.has_fused_products
     assert made.workspace_bytes <= (23 << 30) / 24
-    assert f"on {NAME} (triton backend, profile {file})" in str(made)
+    assert f"on H100 (triton backend, profile {file})" in str(made)
     # The profile does not apply to a GPU of another machine or to the CPU.
     assert planned(device_kind="H100") == of_h100
     assert "profile" not in str(planned(device="cpu"))

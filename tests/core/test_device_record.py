@@ -55,13 +55,13 @@ def test_names_of_kinds(names: list[str], kinds: list[str]) -> None:
 
 
 def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
-    assert find_kinds("sm_90a") == [KNOWN_KINDS["H200"]._replace(memory=None)]
-    assert find_kinds("sm_86") == [KNOWN_KINDS["A10"]._replace(memory=None)]
+    assert find_kinds("sm_90a") == [KNOWN_KINDS["H200"]._replace(name="sm_90", memory=None)]
+    assert find_kinds("sm_86") == [KNOWN_KINDS["A10"]._replace(name="sm_86", memory=None)]
     (newer,), (older,) = find_kinds("sm_103"), find_kinds("sm_61")
-    assert newer == KNOWN_KINDS["B200"]._replace(memory=None, arch="sm_103")
-    assert older == KNOWN_KINDS["V100-32GB"]._replace(memory=None, arch="sm_61")
+    assert newer == KNOWN_KINDS["B200"]._replace(name="sm_103", memory=None, arch="sm_103")
+    assert older == KNOWN_KINDS["V100-32GB"]._replace(name="sm_61", memory=None, arch="sm_61")
     (near_hopper,) = find_kinds("sm_92")
-    assert near_hopper == KNOWN_KINDS["H200"]._replace(memory=None, arch="sm_92", own_products=False)
+    assert near_hopper == KNOWN_KINDS["H200"]._replace(name="sm_92", memory=None, arch="sm_92", own_products=False)
     assert (find_kinds("sm_"), find_kinds("H300")) == ([], [])
 
 

@@ -191,7 +191,6 @@ def test_a_summary_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " on H200 (triton backend)" in str(plan(device_kind="h200"))
     assert " on sm_90 (triton backend)" in str(plan(device_kind="sm_90"))
     assert " on cpu (" in str(plan(device="cpu"))
-    assert plan(device="cpu") == plan(device="cpu").made_for("another")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert " on a GPU of unknown kind (" in str(plan())
 
@@ -756,7 +755,8 @@ def test_plans_for_a_kind_of_device_on_any_machine(shape: tuple[int, int, int]) 
     assert plan == search.make_plan(with_memory(on_h200(*shape), plan.case.device.memory))
     assert plan.case.has_fused_products
     assert not flce.plan(*shape, torch.bfloat16, device_kind="A100-80GB").case.has_fused_products
-    assert flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.device.memory) == plan
+    capability = flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.device.memory)
+    assert capability.schedule == plan.schedule
 
 
 @pytest.mark.parametrize(

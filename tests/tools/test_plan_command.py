@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from flce.huggingface.estimate.sharding import Sharding
 from flce.huggingface.estimate.training_memory import StepError, StepMemory, Training, TrainingMemory, Variant
 from flce.planning.device_kinds import resolve_device
 from flce.tools.cli import plan as command
+from tests.hopper import clear_device_caches, fake_h100
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIZES: dict[str, Any] = {
@@ -340,20 +342,23 @@ def test_a_model(folder: Path) -> None:
     output = run("--model", folder, "--seq-len", "512", "--batch-size", "2", "--gpu-memory", "1GiB")
     assert output.exit_code == 0, output.output
     for expected in (
-        "H100, 1 GiB",
-        "strategy 'tokens'",
+        "H100, 1 GiB; this machine has no GPU: --device-kind names another",
         "checkpointing",
-        "longest of 2 sequences, tokens",
         "  weights",
+        "The longest sequence that fits:\n  stock, with checkpointing: ",
     ):
         assert expected in output.stdout
+    assert "strategy" not in output.stdout
+    verbose = run("--model", folder, "--seq-len", "512", "--verbose", "--no-search").stdout
+    assert "strategy 'tokens'" in verbose
+    assert "longest" not in verbose
 
 
 def test_json(folder: Path) -> None:
     arguments = ("--seq-len", "512", "--gpu-memory", "1GiB", "--json")
     output = run("--model", folder / "config.json", *arguments, "--checkpointing", "--device-kind", "sm_80")
     result = json.loads(output.stdout)
-    assert result["device"] == {"kind": "sm_80", "memory_bytes": 1 << 30}
+    assert result["device"] == {"kind": "sm_80", "memory_bytes": 1 << 30, "notes": []}
     assert [(step["patched"], step["checkpointing"]) for step in result["steps"]] == [(False, True), (True, True)]
     stock, ours = result["steps"]
     assert stock["peak_bytes"] > ours["peak_bytes"]
@@ -372,6 +377,27 @@ def test_exit_status_where_nothing_fits(folder: Path) -> None:
     output = run("--model", folder, "--seq-len", "512", "--gpu-memory", "520MiB", "--json")
     assert output.exit_code == 1
     assert [step["longest_sequence"] for step in json.loads(output.stdout)["steps"]] == [0] * 4
+
+
+@pytest.mark.usefixtures("no_search")
+def test_what_fits_if_no_step_fits(tmp_path: Path) -> None:
+    """Check steps in memory for five bytes a parameter: weights, gradients and the optimizer's state need eight."""
+    pytest.importorskip("peft", reason="it is in the extra `cli`")
+    model_config = config(hidden_size=512, vocab_size=32000)
+    model_config.save_pretrained(tmp_path)
+    parameters = TrainingMemory(model_config, Training(1), H200).num_parameters
+    available = (memory.CONTEXT_BYTES + memory.LIBRARY_BYTES + 5 * parameters) >> 10
+    arguments = "--model", tmp_path, "--seq-len", "64", "--gpu-memory", f"{available}KiB"
+    output = run(*arguments)
+    assert output.exit_code == 1
+    found = json.loads(run(*arguments, "--no-search", "--json").stdout)["smaller_steps"]
+    with_adapters = TrainingMemory(model_config, Training(1, lora=Lora(16)), H200).step(64, Variant(True, True))
+    assert found["--lora 16"] == {"peak_bytes": with_adapters.peak_bytes, "fits": True}
+    assert [*found] == ["--lora 16", "--lora 16 --load-in-4bit", "--gpus 8 --sharding fsdp"]
+    needed = re.search(r"weights, gradients and optimizer alone need (\d+) MiB", output.stdout)
+    assert needed is not None
+    assert 7 * parameters <= int(needed[1]) << 20 <= 8 * parameters
+    assert "with --lora 16, which fits" in output.stdout
 
 
 def test_a_shape() -> None:
@@ -461,6 +487,39 @@ def test_without_transformers(version: str | None, folder: Path, monkeypatch: py
     assert output.exit_code == 2
     assert "needs Transformers 5: pip install -U transformers, or" in " ".join(output.stderr.split())
     assert run("--shape", "64,64,4000", "--json").exit_code == 0
+
+
+def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the error, which is raised before the model is read."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    output = run("--model", "nowhere", "--lora", "16")
+    assert output.exit_code == 2
+    assert "'--lora': the adapters are PEFT's, which is not installed: pip install peft" in output.stderr
+
+
+@pytest.mark.parametrize(
+    "kind, about",
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX-4090, 23.6 GiB\n"),
+        (
+            "V100",
+            "V100, 15.8 GiB; planned for PyTorch's operators: the kernels are for compute capability 7.5",
+        ),
+        ("T4", "T4, 14.6 GiB; without instructions for bfloat16: give --dtype float16, or"),
+    ],
+)
+def test_kinds_of_gpus(kind: str, about: str) -> None:
+    output = run("--shape", "64,64,4000", "--device-kind", kind).stdout
+    assert output.startswith(about)
+    assert "strategy" not in output
+
+
+def test_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_h100(monkeypatch, 40 << 30)
+    output = run("--shape", "64,64,4000").stdout
+    monkeypatch.undo()
+    clear_device_caches()
+    assert output.startswith("H100, 40 GiB; this machine's GPU\n")
 
 
 @pytest.mark.usefixtures("no_search")

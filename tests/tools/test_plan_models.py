@@ -129,11 +129,10 @@ def test_a_sequence_that_is_too_long(tmp_path: Path) -> None:
 def test_more_than_the_positions_of_a_model(tmp_path: Path) -> None:
     """Check the warning for a llama, which runs beyond its positions, and the obstacle of GPT-2."""
     output = planned(small("llama", max_position_embeddings=64), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
-    assert "The config has 64 positions: longer sequences fit" in output.stdout
+    assert "tokens, more than the 64 positions of the config" in output.stdout
     assert "LlamaForCausalLM, " in output.stdout
     output = planned(small("gpt2"), tmp_path, "--seq-len", "16", "--gpu-memory", "1GiB")
-    assert "The config has" not in output.stdout
-    assert "Why no sequence is longer: a GPT2LMHeadModel has 64 positions" in output.stdout
+    assert "64 tokens, a GPT2LMHeadModel has 64 positions, and 65 do not fit" in output.stdout
 
 
 def test_a_model_without_checkpointing(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
         ((*LARGE, "--optimizer", "lion"), "'lion' is not one of"),
         ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
         ((*LARGE, "--autocast", "bfloat16"), "needs --dtype float32, got --dtype bfloat16"),
+        ((*LARGE, "--gpu-memory", "24GB"), "'--device-kind': is needed with --gpu-memory 24GB: give one of RTX-3090,"),
+        ((*LARGE, "--device-kind", "A100"), "device_kind must be one of A100-40GB, A100-80GB, got 'A100'"),
         ((*LARGE, "--device-kind", "sm_80"), "is needed: flce has no memory size for a sm_80"),
         ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of V100, V100-32GB,"),
         ((*LARGE, "--seq-len", "64"), "--seq-len': needs --model: --shape plans the loss alone"),

@@ -8,7 +8,6 @@ needed: `Linear4bit` has the memory of its layer. ``training_memory.py`` and ``f
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import logging
 from dataclasses import dataclass
@@ -143,7 +142,7 @@ def _text_token(config: Any) -> int:
 
 
 class AdapterError(RuntimeError):
-    """PEFT is missing, or does not find the layers."""
+    """PEFT does not find the layers."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,6 @@ class Lora:
 
 def add_adapters(model: Any, lora: Lora) -> None:
     """Add adapters to a model in place, and freeze all other weights. Raise AdapterError if PEFT cannot."""
-    if importlib.util.find_spec("peft") is None:
-        raise AdapterError("the adapters are PEFT's, which is not installed: pip install peft")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of its kernels for a CPU
     peft = importlib.import_module("peft")
     names: str | list[str] | None = lora.targets
