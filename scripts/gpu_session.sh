@@ -25,7 +25,7 @@
 #     sampled      gradients from sampled entries, on real heads (needs .cache/real-models) and on random ones, and their
 #                  tests; six minutes
 #     float32-head  linear_logprobs and its error beside a head in bfloat16, float32 and TF32; a minute
-#     sampled-logprobs  linear_logprobs with sampled gradients on a real head; a minute and a half
+#     sampled-logprobs  linear_logprobs with sampled gradients on a real head, and errors; two minutes
 #     sampled-training  five seeds of a small model, Gemma 3 270M and SmolLM2 135M with LoRA: stock, flce, and sampled
 #                  gradients; four minutes
 #     sampled-grpo  a GRPO training step of trained models, also with sampled gradients; two minutes
@@ -313,7 +313,10 @@ for name in $parts; do
             benchmark sampled operator sampled 300
             ;;
         float32-head) benchmark float32-head logprobs float32-head 120 ;;
-        sampled-logprobs) benchmark sampled-logprobs logprobs sampled 120 ;;
+        sampled-logprobs)
+            benchmark sampled-logprobs logprobs sampled 120
+            part sampled-errors "$(within 60)" "$python" scripts/sampled_errors.py --out "$out/sampled-errors.txt"
+            ;;
         sampled-training)
             part gemma3 "$(within 150)" "$python" scripts/fine_tune_alike.py gemma3 --out "$out/gemma3.json"
             part smollm2-lora "$(within 100)" \
