@@ -176,8 +176,10 @@ def test_backends_draw_the_same_entries(dtype: torch.dtype, device: torch.device
     """Seeds, thresholds and the list, from equal bounds and logits."""
     x, bound, logits = (torch.randn(n, device=device) for n in ((33, 50), (33,), (33, 777)))
     target = torch.randint(-2, 777, (33,), device=device)
+    target[:8], logits[:, 31] = -1, 9.0  # A GPU must not take bit -1 of a word for bit 31.
     index = torch.randperm(100, device=device)[:33]
     place = torch.randint(-5, 2, (777,), device=device)
+    place[31] = -1
     spec, found = LossSpec(ignore_index=-2, softcap=4.0, logit_scale=2.0), []
     for name in BACKENDS:
         backend = load_backend(name)

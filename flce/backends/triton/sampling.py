@@ -175,8 +175,9 @@ def load_words(words_ptr, omitted_ptr, word, size, target):
     mask = word < size
     words = tl.load(words_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
     words &= (~tl.load(omitted_ptr + word, mask=mask, other=0)).to(tl.uint32, bitcast=True)
-    bit = tl.full(word.shape, 1, tl.uint32) << (target % _WORD).to(tl.uint32)
-    return tl.where(word == target // _WORD, words & (bit ^ 0xFFFFFFFF), words)
+    # Not the remainder: of a negative target it is negative, and then the result of the shift is not defined.
+    bit = tl.full(word.shape, 1, tl.uint32) << (target & (_WORD - 1)).to(tl.uint32)
+    return tl.where((target >= 0) & (word == target // _WORD), words & (bit ^ 0xFFFFFFFF), words)
 
 
 @triton.jit(do_not_specialize=["words_stride", "size"])
