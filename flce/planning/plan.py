@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flce.core.log import logger
+from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
 from flce.engine.schedules import Schedule
@@ -62,6 +63,8 @@ class ChunkPlan(Plan):
         logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
         profile = f", profile {c.device.profile}" if c.device.profile else ""
         has_share = c.options.max_workspace_bytes is None and c.device.memory is not None
+        # The loss of a model has few ignored tokens; log-probabilities are often of responses only.
+        computes_ignored = isinstance(c.spec, LogprobSpec) and c.options.skip_ignored == "auto" and not c.skip_ignored
         excess = self.workspace_bytes - (c.device.memory or 0) * MEMORY_SHARE
         more = f", {excess / 2**20:.1f} MiB more than 1/24 of the memory" if has_share and excess > 0 else ""
         return (
@@ -69,6 +72,7 @@ class ChunkPlan(Plan):
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{products:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP){self._describe_sampling()}; "
             f"{'dW is computed in backward and added to main_grad or .grad; ' if c.adds_dw else ''}"
+            f"{'ignored tokens are left out only with skip_ignored=True; ' if computes_ignored else ''}"
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB{more}"
             + "".join(f"; {each}" for each in self.collectives)
         )

@@ -800,3 +800,10 @@ def test_the_plan_does_not_depend_on_free_memory(monkeypatch: pytest.MonkeyPatch
     assert flce.plan(8191, 4096, 128257, torch.bfloat16, device=device).workspace_bytes > 0
     planned = flce.plan(8191, 4096, 128257, torch.bfloat16, device_kind="RTX-4090")
     assert 0 < planned.workspace_bytes <= (KNOWN_KINDS["RTX-4090"].memory or 0) / 24
+
+
+@pytest.mark.parametrize("skip, named", [("auto", True), (True, False)])
+def test_a_plan_names_ignored_tokens_of_logprobs(skip: Any, named: bool) -> None:
+    c = case_on_hopper(64, 32, 500, spec=LogprobSpec(), skip_ignored=skip)
+    plan = search.make_plan(c)
+    assert ("ignored tokens are left out only with skip_ignored=True" in str(plan)) == named
