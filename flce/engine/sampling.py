@@ -119,7 +119,7 @@ class FrequentClasses:
             ctx.backend.gradient(self._logits(xs), out, call)
         exact = target[:, None]
         if ctx.candidate_grads is not None:
-            exact = torch.cat((exact, self.place[ctx.candidate_grads.ids[tokens]]), 1)
+            exact = torch.cat((exact, self._columns(ctx.candidate_grads.ids[tokens])), 1)
         ctx.backend.write_entries(out, exact, torch.zeros_like(exact, dtype=torch.float32), 0)
 
     def candidate_values(self, tokens: slice) -> Tensor:
@@ -130,8 +130,12 @@ class FrequentClasses:
         ids, values, terms = (t[tokens] for t in ctx.candidate_grads)
         count = torch.ones_like(values)
         ctx.backend.sum_equal(ids, torch.ones_like(values), count)
-        is_left_out = (self.place[ids] >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        is_left_out = (self._columns(ids) >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
         return torch.where(is_left_out, values / count, terms)
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Return the columns of candidates; NO_TARGET for ids that are no frequent classes, or no classes."""
+        return self.place[ids.where(is_class(ids, self._context.vocab_size), NO_TARGET)]
 
     def _logits(self, xs: Sequence[Tensor]) -> Tensor:
         ctx = self._context
@@ -147,7 +151,9 @@ def choose_frequent(ctx: PassContext, target: Tensor, out: Tensor) -> None:
     bias = ctx.problem.linear_bias
     logits = ctx.new_tile(1, ctx.vocab_size + 2, ctx.normalizer.dtype)  # behind the classes for other targets
     z = logits[:, : ctx.vocab_size]
-    ctx.write_logits([term.input.mean(0, keepdim=True) for term in ctx.terms], ctx.all_classes, z)
+    # Hidden states of ignored tokens may be NaN or infinite.
+    means = [term.input.mean(0, keepdim=True).nan_to_num(0.0, 0.0, 0.0) for term in ctx.terms]
+    ctx.write_logits(means, ctx.all_classes, z)
     if bias is not None:
         z += bias
     if ctx.rows.spec.scale < 0.0:

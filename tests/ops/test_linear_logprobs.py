@@ -259,7 +259,8 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
         assert outside == inside
 
 
-def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+@pytest.mark.parametrize("sample_below", [None, 2**-20])
+def test_bad_values_on_a_gpu(sample_below: float | None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """If the host does not read the values, bad values give NaN in their row, and no memory is read out of bounds."""
     monkeypatch.setattr("flce.engine.vectors.can_read_values", lambda device: False)
     call = call_of(4, 8, 30)
@@ -267,6 +268,7 @@ def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> N
     call.candidates[0, 0] = 10**9
     call.candidates[3, 1] = -7
     call.kwargs["temperature"] = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    call.kwargs["options"] = flce.ChunkOptions(sample_below=sample_below)
     out = run(call)
     assert out.logprob.isnan().tolist() == [False, True, True, False]
     assert out.candidate_logprob[0].isnan().tolist() == [True] + 4 * [False]

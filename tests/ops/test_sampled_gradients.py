@@ -252,6 +252,15 @@ def test_ignore_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(problem.with_(ignore_index=7), options=sampled(), tolerance=2e-3)
 
 
+def test_ignored_hidden_states_of_nan(torch_backend: str) -> None:
+    """Targets have exact rows of dW, whatever the hidden states of dropped tokens are."""
+    problem = make_problem((40,), 16, 600, dtype=torch.float32, ignored=0.3, std=1.0)
+    exact, targets = run_oracle(problem), problem.target[problem.target >= 0]
+    problem.input[problem.target < 0] = torch.nan
+    got = run_fused(problem, options=sampled(2.0**-4, skip_ignored=True))
+    assert relative_error(got.grad_weight[targets], exact.grad_weight[targets]) < 1e-5
+
+
 def test_one_gradient(torch_backend: str) -> None:
     problem = make_problem((30,), 8, 400, dtype=torch.float32)
     for grads in ("x", "w"):
