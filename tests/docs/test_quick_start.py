@@ -13,9 +13,20 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 ROOT = Path(__file__).parents[2]
 QUIET = {"DS_ACCELERATOR": "cpu"}  # otherwise DeepSpeed prints a warning to stdout, if it is installed
+
+
+def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `finetune.py` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | QUIET
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, ROOT / "finetune.py", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
@@ -26,19 +37,9 @@ def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
     assert commands[0][:2] == ["pip", "install"]
     for command in commands[1:]:
         assert command[:2] == ["python", "finetune.py"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | QUIET
-        environment.pop("TRITON_INTERPRET", None)
-        done = subprocess.run(
-            [sys.executable, ROOT / "finetune.py", *command[2:]],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
+        done = fine_tune(tmp_path, *command[2:])
         assert done.returncode == 0, done.stderr
-        steps = re.findall(r"^step (\d+) of (\d+): loss \d\.\d{3}$", done.stdout, re.M)
+        steps = re.findall(r"^step (\d+) of (\d+): loss \d\.\d{3}, \d:\d\d:\d\d left$", done.stdout, re.M)
         assert [int(number) for number, _ in steps] == [*range(1, int(steps[0][1]) + 1)]
         assert f"fused: {len(steps)}\nvalues: 0\nmaterialized: 0\nstock: 0\nsaved my-model-tuned\n" in done.stdout
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "my-model-tuned")
@@ -50,3 +51,32 @@ def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
     assert before.shape == after.shape
     assert after.isfinite().all()
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("options", [[], ["--load-in-4bit"]], ids=str)
+def test_fine_tuning_of_adapters(options: list[str], tmp_path: Path) -> None:
+    """Check that only the adapters are trained and saved, and that the loss is fused."""
+    for package in ("peft", *["accelerate", "bitsandbytes"] * len(options)):
+        pytest.importorskip(package)
+    runpy.run_path(str(ROOT / "scripts" / "quick_start.py"))["main"](tmp_path)
+    arguments = "my-model", "my-text.txt", "adapters", "--lora", "4", "--lora-targets", "all-linear"
+    done = fine_tune(tmp_path, *arguments, "--seq-len", "4096", *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"fused: (\d+)\nvalues: 0\nmaterialized: 0\nstock: 0\nsaved adapters\n", done.stdout), done.stdout
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in saved)
+    assert all(tensor.any() for tensor in saved.values())  # PEFT initializes B as zero
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere.txt"], "nowhere.txt does not exist: give a text file"),
+        ([__file__], "my-model cannot be loaded: "),
+        ([__file__, "--load-in-4bit"], "--load-in-4bit and --lora-targets need --lora: give a rank, such as 16"),
+    ],
+)
+def test_errors_of_fine_tuning(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = fine_tune(tmp_path, "my-model", *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith(message)
