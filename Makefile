@@ -2,7 +2,8 @@
 # make lint | docs | dist | setup | clean
 #
 # Most of these create a virtual environment in $(VENV), with the versions of constraints.txt. It is built once, and
-# again if pyproject.toml or constraints.txt change.
+# again if pyproject.toml or constraints.txt change. `make demo` creates a small one in .cache/demo, which uses the PyTorch
+# of $(PYTHON) if there is one.
 #
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
 #   ENV=current         use $(PYTHON) with its installed packages; nothing is created or installed
@@ -23,9 +24,13 @@ ARGS ?=
 ifeq ($(ENV),current)
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 READY :=
+DEMO := $(PYTHON)
+DEMO_READY :=
 else ifeq ($(ENV),venv)
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.installed
+DEMO := .cache/demo/bin/python
+DEMO_READY := .cache/demo/.installed
 else
 $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
@@ -38,10 +43,14 @@ help:
 
 setup: $(READY)
 
+define CHECK_PYTHON
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+    || { echo "flce needs Python 3.10 or newer: make $(MAKECMDGOALS) PYTHON=python3.12, say" >&2; exit 1; }
+endef
+
 # torch is installed first, so that no other package installs another version of it.
 $(VENV)/.installed: pyproject.toml constraints.txt requirements-ci.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	    || { echo "flce needs Python 3.10 or newer: make $(MAKECMDGOALS) PYTHON=python3.12, say" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	@echo "Setting up $(VENV): a few minutes, once."
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifdef HASHES
@@ -55,8 +64,21 @@ else
 endif
 	@touch $@
 
-demo: $(READY)
-	$(RUN) integrations/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+demo: $(DEMO_READY)
+	PYTHONPATH="$(CURDIR)" $(DEMO) integrations/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+# A path file shows the packages of $(PYTHON) to the environment. pip changes none of them.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+TORCH := import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
+.cache/demo/.installed: constraints.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear .cache/demo
+	@if $(PYTHON) -c '$(TORCH)' 2>/dev/null; then echo "Uses the PyTorch of $(PYTHON)."; \
+	    $(PYTHON) -c '$(SITE)' >"$$($(DEMO) -c '$(SITE)')/below.pth"; \
+	else echo "Installs PyTorch, once. On Linux it brings the CUDA libraries; if you install a smaller PyTorch first,"; \
+	    echo "make demo PYTHON=... uses that."; $(DEMO) -m pip install --constraint constraints.txt torch; fi
+	$(DEMO) -m pip install --quiet --constraint constraints.txt matplotlib numpy rich tokenizers transformers typer
+	@touch $@
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)

@@ -334,13 +334,18 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
     """Train stock and patched: step by step in turn, or one after the other if only one model fits in memory."""
     runs: dict[str, TrainingRun] = {}
     columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+    console, some = Console(stderr=True), max(1, len(batches) // 10)
+    columns = *columns, TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
         for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
             trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
             for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
                 run = runs[name] = next(training)
-                progress.update(tasks[name], completed=len(run.losses), state=f"loss {run.losses[-1]:.4f}")
+                done, state = len(run.losses), f"loss {run.losses[-1]:.4f}"
+                progress.update(tasks[name], completed=done, state=state)
+                if not console.is_terminal and done % some == 0:  # a file gets lines
+                    print(f"{name}: step {done}/{len(batches)}, {state}", file=sys.stderr, flush=True)
             del training, trainings  # frees the models
             gc.collect()
     return runs
@@ -381,7 +386,7 @@ def main(
     text: Annotated[
         Path | None, typer.Option(exists=True, help="File or folder to train on.", show_default="Python's library")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, show_default="40, with --model 10; GPU: 200")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="20, with --model 10; GPU: 200")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, show_default="256, with --model 128; GPU: 1024")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, show_default="8, with --model 2; GPU: 8")] = None,
     learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; GPU: 3e-4; with --model: 2e-5")] = None,
@@ -408,7 +413,7 @@ def main(
 
     gpu = has_gpu()
     hidden, length = hidden_size or (1024 if gpu else 128), seq_len or (1024 if gpu else 128 if model else 256)
-    steps, batch_size = steps or (200 if gpu else 10 if model else 40), batch_size or (2 if model and not gpu else 8)
+    steps, batch_size = steps or (200 if gpu else 10 if model else 20), batch_size or (2 if model and not gpu else 8)
     rate = learning_rate or (2e-5 if model else 3e-4 if gpu else 1e-3)
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 3 * hidden}
     sizes |= {"num_hidden_layers": layers or (4 if gpu else 2), "head_dim": 64, "max_position_embeddings": length}

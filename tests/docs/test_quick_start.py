@@ -23,7 +23,7 @@ def fine_tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     """Run `finetune.py` in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | QUIET
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, ROOT / "finetune.py", *arguments]
+    command = [sys.executable, str(ROOT / "finetune.py"), *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240
     )
