@@ -65,7 +65,7 @@ endif
 	@touch $@
 
 demo: $(DEMO_READY)
-	PYTHONPATH="$(CURDIR)" $(DEMO) integrations/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(DEMO) integrations/demo.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 # A path file shows the packages of $(PYTHON) to the environment. pip changes none of them.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
