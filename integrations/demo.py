@@ -344,7 +344,7 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
                 run = runs[name] = next(training)
                 done, state = len(run.losses), f"loss {run.losses[-1]:.4f}"
                 progress.update(tasks[name], completed=done, state=state)
-                if not console.is_terminal and done % some == 0:  # a file gets lines
+                if not console.is_terminal and done % some == 0 and not run.peak_bytes:  # a file gets lines
                     print(f"{name}: step {done}/{len(batches)}, {state}", file=sys.stderr, flush=True)
             del training, trainings  # frees the models
             gc.collect()
