@@ -184,7 +184,7 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     "Unnormalized": ("xw", 1.0, 13),
     "Borrowed": ("xw", 1.0, 16),  # two tiles
     "Recomputed": ("xw", 0.5, 20),  # two chunks
-    "Sampled": ("xw", 1.0, 13),
+    "Sampled": ("xw", 1.0, 15),
     "DeferredChunks": ("xw", 1.0, 5),
     "Blocks": ("xw", 0.5, 7),  # two blocks
     "BlocksAroundSum": ("xw", 0.5, 9),  # three blocks
