@@ -333,10 +333,9 @@ def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) 
 def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns: bool) -> dict[str, TrainingRun]:
     """Train stock and patched: step by step in turn, or one after the other if only one model fits in memory."""
     runs: dict[str, TrainingRun] = {}
-    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+    bar = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
     console, some = Console(stderr=True), max(1, len(batches) // 10)
-    columns = *columns, TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
         for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
             trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
