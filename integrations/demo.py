@@ -335,7 +335,9 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
     runs: dict[str, TrainingRun] = {}
     bar = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
     console, some = Console(stderr=True), max(1, len(batches) // 10)
-    with Progress(*bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+    with Progress(
+        *bar, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
         tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
         for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
             trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
