@@ -61,12 +61,11 @@ STEP = GRPO, "h200-grpo.json", "trl"
 CARDS = (
     predicted("24 GB (RTX 4090): Llama-3.1-8B, LoRA 16", "plan-llama-3.1-8b-lora-4090.json"),
     predicted("24 GB (RTX 4090): Llama-3.1-8B, QLoRA 16", "plan-llama-3.1-8b-qlora-4090.json"),
-    measured("24 GB (simulated): Llama-3.2-1B, LoRA 16", *CARD, lora_rank=16),
+    measured("24 GB (simulated): Llama-3.2-1B, LoRA 16 on all layers", *CARD, lora_rank=16),
     measured("24 GB (simulated): Llama-3.2-1B, all weights", *CARD, lora_rank=0, checkpointing=True),
     predicted("80 GB (H100): Llama-3.1-8B, LoRA 16", "plan-llama-3.1-8b-lora-h100.json"),
     predicted("8 x 80 GB (H100), FSDP: Llama-3.1-8B, all weights", "plan-llama-3.1-8b-fsdp.json"),
     measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, peak, part=TRAINING),
-    measured("the same step: ms", *STEP, lambda result: tables.milliseconds(result.median_ms), part=TRAINING),
 )
 
 
@@ -82,13 +81,15 @@ HEAD_FILE, SAMPLED_FILE = "real-heads-h200.json", "h200-sampled.json"
 OTHERS: tuple[tuple[str | None, str, str, str], ...] = (
     (OURS, "flce", "second derivatives", "you train on an NVIDIA GPU"),
     (SAMPLED, "flce, `sample_below=2**-12`", "exact gradients: they have noise", "you fine-tune a large head"),
+    ("ours-256MiB", "flce, 256 MiB budget", "time: logits twice", "memory is short"),
     ("liger", "Liger's loss", "LoRA on the head, a limit in bytes", "your GPU is AMD, Intel or Ascend"),
-    ("trl", "TRL's kernel", "use outside of TRL", "you use only TRL's trainers"),
+    ("liger-float32-8x", "Liger's loss, float32 sums, 8x chunk", "the same", "the same"),
+    ("trl", "TRL's kernel", "a public function", "you use only TRL's trainers"),
     (None, "Unsloth's loss", "use outside of Unsloth", "you train with Unsloth"),
     ("cce", "Cut Cross-Entropy", "gradients below a threshold", "few MiB are free"),
     (None, "PyTorch's `linear_cross_entropy`", "adapters, patched models", "you want no other package"),
-    ("torch-compile", "`torch.compile`", "chunks: the logits are stored", "the logits fit into memory"),
-    ("stock", "stock", "chunks: the logits are stored", "you need logits or second derivatives"),
+    ("torch-compile", "`torch.compile`", "chunks; it stores logits", "the logits fit into memory"),
+    ("stock", "stock", "chunks; it stores logits", "you need logits or second derivatives"),
 )
 
 
