@@ -40,7 +40,7 @@ class CandidateGrads(NamedTuple):
 
     ids: Tensor  # (rows, K)
     values: Tensor  # (rows, K)
-    terms: Tensor  # (rows, K) the share of the upstream gradient of this candidate alone
+    terms: Tensor | None  # (rows, K) the share of each candidate's own upstream gradient; only for sampled gradients
 
 
 class GradientTile(NamedTuple):

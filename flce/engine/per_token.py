@@ -205,11 +205,14 @@ def backward(
     teacher = Teacher.from_problem(problem, saved.teacher_rows) if has_teacher else None  # type: ignore[arg-type]
     row_gradient, gradient_scale = _compute_row_gradient(runtime, selection, saved, upstream), None
     if candidate_upstream is not None:
-        candidate_grads = _compute_candidate_grads(runtime, selection, ids, saved, candidate_upstream, row_gradient)
+        candidate_grads = _compute_candidate_grads(
+            runtime, selection, ids, saved, candidate_upstream, row_gradient, plan.schedule.samples
+        )
     if plan.dtypes.unscales_sums:
         gradient_scale = _compute_gradient_scale(selection, row_gradient, candidate_grads)
         for gradients in (row_gradient, *(() if candidate_grads is None else candidate_grads[1:])):
-            gradients *= gradient_scale
+            if gradients is not None:
+                gradients *= gradient_scale
     scales = vectors.LossScales(problem, runtime.backend, needs_scales=False)
     rows = problem, selection, scales, runtime.arena, saved.normalizer
     context = build_context(
@@ -271,8 +274,9 @@ def _compute_gradient_scale(
 
 
 def _compute_candidate_grads(
-    runtime: Runtime, selection: Selection, ids: Tensor, saved: SavedRows, upstream: Tensor, row_gradient: Tensor
-) -> CandidateGrads:
+    runtime: Runtime, selection: Selection, ids: Tensor, saved: SavedRows, upstream: Tensor, row_gradient: Tensor,
+    samples: bool,
+) -> CandidateGrads:  # fmt: skip
     """Compute the complete gradients of the logits of candidates. Equal candidates of a row have equal values."""
     problem, logprob = selection.problem, saved.candidate_logprob
     assert logprob is not None
@@ -285,4 +289,7 @@ def _compute_candidate_grads(
     jacobian = spec.jacobian(z, selection.inverse_temperature)
     # Values of ids that are no classes are not written, but would count for the gradient scale.
     valid = (selection.target != spec.ignore_index)[:, None] & is_class(ids, problem.vocab_size)
-    return CandidateGrads(ids, *((t * jacobian).where(valid, 0.0) for t in (values, upstream.to(values.dtype))))
+    terms = runtime.arena.new(ids.shape, values.dtype) if samples else None
+    if terms is not None:
+        terms.copy_((upstream * jacobian).where(valid, 0.0))
+    return CandidateGrads(ids, values.mul_(jacobian).where(valid, 0.0), terms)

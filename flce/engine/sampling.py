@@ -125,9 +125,10 @@ class FrequentClasses:
     def candidate_values(self, tokens: slice) -> Tensor:
         """Return what `PassContext.candidate_grads` add to the gradients of some rows, (rows, K). Entries and targets
         have the share of the softmax; for candidates that are frequent `write_gradient` left it out."""
-        ctx = self._context
-        assert ctx.candidate_grads is not None
-        ids, values, terms = (t[tokens] for t in ctx.candidate_grads)
+        ctx, grads = self._context, self._context.candidate_grads
+        assert grads is not None
+        assert grads.terms is not None
+        ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
         count = torch.ones_like(values)
         ctx.backend.sum_equal(ids, torch.ones_like(values), count)
         is_left_out = (self._columns(ids) >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flce.backends.contract import ENTRIES_PER_TOKEN, WORD_CLASSES
-from flce.engine.case import ROW_MULTIPLE, Case
+from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
 from flce.engine.pass_context import PassContext
 from flce.engine.sampling import SampledGradients, Sampler
 from flce.engine.schedules.blocks import Blocks
@@ -15,12 +15,17 @@ from flce.engine.schedules.statistics import Deferred, Statistics, statistics_sc
 # Classes of a block if there are too many entries.
 DENSE_COLS = 4096
 # Maximum bytes of the marks of a chunk.
-MARK_BYTES, BITS_OF_BYTE = 128 << 20, 8
+MARK_BYTES = 128 << 20
+
+
+def row_mark_bytes(vocab_size: int) -> int:
+    """Return the bytes of the marks of a token."""
+    return 4 * ceil_div(vocab_size, WORD_CLASSES)
 
 
 def default_rows(c: Case) -> int:
     """Return the number of tokens of a chunk without a budget."""
-    rows = MARK_BYTES // (4 * -(-c.vocab_size // WORD_CLASSES))
+    rows = MARK_BYTES // row_mark_bytes(c.vocab_size)
     return max(1, min(c.chunk_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)))
 
 
@@ -68,7 +73,7 @@ class Sampled(Deferred):
     def backward(self, ctx: PassContext) -> None:
         # Marks need no memory here: a chunk has more tokens.
         row_bytes = SampledGradients.row_bytes(ctx)
-        rows = self.rows * (ctx.vocab_size // BITS_OF_BYTE) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
+        rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
         rows = min(max(self.rows, rows), ctx.selection.num_rows)
         gradients = SampledGradients(ctx, rows, self.sample_below)
         for chunk in ctx.chunks(rows):
