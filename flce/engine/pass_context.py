@@ -296,11 +296,12 @@ class PassContext:
 
     # ------------------------------------------------------------------------------------------- from logits
 
-    def write_logits(self, xs: Sequence[Tensor], classes: slice, out: Tensor, teacher: Teacher | None = None) -> None:
-        """Write the sum of all terms (of the teacher) for a tile to `out`, (rows, cols). `xs`: the tile's rows of the
-        inputs."""
-        terms, start = (self.terms, 0) if teacher is None else (teacher.terms, len(self.terms))
-        for k, (term, x) in enumerate(zip(terms, xs[start : start + len(terms)], strict=True)):
+    def write_logits(
+        self, xs: Sequence[Tensor], classes: slice, out: Tensor, terms: Sequence[LinearTerm] | None = None
+    ) -> None:
+        """Write the sum of `terms`, by default all, for a tile to `out`, (rows, cols). `xs`: the tile's rows of their
+        inputs; inputs behind them are not read."""
+        for k, (term, x) in enumerate(zip(terms or self.terms, xs, strict=False)):
             self.matmul(x, slice_rows(term.weight, classes).t(), out=out, accumulate=k > 0)
 
     def compute_logit_blocks(
@@ -383,7 +384,7 @@ class PassContext:
         assert self.teacher is not None
         dtype = accumulation_dtype(self.teacher.terms[0].weight.dtype)
         teacher_logits = self.new_tile(len(logits), call.tile.cols, dtype)
-        self.write_logits(xs, call.tile.columns, teacher_logits, self.teacher)
+        self.write_logits(xs[len(self.terms) :], call.tile.columns, teacher_logits, self.teacher.terms)
         teacher = self.teacher.select_rows(tokens)
         self.backend.divergence(logits, teacher_logits, call, teacher, grad)
         has_rows = call.tile.cols == self.vocab_size and not self.rows.is_shard

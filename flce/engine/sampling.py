@@ -45,7 +45,7 @@ from flce.backends.contract import (
 from flce.backends.formulas import is_class
 from flce.backends.sampling import IGNORED, NO_TARGET
 from flce.core.gemm import padded_cols
-from flce.core.problem import LossSpec
+from flce.core.problem import LinearTerm, LossSpec
 from flce.core.slices import slice_columns, slice_rows
 from flce.engine.case import ceil_div
 from flce.engine.pass_context import PassContext
@@ -58,11 +58,15 @@ ENTRY_SIZES = 16
 BIAS = -1
 
 
+def local_classes(ctx: PassContext, ids: Tensor) -> Tensor:
+    """Return the ids; NO_TARGET for ids that are not a class of this process."""
+    return ids.where(is_class(ids, ctx.vocab_size), NO_TARGET)
+
+
 def local_targets(ctx: PassContext) -> Tensor:
-    """Return the target of each row, (rows,) int64; NO_TARGET if it is no class of this process, or IGNORED."""
+    """Return the target of each row, (rows,) int64; NO_TARGET if it is not a class of this process, or IGNORED."""
     target = ctx.rows.target
-    local = torch.where(is_class(target, ctx.vocab_size), target, NO_TARGET)
-    return local.masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
+    return local_classes(ctx, target).masked_fill_(target == ctx.rows.spec.ignore_index, IGNORED)
 
 
 class FrequentClasses:
@@ -80,9 +84,10 @@ class FrequentClasses:
         self.place = ctx.new((ctx.vocab_size + 2,), torch.int64).fill_(NO_TARGET)
         self.place[IGNORED] = IGNORED
         self.place[ids] = torch.arange(len(ids), device=ids.device)
-        self.weights = [ctx.new((len(ids), term.weight.shape[1]), term.weight.dtype) for term in ctx.terms]
-        for term, weight in zip(ctx.terms, self.weights, strict=True):
-            torch.index_select(term.weight, 0, ids, out=weight)
+        self.terms: list[LinearTerm] = []
+        for x, weight in ctx.terms:
+            gathered = ctx.new((len(ids), weight.shape[1]), weight.dtype)
+            self.terms.append(LinearTerm(x, torch.index_select(weight, 0, ids, out=gathered)))
         bias = ctx.problem.linear_bias
         self._bias = None if bias is None else bias[ids]
         self._tile = TileClasses(0, len(ids), len(ids), padded_cols(len(ids)), is_shard=True)
@@ -100,7 +105,7 @@ class FrequentClasses:
         out = RowOutputs(normalizer[0], None, normalizer, None, None, None, None, None)
         call = StatisticsCall(*self._inputs(ctx.rows.tile_inputs(tokens), ctx.rows.spec, target), out)
         if ctx.in_registers:
-            ctx.backend.fused_statistics(xs[0], self.weights[0], call)
+            ctx.backend.fused_statistics(xs[0], self.terms[0].weight, call)
             bound = log_sum_exp(normalizer)
         else:
             state = ctx.new((STATE_SLOTS, len(target)), normalizer.dtype)
@@ -114,12 +119,12 @@ class FrequentClasses:
         ctx, target = self._context, slice_columns(self.target, tokens)
         call = GradientCall(*self._inputs(call.inputs, call.spec, target), call.normalizer, call.row_gradient)
         if ctx.in_registers:
-            ctx.backend.fused_gradient(xs[0], self.weights[0], out, call)
+            ctx.backend.fused_gradient(xs[0], self.terms[0].weight, out, call)
         else:
             ctx.backend.gradient(self._logits(xs), out, call)
         exact = target[:, None]
         if ctx.candidate_grads is not None:
-            exact = torch.cat((exact, self._columns(ctx.candidate_grads.ids[tokens])), 1)
+            exact = torch.cat((exact, self.place[local_classes(ctx, ctx.candidate_grads.ids[tokens])]), 1)
         ctx.backend.write_entries(out, exact, torch.zeros_like(exact, dtype=torch.float32), 0)
 
     def candidate_values(self, tokens: slice) -> Tensor:
@@ -131,18 +136,13 @@ class FrequentClasses:
         ids, values, terms = (t[tokens] for t in (grads.ids, grads.values, grads.terms))
         count = torch.ones_like(values)
         ctx.backend.sum_equal(ids, torch.ones_like(values), count)
-        is_left_out = (self._columns(ids) >= 0) & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
+        is_frequent = self.place[local_classes(ctx, ids)] >= 0
+        is_left_out = is_frequent & (ids != slice_columns(ctx.rows.target, tokens)[:, None])
         return torch.where(is_left_out, values / count, terms)
 
-    def _columns(self, ids: Tensor) -> Tensor:
-        """Return the columns of candidates; NO_TARGET for ids that are no frequent classes, or no classes."""
-        return self.place[ids.where(is_class(ids, self._context.vocab_size), NO_TARGET)]
-
     def _logits(self, xs: Sequence[Tensor]) -> Tensor:
-        ctx = self._context
-        logits = ctx.new_tile(len(xs[0]), len(self.ids), ctx.dtypes.logits)
-        for k, (x, weight) in enumerate(zip(xs, self.weights, strict=True)):
-            ctx.matmul(x, weight.t(), out=logits, accumulate=k > 0)
+        logits = self._context.new_tile(len(xs[0]), len(self.ids), self._context.dtypes.logits)
+        self._context.write_logits(xs, self._tile.columns, logits, self.terms)
         return logits
 
 
@@ -254,7 +254,7 @@ class SampledGradients:
                 self._sums_of_rows[k] += ctx.multiply_vector(smoothing, x).sum(0)
         for k in ctx.dx_terms:
             self._dense_dx[k] = ctx.new(xs[k].shape, ctx.normalizer.dtype)
-            ctx.matmul(dlogits, frequent.weights[k], out=self._dense_dx[k])
+            ctx.matmul(dlogits, frequent.terms[k].weight, out=self._dense_dx[k])
             if smoothing is not None:
                 self._dense_dx[k].addr_(smoothing, self._weighted_rows[k], alpha=-1.0)
 
@@ -300,7 +300,7 @@ class SampledGradients:
         """Compute dW and the gradient of the bias."""
         ctx, entries = self._context, self._entries
         del self._tile, self._samples
-        self._frequent.weights.clear()
+        self._frequent.terms.clear()
         if not self._dense_dw:
             return
         classes, order = ctx.sort_entries(entries.classes)

@@ -58,6 +58,7 @@ from flce.backends.triton.math import (
     load_row_gradient,
     load_scales,
     logit_gradient,
+    multiply_z,
     softmax_merge,
     softmax_term,
     softmax_update,
@@ -293,11 +294,7 @@ def cross_entropy_kernel(
     z_loss = tl.full((), z_loss, ACCUM)
 
     if HAS_INVERSE_TEMPERATURE:
-        inverse_temperature = tl.load(inverse_temperature_ptr + row)
-        if HAS_SOFTCAP:
-            cap *= inverse_temperature
-        else:
-            scale *= inverse_temperature
+        scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
 
     target = tl.load(target_ptr + row)
     valid = target != ignore_index

@@ -129,6 +129,16 @@ def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0
 
 
 @triton.jit
+def multiply_z(scale, cap, factor_ptr, mask, HAS_SOFTCAP: tl.constexpr):
+    """Return the scale and cap with which `transform` multiplies z by a factor of each row."""
+    factor = load_columns(factor_ptr, mask, "", 1.0).to(scale.dtype)
+    if HAS_SOFTCAP:
+        return scale, cap * factor
+    else:
+        return scale * factor, cap
+
+
+@triton.jit
 def transform(
     a,  # logits before bias and scale, as loaded
     bias_ptr,

@@ -51,6 +51,7 @@ from flce.backends.triton.math import (
     load_normalizer,
     load_row_gradient,
     logit_gradient,
+    multiply_z,
     softmax_merge,
     softmax_term,
     transform,
@@ -177,11 +178,7 @@ def product_kernel(
         row_scale = tl.full((ROWS,), scale, tl.float32)
         row_cap = tl.full((ROWS,), cap, tl.float32)
         if HAS_INVERSE_TEMPERATURE:
-            inverse_temperature = tl.load(inverse_temperature_ptr + row, mask=exists, other=1.0)
-            if HAS_SOFTCAP:
-                row_cap *= inverse_temperature
-            else:
-                row_scale *= inverse_temperature
+            row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
         z, jacobian = transform(
             a, bias_ptr, columns, present, row_scale[:, None], row_cap[:, None], tl.float32,
             HAS_SCALE, False, HAS_SOFTCAP,

@@ -25,7 +25,14 @@ from flce.backends.contract import (
     StatisticsCall,
 )
 from flce.backends.triton.launch import Launch, build_launch, thread_options
-from flce.backends.triton.math import LOG2_E, load_normalizer, load_row_gradient, softmax_minus_target, transform
+from flce.backends.triton.math import (
+    LOG2_E,
+    load_normalizer,
+    load_row_gradient,
+    multiply_z,
+    softmax_minus_target,
+    transform,
+)
 from flce.backends.triton.replay import run
 from flce.core.problem import accumulation_dtype
 
@@ -144,11 +151,7 @@ def mark_kernel(
     row_scale = tl.full((ROWS,), scale, tl.float32)
     row_cap = tl.full((ROWS,), cap, tl.float32)
     if HAS_INVERSE_TEMPERATURE:
-        inverse_temperature = tl.load(inverse_temperature_ptr + row, mask=exists, other=1.0).to(tl.float32)
-        if HAS_SOFTCAP:
-            row_cap *= inverse_temperature
-        else:
-            row_scale *= inverse_temperature
+        row_scale, row_cap = multiply_z(row_scale, row_cap, inverse_temperature_ptr + row, exists, HAS_SOFTCAP)
     z, _jacobian = transform(
         a, bias_ptr, column, present, row_scale[:, None], row_cap[:, None], tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
@@ -345,11 +348,7 @@ def gradient_kernel(
     in_bounds = column < hidden
     x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
     if HAS_INVERSE_TEMPERATURE:
-        inverse_temperature = tl.load(inverse_temperature_ptr + row).to(ACCUM)
-        if HAS_SOFTCAP:
-            cap *= inverse_temperature
-        else:
-            scale *= inverse_temperature
+        scale, cap = multiply_z(scale, cap, inverse_temperature_ptr + row, None, HAS_SOFTCAP)
     target = tl.load(target_ptr + row)
     seed = tl.load(seeds_ptr + row)
     offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)

@@ -36,7 +36,7 @@ class Sampled(Deferred):
 
     rows: int
     sample_below: float
-    dense: Schedule
+    fallback: Schedule
 
     samples = True
 
@@ -48,9 +48,9 @@ class Sampled(Deferred):
     def from_size(cls, c: Case, size: int) -> Sampled:
         below = c.options.sample_below
         assert below is not None
-        others = replace(c, options=replace(c.options, sample_below=None))
-        dense = Blocks.from_size(others, min(c.vocab_size, DENSE_COLS))
-        return cls(statistics_schedule(c, size, c.vocab_size), size, below, dense)
+        dense = replace(c, options=replace(c.options, sample_below=None))
+        fallback = Blocks.from_size(dense, min(c.vocab_size, DENSE_COLS))
+        return cls(statistics_schedule(c, size, c.vocab_size), size, below, fallback)
 
     def forward(self, ctx: PassContext) -> None:
         assert isinstance(self.statistics, Statistics)
@@ -61,10 +61,6 @@ class Sampled(Deferred):
         if self.statistics.top_k is not None:
             self.statistics.top_k.forward(ctx)
         ctx.samples_memory = sampler.memory
-
-    @property
-    def fallback(self) -> Schedule:
-        return self.dense
 
     def describe(self, c: Case) -> str:
         """Return the chunks, and the capacity of the list."""
@@ -82,7 +78,7 @@ class Sampled(Deferred):
                 num_entries = ctx.count_entries()
                 if num_entries is None:
                     del gradients
-                    self.dense.backward(ctx)
+                    self.fallback.backward(ctx)
                     return
                 gradients.allocate_entries(num_entries)
             gradients.add_entries(chunk)

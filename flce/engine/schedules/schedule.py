@@ -35,6 +35,7 @@ class Schedule:
         sized_by_tokens: True if a size is a number of tokens. `ChunkOptions.chunk_rows` then sets the size. Any other
             schedule must apply `Case.chunk_rows` itself.
         multiples: numbers. A size that is divisible by one of them may be faster than a slightly larger size.
+        fallback: the schedule of calls that this schedule cannot run, which only the device knows.
     """
 
     strategy: ClassVar[str] = "tokens"
@@ -44,6 +45,7 @@ class Schedule:
     samples: ClassVar[bool] = False
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
+    fallback: Schedule | None = None
 
     def __init_subclass__(cls) -> None:
         if cls.strategy == "vocab" and not cls.deferred:
@@ -71,11 +73,6 @@ class Schedule:
         """Return the schedule for a process with fewer classes of a divided head. `self` is the schedule of the process
         with most classes. Both must call the same collectives for the same tokens. Return None if the planner may
         choose any deferred schedule, because all deferred schedules call the same collectives."""
-        return None
-
-    @property
-    def fallback(self) -> Schedule | None:
-        """The schedule of calls that this schedule cannot run, which only the device knows."""
         return None
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
