@@ -21,7 +21,7 @@ from flce.core.problem import (
     Needs,
     loss_spec,
 )
-from flce.core.shard import shard_bounds
+from flce.core.shard import shard_bounds, sharding_from_arguments
 from flce.engine.case import Case
 from flce.ops.arguments import (
     check_options,
@@ -34,7 +34,6 @@ from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as run_linear_logprobs
 from flce.ops.problems import make_linear_problem, make_logits_problem, make_logprob_problem
 from flce.ops.vocabulary_parallel import DivisionArguments
-from flce.planning.collectives import sharding_from_arguments
 from flce.planning.device_kinds import resolve_device
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_for_case
@@ -503,8 +502,7 @@ def plan(
 
     Returns:
         A `ChunkPlan`. ``.workspace_bytes`` is the peak of memory above the inputs and the returned gradients, from the
-        beginning of forward to the end of backward. ``str(plan)`` names the device. With `shards`, ``.collectives`` has
-        the number and the bytes of the collectives.
+        beginning of forward to the end of backward. ``str(plan)`` names the device.
 
     Raises:
         ValueError: no plan fits into ``options.max_workspace_bytes`` (the message names the smallest budget that

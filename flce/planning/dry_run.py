@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,21 +15,26 @@ from torch import Tensor
 
 from flce.backends import contract, eager, sampling
 from flce.backends.contract import GradientCall, RowOutputs, StatisticsCall
+from flce.backends.formulas import RowStatistics
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
+from flce.core.shard import HeadSharding
 from flce.engine import per_token
 from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.passes import Plan, Runtime, backward, forward
 from flce.engine.selection import Selection
+from flce.engine.shards import Rows, statistics_shape
 from flce.planning import cost_model
-from flce.planning.collectives import Collective, CountingShard, Tally
 
 # About the number of borrowed blocks that a dry run executes.
 BLOCK_SAMPLES = 6
 # About the number of sampled entries of a token, for the estimated time.
 TYPICAL_ENTRIES = 128
+# Vectors of a number for each process and token that are live at once while results are merged, in addition to the
+# gathered numbers: if three numbers are gathered for each token, and if more are gathered.
+MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,6 @@ class PlanCosts:
     """Work of the matrix products."""
     seconds: float
     """Estimated time, without collectives."""
-    collectives: tuple[Collective, ...]
 
 
 def count_costs(plan: Plan) -> PlanCosts:
@@ -53,12 +57,6 @@ def count_costs(plan: Plan) -> PlanCosts:
         grads = dry_run_passes(plan, Runtime(cast(Any, meter), arena, CountingContext))
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.count_temporary(eager.SCALING_BYTES)
-    if c.sharding is not None and c.sharding.sequence_parallel:
-        for size, needed in zip(c.hidden_sizes, c.needs.inputs, strict=True):
-            input_bytes = c.num_tokens * size * c.dtype.itemsize
-            meter.tally.add("all-gather", "inputs", input_bytes)
-            if needed:
-                meter.tally.add("reduce-scatter", "gradients of inputs", input_bytes)
     workspace = arena.peak_bytes - c.returned_bytes
     if plan.schedule.fallback is not None:
         workspace = max(workspace, count_costs(replace(plan, schedule=plan.schedule.fallback)).workspace_bytes)
@@ -66,7 +64,7 @@ def count_costs(plan: Plan) -> PlanCosts:
         saved = grads[: sum(c.needs.flat)]
         grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
     retained = arena.peak_bytes - c.returned_bytes
-    return PlanCosts(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
+    return PlanCosts(workspace, retained, round(meter.flops), meter.seconds)
 
 
 def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
@@ -161,7 +159,7 @@ class CountingBackend:
     memory."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
-        self.case, self.seconds, self.flops, self.launches, self.tally = c, 0.0, 0.0, 0.0, Tally()
+        self.case, self.seconds, self.flops, self.launches = c, 0.0, 0.0, 0.0
         self.add_scratch, self.rates = arena.count_temporary, cost_model.rates(c.device)
 
     def add_product(self, m: int, n: int, k: int) -> None:
@@ -183,9 +181,8 @@ class CountingBackend:
             items: (slice, times).
         """
         for item, times in items:
-            seconds, flops, launches, tally = self.seconds, self.flops, self.launches, self.tally.copy()
+            seconds, flops, launches = self.seconds, self.flops, self.launches
             yield item
-            self.tally.repeat_since(tally, times)
             host_seconds = (self.launches - launches) * self.rates.host_seconds_per_launch
             self.seconds = seconds + times * max(self.seconds - seconds, host_seconds)
             self.flops = flops + times * (self.flops - flops)
@@ -317,6 +314,36 @@ class CountingBackend:
             self.add_scratch(sampling.temporary_bytes(table.shape[1]))
 
 
+@dataclass
+class CountingShard(Rows):
+    """Rows of a process of a divided head in a dry run: count the memory of `ShardRows`."""
+
+    sharding: HeadSharding = field(kw_only=True)
+
+    is_shard = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows, dtype = self.selection.num_rows, self.normalizer.dtype
+        # Targets as local classes, and statistics of the shard in forward.
+        if self.out is not None:
+            self._statistics = self.arena.new(statistics_shape(self.spec, rows), dtype)
+        self._targets = self.arena.new((rows,), torch.int64)
+
+    def merge_results(self, tokens: slice) -> None:
+        rows, processes = tokens.stop - tokens.start, self.sharding.num_processes
+        numbers, itemsize = len(RowStatistics.requested_names(self.spec)), self.normalizer.dtype.itemsize
+        merging = (MERGE_VECTORS if numbers == 3 else MERGE_VECTORS_WITH_STATISTICS) * processes
+        gathered_bytes = processes * (numbers * rows + 1) * itemsize
+        cast(CountingArena, self.arena).count_temporary(gathered_bytes + (numbers + merging) * rows * itemsize)
+
+    def merge_factors(self, tokens: slice, factors: Tensor) -> None:
+        self.merge_results(tokens)
+
+    def merge_divergences(self, rows: Tensor, kind: str) -> None:
+        cast(CountingArena, self.arena).count_temporary(4 * self.sharding.num_processes * rows.nbytes)
+
+
 class CountingContext(PassContext):
     """Context of a dry run. It counts products and passes. Its loops are shortened, see `_sample_equal_slices`."""
 
@@ -324,7 +351,7 @@ class CountingContext(PassContext):
         self._meter, c = cast(CountingBackend, self.backend), self.rows
         if self._meter.case.sharding is not None:
             fields = c.problem, c.selection, c.scales, c.arena, c.normalizer, c.out, c.upstream
-            self.rows = CountingShard(*fields, sharding=self._meter.case.sharding, tally=self._meter.tally)
+            self.rows = CountingShard(*fields, sharding=self._meter.case.sharding)
         super().__post_init__()
 
     def chunks(self, rows: int) -> Iterator[slice]:

@@ -11,7 +11,6 @@ from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
 from flce.engine.schedules import Schedule
-from flce.planning.collectives import Collective
 from flce.planning.dry_run import PlanCosts, count_costs
 
 # Share of the device's memory within which plans without a budget stay, see `search`.
@@ -48,13 +47,8 @@ class ChunkPlan(Plan):
 
     @property
     def seconds(self) -> float:
-        """Estimated time on the device, if it is otherwise idle, without `collectives`."""
+        """Estimated time on the device, if it is otherwise idle, without collectives."""
         return self._costs.seconds
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Collectives of the processes of a divided head, over forward and backward."""
-        return self._costs.collectives
 
     def __str__(self) -> str:
         c = self.case
@@ -74,7 +68,6 @@ class ChunkPlan(Plan):
             f"{'dW is computed in backward and added to main_grad or .grad; ' if c.adds_dw else ''}"
             f"{'ignored tokens are left out only with skip_ignored=True; ' if computes_ignored else ''}"
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB{more}"
-            + "".join(f"; {each}" for each in self.collectives)
         )
 
     def _describe_sampling(self) -> str:

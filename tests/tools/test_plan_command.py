@@ -423,7 +423,6 @@ def test_a_divided_head() -> None:
     loss = json.loads(run(*arguments, "--json").stdout)["loss"]
     planned = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
     assert (loss["shards"], loss["flce_bytes"], loss["vocab_size"]) == (8, planned.workspace_bytes, 128256)
-    assert [each["operation"] for each in loss["collectives"]] == ["all-gather", "all-reduce"]
     assert loss["stock_bytes"] == memory.stock_loss_bytes(8192, 4096, 128256 // 8, torch.bfloat16, True)
     assert "the head divided over 8 processes" in " ".join(run(*arguments).stdout.split())
 

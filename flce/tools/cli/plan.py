@@ -252,7 +252,6 @@ def _plan_loss(sizes: tuple[int, ...], shards: int | None = None, **arguments: A
         "shards": shards,
         "stock_bytes": stock_loss_bytes(tokens, hidden, local_vocab, dtype, weight_grad),
         "flce_bytes": planned.workspace_bytes,
-        "collectives": [asdict(each) for each in planned.collectives],
         "plan": str(planned),
     }
 
@@ -335,8 +334,6 @@ def _print_loss(console: Console, loss: dict[str, Any]) -> None:
     table.add_row("stock", size_text(loss["stock_bytes"]))
     table.add_row("flce", size_text(loss["flce_bytes"]))
     print_table(console, table)
-    for each in loss["collectives"]:
-        console.print(f"{each['calls']} x {each['operation']} of {each['what']}, {size_text(each['bytes'])}")
 
 
 def _print_steps(console: Console, result: dict[str, Any]) -> None:
