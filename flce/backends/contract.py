@@ -344,7 +344,7 @@ class Samples(NamedTuple):
     exponentials."""
 
     bounds: Tensor  # (N + 1,) int64: row i has the entries [bounds[i], bounds[i + 1])
-    frequent: Tensor  # (K,) int64, ascending: the classes with dense gradients
+    frequent: Tensor  # (K,) int64: the classes with dense gradients
     seeds: Tensor  # (N,) int32
     classes: Tensor  # (capacity,) int32
 
@@ -440,7 +440,7 @@ class Backend(Protocol):
         """
 
     def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
-        """Write the frequent classes to `out`, (K,), ascending: targets, and the classes with the largest `z`. If there
+        """Write the frequent classes to `out`, (K,): targets, and the classes with the largest `z`. If there
         are more than K targets, those with the largest `z`.
 
         Args:

@@ -54,7 +54,7 @@ def uniform(seeds: Tensor, classes: Tensor) -> Tensor:
 
 def choose_frequent(z: Tensor, target: Tensor, out: Tensor) -> None:
     z[target] = z[target] + TARGET_SCORE
-    torch.sort(z[:-2].topk(len(out)).indices, out=(out, torch.empty_like(out)))
+    torch.topk(z[:-2], len(out), sorted=False, out=(z.new_empty(len(out)), out))
 
 
 def mark_frequent(place: Tensor, out: Tensor) -> None:

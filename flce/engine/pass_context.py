@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -433,28 +433,38 @@ class PassContext:
         assert self.samples_memory is not None
         return Samples.from_memory(self.samples_memory, self.problem.num_tokens, self.vocab_size)
 
-    def count_entries(self) -> int | None:
-        """Return the number of entries of `samples`. The host waits for the device. None if there are more than the
-        list has room for, if a sum of exponentials is not finite, or while a CUDA graph is captured: all processes of a
-        divided head then compute dense gradients."""
+    def count_entries(self) -> Callable[[], int | None]:
+        """Begin to count the entries of `samples`. The result waits for the device and returns their number: None if
+        there are more than the list has room for, if a sum of exponentials is not finite, or while a CUDA graph is
+        captured. All processes of a divided head then compute dense gradients."""
         samples, rows = self.samples, self.selection.num_rows
         if self.problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
+            return lambda: None
         count = samples.bounds[rows]
         failed = (count > len(samples.classes)) | ~self.normalizer[:LOGPROB, :rows].isfinite().all()
         failures = self.rows.sum_over_processes(failed.to(torch.int64))
-        num_entries = count.masked_fill(failures > 0, -1).item()
-        sampled_passes["dense" if num_entries < 0 else "sampled"] += 1
-        if num_entries >= 0:
-            return int(num_entries)
-        if 2 * sampled_passes["dense"] > sampled_passes.total():
-            find_caller().warn(
-                f"gradients are not sampled: a token needs more than {ENTRIES_PER_TOKEN} entries on average, or a sum "
-                "of exponentials is not finite. This is so in most calls until now, and dense gradients take longer "
-                "than without sample_below. flce.report(model) counts them",
-                RuntimeWarning,
-            )
-        return None
+        on_host = count.masked_fill(failures > 0, -1).to("cpu", non_blocking=True)
+        copied = torch.cuda.Event() if count.is_cuda else None
+        if copied is not None:
+            copied.record()
+
+        def wait() -> int | None:
+            if copied is not None:
+                copied.synchronize()
+            num_entries = int(on_host)
+            sampled_passes["dense" if num_entries < 0 else "sampled"] += 1
+            if num_entries >= 0:
+                return num_entries
+            if 2 * sampled_passes["dense"] > sampled_passes.total():
+                find_caller().warn(
+                    f"gradients are not sampled: a token needs more than {ENTRIES_PER_TOKEN} entries on average, or a "
+                    "sum of exponentials is not finite. This is so in most calls until now, and dense gradients take "
+                    "longer than without sample_below. flce.report(model) counts them",
+                    RuntimeWarning,
+                )
+            return None
+
+        return wait
 
     def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
         """Return classes of entries in ascending order, and their positions before."""

@@ -73,7 +73,7 @@ class FrequentClasses:
     """The frequent classes of this process as a head of their own, with gathered rows of the weights.
 
     Attributes:
-        ids: (K,) int64 the classes, ascending.
+        ids: (K,) int64 the classes.
         place: (V + 2,) int64 the column of each class, or NO_TARGET. Behind them IGNORED and NO_TARGET, so that these
             numbers, as indices, have themselves as columns.
     """
@@ -82,7 +82,7 @@ class FrequentClasses:
         """target: of `local_targets`."""
         self._context, self.ids = ctx, ids
         self.place = ctx.new((ctx.vocab_size + 2,), torch.int64).fill_(NO_TARGET)
-        self.place[IGNORED] = IGNORED
+        self.place[IGNORED].fill_(IGNORED)  # An assignment copies from the host, and waits for the device.
         self.place[ids] = torch.arange(len(ids), device=ids.device)
         self.terms: list[LinearTerm] = []
         for x, weight in ctx.terms:

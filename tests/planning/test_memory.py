@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,9 +51,9 @@ class NoBackend:
 
 
 class FullList(PassContext):
-    def count_entries(self) -> int:
+    def count_entries(self) -> Callable[[], int | None]:
         """Return the capacity of the list of sampled entries, as a plan counts it."""
-        return len(self.samples.classes)
+        return lambda: len(self.samples.classes)
 
     def sort_entries(self, classes: Tensor) -> tuple[Tensor, Tensor]:
         """Allocate the results in the arena."""

@@ -71,11 +71,11 @@ class Sampled(Deferred):
         row_bytes = SampledGradients.row_bytes(ctx)
         rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
         rows = min(max(self.rows, rows), ctx.selection.num_rows)
-        gradients = SampledGradients(ctx, rows, self.sample_below)
+        wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, rows, self.sample_below)
         for chunk in ctx.chunks(rows):
             gradients.add_frequent(chunk)
             if chunk.start == 0:  # The first products run while the host waits for the number.
-                num_entries = ctx.count_entries()
+                num_entries = wait_for_number()
                 if num_entries is None:
                     del gradients
                     self.fallback.backward(ctx)
