@@ -59,11 +59,11 @@ def peak(result: BenchResult) -> str:
 CARD = SMALL_CARD, "small-card-h100.json", "liger-loss", tokens
 STEP = GRPO, "h200-grpo.json", "trl"
 CARDS = (
-    predicted("24 GB (RTX 4090): Llama-3.1-8B, LoRA 16", "plan-llama-3.1-8b-lora-4090.json"),
-    predicted("24 GB (RTX 4090): Llama-3.1-8B, QLoRA 16", "plan-llama-3.1-8b-qlora-4090.json"),
+    predicted("24 GB (RTX 4090): Llama-3.1-8B, LoRA 16 on q, v", "plan-llama-3.1-8b-lora-4090.json"),
+    predicted("24 GB (RTX 4090): Llama-3.1-8B, QLoRA 16 on q, v", "plan-llama-3.1-8b-qlora-4090.json"),
     measured("24 GB (simulated): Llama-3.2-1B, LoRA 16 on all layers", *CARD, lora_rank=16),
     measured("24 GB (simulated): Llama-3.2-1B, all weights", *CARD, lora_rank=0, checkpointing=True),
-    predicted("80 GB (H100): Llama-3.1-8B, LoRA 16", "plan-llama-3.1-8b-lora-h100.json"),
+    predicted("80 GB (H100): Llama-3.1-8B, LoRA 16 on q, v", "plan-llama-3.1-8b-lora-h100.json"),
     predicted("8 x 80 GB (H100), FSDP: Llama-3.1-8B, all weights", "plan-llama-3.1-8b-fsdp.json"),
     measured("GRPO step in TRL, Llama-3.2-1B, 8 x 4096 tokens: peak, GiB", *STEP, peak, part=TRAINING),
 )
@@ -81,7 +81,7 @@ HEAD_FILE, SAMPLED_FILE = "real-heads-h200.json", "h200-sampled.json"
 OTHERS: tuple[tuple[str | None, str, str, str], ...] = (
     (OURS, "flce", "second derivatives", "you train on an NVIDIA GPU"),
     (SAMPLED, "flce, `sample_below=2**-12`", "exact gradients: they have noise", "you fine-tune a large head"),
-    ("ours-256MiB", "flce, 256 MiB budget", "time: logits twice", "memory is short"),
+    ("ours-256MiB", "flce, 256 MiB budget", "speed: computes logits twice", "memory is short"),
     ("liger", "Liger's loss", "LoRA on the head, a limit in bytes", "your GPU is AMD, Intel or Ascend"),
     ("liger-float32-8x", "Liger's loss, float32 sums, 8x chunk", "the same", "the same"),
     ("trl", "TRL's kernel", "a public function", "you use only TRL's trainers"),
