@@ -2,6 +2,7 @@
 
     python scripts/train_alike.py --dtype bfloat16 --out bfloat16.json   # and float32, float16
     python scripts/train_alike.py --compare float32.json bfloat16.json float16.json --plot curves.png --out result.json
+    python scripts/train_alike.py --draw result.json --plot curves.png    # the picture again
     python scripts/train_alike.py --weights-and-data --out seeds.json    # five seeds, also with sampled gradients
 
 All runs have the same weights, the same batches and AdamW. Runs of stock differ in the order of sequences and tokens
@@ -32,11 +33,18 @@ from flce.testing import tiny_model
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR = 2.0
 WINDOW = 20  # steps of which the losses are averaged
+STORED_STEPS = 10  # a result has the mean of every tenth step, which is enough for a plot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUNS: dict[str, flce.ChunkOptions | None] = {
     "flce": flce.ChunkOptions(),
     "flce, 64 MiB": flce.ChunkOptions(max_workspace_bytes="64MiB"),
     "flce, vocab": flce.ChunkOptions(strategy="vocab"),
+}
+# Name in the picture, colour and width of the lines of runs; all others are runs of stock.
+LABELS: dict[str, tuple[str, str, float]] = {
+    "flce": ("flce", "#0072b2", 1.6),
+    "flce, 64 MiB": ("flce, budget of 64 MiB", "#d55e00", 1.6),
+    "flce, vocab": ("flce, blocks of classes", "#009e73", 1.6),
 }
 SEED_RUNS: dict[str, flce.ChunkOptions | None] = {
     "stock": None,
@@ -161,29 +169,31 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the runs of each dtype as differences from the mean of stock in float32."""
+    """Plot the stored means of each dtype as differences from the mean of stock in float32."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     curves = next(each["curves"] for each in results if each["dtype"] == "float32")
-    reference = torch.stack([smooth(curve) for name, curve in curves.items() if name.startswith("stock")]).mean(0)
-    figure, panels = pyplot.subplots(
-        1, len(results), figsize=(4 * len(results), 3.2), layout="constrained", sharey=True
-    )
+    stock = torch.tensor([curve for name, curve in curves.items() if name.startswith("stock")])
+    reference, steps = stock.mean(0), STORED_STEPS * torch.arange(1, stock.shape[1] + 1)
+    # The letters are legible in a picture of 900 pixels, the width of a page.
+    figure, panels = pyplot.subplots(1, len(results), figsize=(9.6, 3.8), layout="constrained", sharey=True)
     for axes, each in zip(panels, results, strict=True):
         for name, losses in each["curves"].items():
-            is_stock = name.startswith("stock")
-            label = "stock, other orders of sums" if name == "stock 0" else None if is_stock else name
-            axes.plot(smooth(losses) - reference, label=label, color="0.75" if is_stock else None, linewidth=1)
-        axes.set(xlabel="step", title=each["dtype"])
-    panels[0].set_ylabel(f"loss above stock in float32,\nmean of {WINDOW} steps")
-    labelled: dict[Any, Any] = {}
-    for axes in panels:
-        labelled |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=len(labelled), fontsize="small")
-    figure.savefig(path, dpi=110)
+            label, color, width = LABELS.get(name, ("stock, five orders of the tokens", "0.7", 1.0))
+            axes.plot(steps, torch.tensor(losses) - reference, label=label, color=color, linewidth=width)
+        axes.set_title(each["dtype"], fontsize=12)
+        axes.set_xlabel("step", fontsize=11)
+    panels[0].set_ylabel(f"loss above stock in float32,\nmean of {WINDOW} steps", fontsize=11)
+    labelled = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    legend = figure.legend(
+        labelled.values(), labelled, loc="outside lower center", ncols=len(labelled), fontsize=11, frameon=False
+    )
+    for line in legend.get_lines():
+        line.set_linewidth(3)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
@@ -194,9 +204,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="runs of stock")
     parser.add_argument("--weights-and-data", action="store_true", help="other seeds, also with sampled gradients")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], help="results of dtypes, one of them float32")
+    parser.add_argument("--draw", type=Path, default=None, help="the result of --compare, for --plot")
     parser.add_argument("--plot", type=Path, default=None)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=None, help="needed without --draw")
     arguments = parser.parse_args()
+    if arguments.draw is not None and arguments.plot is not None:
+        plot(json.loads(arguments.draw.read_text())["runs"], arguments.plot)
+        return 0
+    if arguments.out is None:
+        parser.error("give --out, or --draw and --plot")
     if arguments.weights_and_data:
         arguments.out.write_text(json.dumps(train_seeds(arguments.steps, arguments.device, arguments.seeds)) + "\n")
         return 0
@@ -206,15 +222,15 @@ def main() -> int:
         return 0
     results = [json.loads(file.read_text()) for file in arguments.compare]
     shares = compare(results)
-    if arguments.plot is not None:
-        plot(results, arguments.plot)
     for each in results:
         for name, losses in each["curves"].items():
             share = shares[each["dtype"]].get(name)
             note = "" if share is None else f", {share:.2f} of the allowed distance"
             print(f"{each['dtype']:9} {name:15} first {losses[0]:.4f}, last {float(smooth(losses)[-1]):.4f}{note}")
-        # Every tenth mean is enough for a plot.
-        each["curves"] = {name: [round(x, 5) for x in smooth(c)[9::10].tolist()] for name, c in each["curves"].items()}
+        means = {name: smooth(losses)[STORED_STEPS - 1 :: STORED_STEPS] for name, losses in each["curves"].items()}
+        each["curves"] = {name: [round(x, 5) for x in of_run.tolist()] for name, of_run in means.items()}
+    if arguments.plot is not None:
+        plot(results, arguments.plot)
     arguments.out.write_text(
         json.dumps({"share of the allowed distance": shares, "window": WINDOW, "runs": results}) + "\n"
     )
