@@ -108,6 +108,7 @@ def draw_profiles(profiles: Mapping[str, MemoryProfile], file: Path, title: str)
         axes.text(0, height, f"peak {size_text(profile.peak)}", fontsize=12, fontweight="bold", color=colour)
         axes.set_title(name, fontsize=12)
         axes.set_xlabel("time, ms", fontsize=11)
+        axes.locator_params(axis="x", nbins=6)
     panels[0].set_ylabel(f"allocated since the start, {name_of_unit}", fontsize=11)
     panels[0].set_ylim(top=1.16 * peak / unit)  # room for the label above the peak
     file.parent.mkdir(parents=True, exist_ok=True)

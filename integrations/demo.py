@@ -354,16 +354,23 @@ def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns
 
 def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from benchmarks.memory import COLOURS
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
     curves, speed = figure.subplots(1, 2, width_ratios=[3, 1])
-    for name, width, line in ((STOCK, 5, "-"), (PATCHED, 1.5, "--")):
-        curves.plot(runs[name].losses, line, linewidth=width, label=name)
+    for name, colour, width, line in zip(NAMES, COLOURS, (5, 1.5), ("-", "--"), strict=True):
+        losses = runs[name].losses
+        curves.plot(range(1, len(losses) + 1), losses, line, color=colour, linewidth=width, label=name)
     curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
+    curves.xaxis.set_major_locator(MaxNLocator(integer=True))
     curves.legend(frameon=False)
-    speed.bar_label(speed.bar(NAMES, [runs[name].step_ms for name in NAMES]), fmt="{:,.0f}", padding=2)
-    speed.set_title("Time per step, ms", fontsize=10)
+    bars = speed.bar(NAMES, [runs[name].step_ms for name in NAMES], color=COLOURS)
+    speed.bar_label(bars, fmt="{:,.0f}", padding=2)
+    speed.margins(y=0.1)  # room for the labels of the bars
+    speed.set_title("Time per step, ms")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
