@@ -397,11 +397,13 @@ def test_the_share_of_the_memory_is_a_soft_limit(seed: int) -> None:
     plans that do so exceeds 1/24 by much less."""
     c = draw_case(random.Random(seed))
     plan, share = search.make_plan(c), (c.device.memory or 0) / 24
-    others = plans_on_a_grid(c, 1 / 8)
+    # The planner may find a faster plan than the grid has, and then fewer plans are within the limit.
+    fastest = search._fastest(c, (c.device.memory or 0) // 8)
+    others = plans_on_a_grid(c, 1 / 8) + ([] if fastest is None else [fastest])
     limit = 1.5 * min([other.seconds for other in others], default=math.inf)
     assert plan.seconds <= limit
     least = min((other.workspace_bytes for other in others if other.seconds <= limit), default=plan.workspace_bytes)
-    assert plan.workspace_bytes - share <= max(0.0, 1.15 * (least - share))
+    assert plan.workspace_bytes - share <= max(0.0, 1.05 * (least - share))
     assert ("more than 1/24" in str(plan)) == (plan.workspace_bytes > share)
 
 
