@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,10 +90,10 @@ class World:
         # With a GPU the imports of the libraries initialize CUDA, which forbids forks after that.
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(SLOW_IMPORTS)
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             parent_end, child_end = context.Pipe()
-            arguments = child_end, rank, self.size, self.backend, str(store)
+            arguments = child_end, rank, self.size, self.backend, self._store.port
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             child_end.close()
@@ -107,9 +109,8 @@ def _answer(end: Connection) -> tuple[str, Any]:
         return "failed", "the process died"
 
 
-def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> None:
-    import torch.distributed as dist
-
+def _serve(end: Connection, rank: int, size: int, backend: str, port: int) -> None:
+    gc.freeze()  # exclude the libraries from garbage collections
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     if not torch.cuda.is_available():
@@ -117,13 +118,15 @@ def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> N
     elif "nccl" in backend:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     linear, environment = F.linear, dict(os.environ)
     while True:
         module, name, args, kwargs = end.recv()
         try:
             function = inspect.unwrap(getattr(importlib.import_module(module), name))
-            end.send(("done", function(*args, **kwargs)))
+            with warnings.catch_warnings():
+                end.send(("done", function(*args, **kwargs)))
         except pytest.skip.Exception as skipped:
             end.send(("skipped", str(skipped)))
         except BaseException:

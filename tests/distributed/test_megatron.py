@@ -57,7 +57,11 @@ def megatron(tensor: int = 1, pipeline: int = 1, context: int = 1) -> Iterator[N
     try:
         with replace_cuda():
             yield
+        dist.barrier()  # no process closes a group that another process still uses
     finally:
+        # Threads of each group of gloo wake up 100 times a second.
+        for group in filter(None, parallel_state._global_process_group_list):
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
 
 
