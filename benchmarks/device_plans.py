@@ -1,4 +1,4 @@
-"""Tables of docs/devices.md: the record of each kind of device, its default plans, and their predicted times."""
+"""The table of docs/devices.md, the record of each kind of device; and predicted times of default plans, for tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import flce
 from benchmarks.tables import Table
 from flce.core.device_record import KNOWN_KINDS, DeviceRecord
-from flce.core.sizes import GIB, MIB
+from flce.core.sizes import GIB
 from flce.planning import cost_model
 from flce.planning.plan import MEMORY_SHARE
 from flce.tools.machine import use_backend
@@ -49,24 +49,12 @@ def time_over_products(plan: flce.ChunkPlan) -> float:
     return plan.seconds / sum(cost_model.product_seconds(c.device, *shape, c.dtype.itemsize) for shape in shapes)
 
 
-def plans() -> str:
-    """Return a table with a row for each kind: predicted times over the products, of a trained head with the MiB of its
-    workspace in brackets, and of a frozen head."""
-
-    def cell(kind: str, head: Head) -> str:
-        trained, frozen = (planned(kind, head, frozen) for frozen in (False, True))
-        workspace = f"{trained.workspace_bytes / MIB:.0f}"
-        return f"{time_over_products(trained):.2f} ({workspace}), {time_over_products(frozen):.2f}"
-
-    rows = [[kind, *(cell(kind, head) for head in HEADS.values())] for kind in KNOWN_KINDS]
-    return Table("", ["", *(f"{name}, predicted" for name in HEADS)], rows).grid()
-
-
 def known() -> str:
     def row(device: DeviceRecord) -> list[str]:
         assert device.memory is not None
         sizes = [f"{device.shared_memory >> 10}", f"{device.cache >> 20}", f"{device.memory / GIB:.1f}"]
-        rates = [f"{device.bandwidth / 1e9:.0f}", f"{device.half_flops / 1e12:.0f}", f"{device.flops_per_byte:.0f}"]
+        flops_per_byte = device.half_flops / device.bandwidth
+        rates = [f"{device.bandwidth / 1e9:.0f}", f"{device.half_flops / 1e12:.0f}", f"{flops_per_byte:.0f}"]
         products = "yes" if device.own_products else "no"
         return [device.name, device.arch, str(device.multiprocessors), *sizes, *rates, products]
 

@@ -24,7 +24,6 @@ import torch
 from benchmarks.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
 from benchmarks.memory import profile_memory
 from benchmarks.runs import BenchResult, Entry
-from flce.core import private
 
 T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; a slower GPU is busy a little longer, which does no harm
@@ -94,7 +93,7 @@ class BenchMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
         held = torch.cuda.memory_allocated(self.device)
         if self.head_start:
-            private.cuda_sleep(int(self.head_start * CYCLES_PER_SECOND))
+            torch.cuda._sleep(int(self.head_start * CYCLES_PER_SECOND))
         self.before()
         start.record()
         outcome = step()

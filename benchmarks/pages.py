@@ -296,7 +296,6 @@ UNNAMED: dict[str, Callable[[], str]] = {
     "cards": lambda: cards(ROOT / RESULTS, RESULTS),
     "others": lambda: others(ROOT / RESULTS, RESULTS),
     "devices": device_plans.known,
-    "device-plans": device_plans.plans,
 }
 
 

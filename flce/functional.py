@@ -93,8 +93,7 @@ def fused_linear_cross_entropy(
     The sum of the first two terms is `torch.nn.functional.cross_entropy` of class indices. Logits are computed and
     processed one chunk at a time. Gradients are exact. The loss is differentiable once, in `input`, `linear_weight`,
     `linear_bias`, `adapters` and `token_weight`. Only gradients of tensors that require a gradient are computed. A
-    backward with ``retain_graph=True`` copies the gradients that forward has computed: see
-    `ChunkPlan.retained_workspace_bytes`.
+    backward with ``retain_graph=True`` copies the gradients that forward has computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.

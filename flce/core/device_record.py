@@ -58,11 +58,6 @@ class DeviceRecord(NamedTuple):
         """Threads of a warp; on AMD, of a wavefront."""
         return 64 if self.arch.startswith("gfx9") else 32
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Flops in half precision in the time of one byte of memory traffic."""
-        return self.half_flops / self.bandwidth
-
 
 # Architecture on which flce's fused products were measured, and are as fast as the vendor's products.
 _OWN_PRODUCTS_ARCH = "sm_90"

@@ -25,10 +25,10 @@ class ChunkOptions:
             classes).
         max_workspace_bytes: upper limit of the memory that a call allocates beyond its inputs and the gradients that it
             returns: a number of bytes, or a text such as ``"256MiB"``, which is stored as a number. If the limit is too
-            small, an error names the smallest possible limit. A backward with ``retain_graph=True`` may allocate more:
-            see `ChunkPlan.retained_workspace_bytes`. Not included: with inputs in half precision, float32 copies of a
-            bias and of class weights, and the gradient of the bias in float32, 4 bytes for each class. For all inputs:
-            with weights of classes or tokens, at most four numbers and a mask for each token.
+            small, an error names the smallest possible limit. Not included: the copies of gradients
+            that a backward with ``retain_graph=True`` returns; with inputs in half precision, float32 copies of a bias
+            and of class weights, and the gradient of the bias in float32, 4 bytes for each class. For all inputs: with
+            weights of classes or tokens, at most four numbers and a mask for each token.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
         logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs). With
             inputs in half precision, their dtype (``torch.bfloat16`` or ``torch.float16``) rounds logits where this

@@ -44,10 +44,6 @@ def _torch() -> Any:
     return sys.modules["torch"]  # not an import: this module is imported before PyTorch is needed
 
 
-def _reduction(size_average: bool | None, reduce: bool | None) -> str:
-    return "none" if reduce is False else "sum" if size_average is False else "mean"
-
-
 def _forward_ad(level: int) -> Any:
     return sys.modules["torch.autograd.forward_ad"]
 
@@ -126,7 +122,6 @@ NAMES: dict[str, Name] = {
         "torch.autograd.Function._backward_cls", "Functions of one name are equal", _has_name, _has_class
     ),
     "saved_tensors_hooks": Name(f"{_C}._autograd._top_saved_tensors_default_hooks", "some checkpoints fail", _nothing),
-    "legacy_reduction": Name("torch.nn._reduction.legacy_get_string", "size_average does not warn", _reduction),
     # ------------------------------------------------------------------------------- patched models, torch.compile
     "skip_frames": Name(_SKIP, _PLAIN, _nothing, _skip_frames),
     "current_translator": Name(_TRANSLATOR, _PLAIN, _nothing),
@@ -146,8 +141,6 @@ NAMES: dict[str, Name] = {
     "standalone_fabric_hook": _hook("lightning_fabric.wrappers._backward_hook", "Fabric", "lightning_fabric.wrappers"),
     "deepspeed_hook": _hook(_DEEPSPEED, "DeepSpeed", "deepspeed.runtime.utils"),
     "current_graph_task_id": Name(f"{_C}._current_graph_task_id", "two losses of an output fail in ZeRO-3", lambda: -1),
-    # ----------------------------------------------------------------------------------------------------- benchmarks
-    "cuda_sleep": Name("torch.cuda._sleep", "times of small calls in benchmarks include the host's time", _nothing),
 }
 
 

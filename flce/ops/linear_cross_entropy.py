@@ -38,7 +38,7 @@ from flce.ops.linear_operators import (
     run_plan,
 )
 from flce.planning.device_kinds import DescribedDevice
-from flce.planning.plan import DIRECT, DISPATCHED, IN_GRAPH, ChunkPlan, log_new_shape
+from flce.planning.plan import ChunkPlan, log_new_shape
 from flce.planning.search import plan_for_case
 from flce.torch_ops import (
     register_formula,
@@ -66,18 +66,18 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem) -> RowOutputs:
 
 
 def _forward(problem: LinearCrossEntropyProblem) -> tuple[Any, ...]:
-    result = _run_forward(problem, IN_GRAPH if problem.is_traced else DISPATCHED)
+    result = _run_forward(problem)
     optional = result.gradient_scale, result.token_weight_grad
     gradient_scale, token_weight_grad = (result.outputs.loss.new_empty(0) if t is None else t for t in optional)
     samples = pack_samples(problem, result.samples)
     return *vectors.pack_outputs(result.outputs), result.grads, gradient_scale, token_weight_grad, samples
 
 
-def _run_forward(problem: LinearCrossEntropyProblem, route: str) -> passes.ForwardResult:
+def _run_forward(problem: LinearCrossEntropyProblem) -> passes.ForwardResult:
     plan = plan_for_problem(problem)
     deferred = is_deferred(plan.case, True) if problem.is_traced else plan.deferred
     if log.is_debug_enabled():
-        log_new_shape(plan, route)
+        log_new_shape(plan)
     return run_plan(lambda plan: passes.forward(problem, plan, deferred), plan)
 
 
@@ -222,7 +222,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, p: LinearCrossEntropyProblem, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run a call. Autograd requires the tensors of the problem as separate arguments: `tensors`."""
         register_skipped_frames()
-        outputs, grads, gradient_scale, token_weight_grad, samples = _run_forward(p, DIRECT)
+        outputs, grads, gradient_scale, token_weight_grad, samples = _run_forward(p)
         ctx.mark_non_differentiable(*[t for t in outputs[1:] if t is not None])
         _save_for_backward(ctx, p, grads, gradient_scale, token_weight_grad, outputs.normalizer, samples)
         # Every tensor that a node returns costs host time. The caller needs the normalizer for statistics

@@ -31,7 +31,7 @@ from flce.ops.linear_operators import (
     problem_tensors,
     run_plan,
 )
-from flce.planning.plan import DISPATCHED, IN_GRAPH, ChunkPlan, log_new_shape
+from flce.planning.plan import ChunkPlan, log_new_shape
 from flce.planning.search import BudgetError
 from flce.torch_ops import register_formula, register_operator, update_active_counters
 
@@ -86,7 +86,7 @@ def _forward(p: LinearCrossEntropyProblem) -> tuple[Tensor, ...]:
     if backward_plan and backward_plan[0].schedule.samples:
         plan = backward_plan[0]  # It has the same results, and a list of entries.
     if log.is_debug_enabled():
-        log_new_shape(plan, IN_GRAPH if p.is_traced else DISPATCHED)
+        log_new_shape(plan)
     results = run_plan(lambda plan: per_token.forward(problem, plan), plan)
     results = results._replace(samples=pack_samples(p, results.samples))
     # A result that is not requested has the shape (0,).

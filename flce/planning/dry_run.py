@@ -41,8 +41,6 @@ MERGE_VECTORS, MERGE_VECTORS_WITH_STATISTICS = 4, 7
 class PlanCosts:
     workspace_bytes: int
     """Peak memory beyond the inputs and the returned gradients, over forward and backward."""
-    retained_workspace_bytes: int
-    """Peak memory beyond these with ``retain_graph=True``."""
     flops: int
     """Work of the matrix products."""
     seconds: float
@@ -60,11 +58,7 @@ def count_costs(plan: Plan) -> PlanCosts:
     workspace = arena.peak_bytes - c.returned_bytes
     if plan.schedule.fallback is not None:
         workspace = max(workspace, count_costs(replace(plan, schedule=plan.schedule.fallback)).workspace_bytes)
-    if not plan.deferred:  # With retain_graph, gradients that are scaled in place otherwise are copied.
-        saved = grads[: sum(c.needs.flat)]
-        grads += [arena.new(g.shape, g.dtype) for g in saved if _is_scaled_in_place(g, plan)]
-    retained = arena.peak_bytes - c.returned_bytes
-    return PlanCosts(workspace, retained, round(meter.flops), meter.seconds)
+    return PlanCosts(workspace, round(meter.flops), meter.seconds)
 
 
 def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
@@ -106,15 +100,10 @@ def dry_run_passes(plan: Plan, runtime: Runtime) -> list[Tensor]:
     grads = result.grads
     del result
     selection.live_vectors.clear()
-    # Gradients are multiplied by the upstream gradient, and cast.
-    scaled = [g for g in grads if not _is_scaled_in_place(g, plan)]
-    return [*grads, *(arena.new(g.shape, c.dtype if g.dim() == 2 else g.dtype) for g in scaled)]
-
-
-def _is_scaled_in_place(grad: Tensor, plan: Plan) -> bool:
-    """Return True if backward multiplies a gradient by the upstream gradient in place."""
+    # Backward multiplies gradients by the upstream gradient, in place or, if they are cast or unscaled, in new memory.
     has_gradient_scale = plan.dtypes.logits_grad == torch.float16
-    return not has_gradient_scale and (grad.dim() == 1 or grad.dtype == plan.case.dtype)
+    scaled = [g for g in grads if has_gradient_scale or (g.dim() == 2 and g.dtype != c.dtype)]
+    return [*grads, *(arena.new(g.shape, c.dtype if g.dim() == 2 else g.dtype) for g in scaled)]
 
 
 def _dry_run_token_passes(problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime) -> list[Tensor]:
@@ -172,6 +161,11 @@ class CountingBackend:
         self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.rates.bandwidth
         self.seconds += launches * self.rates.launch_seconds
         self.launches += launches
+
+    def add_torch_scratch(self, size: int) -> None:
+        """Count temporary memory that only the PyTorch backend allocates."""
+        if self.case.backend == "torch":
+            self.add_scratch(size)
 
     def repeat_tiles(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
         """Yield the slices of `items`, and count the costs of each `times` times. A slice takes at least the seconds in
@@ -275,21 +269,19 @@ class CountingBackend:
 
     def mark_frequent(self, place: Tensor, out: Tensor) -> None:
         self.add_pass(place)
-        if self.case.backend == "torch":
-            self.add_scratch(len(out) * contract.WORD_CLASSES * sampling.LIST_BYTES * 2)
+        self.add_torch_scratch(len(out) * contract.WORD_CLASSES * sampling.LIST_BYTES * 2)
 
     def set_thresholds(self, x: Tensor, *args: Any) -> None:
         self.add_pass(x)
-        if self.case.backend == "torch":
-            self.add_scratch(x.numel() * 8)
+        self.add_torch_scratch(x.numel() * 8)
 
     def mark_entries(self, logits: Tensor, call: Any, marks: contract.Marks) -> None:
         self._pass(logits, keep_logits=True)
 
     def list_entries(self, words: Tensor, *args: Any) -> None:
         self.add_pass(words, words, launches=3)
-        if self.case.backend == "torch":  # bits of all classes, and positions of typical entries
-            self.add_scratch(words.numel() * contract.WORD_CLASSES * sampling.LIST_BYTES)
+        # Bits of all classes, and positions of typical entries.
+        self.add_torch_scratch(words.numel() * contract.WORD_CLASSES * sampling.LIST_BYTES)
 
     def sampled_logits(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self._gather(len(x), weight)
@@ -302,16 +294,14 @@ class CountingBackend:
         grad = args[6]
         self._gather(len(x), x)
         self.add_pass(grad)
-        if self.case.backend == "torch":
-            self.add_scratch(sampling.temporary_bytes(grad.shape[1], len(grad)))
+        self.add_torch_scratch(sampling.temporary_bytes(grad.shape[1], len(grad)))
 
     def _gather(self, rows: int, table: Tensor) -> None:
         """Count the rows of a table that the entries of some tokens read."""
         size = rows * TYPICAL_ENTRIES * table.shape[1] * table.element_size()
         self.seconds += size / self.rates.bandwidth
         self.add_pass(launches=1)
-        if self.case.backend == "torch":
-            self.add_scratch(sampling.temporary_bytes(table.shape[1]))
+        self.add_torch_scratch(sampling.temporary_bytes(table.shape[1]))
 
 
 @dataclass

@@ -15,10 +15,6 @@ from flce.planning.dry_run import PlanCosts, count_costs
 
 # Share of the device's memory within which plans without a budget stay, see `search`.
 MEMORY_SHARE = 1 / 24
-# Routes of a call, for the log.
-DIRECT = "without the custom operators, because no mode, transform or tensor subclass needs them"
-IN_GRAPH = "through the custom operators, in a graph"
-DISPATCHED = "through the custom operators, for a mode, a transform or a tensor subclass"
 
 
 class ChunkPlan(Plan):
@@ -31,14 +27,9 @@ class ChunkPlan(Plan):
 
     @property
     def workspace_bytes(self) -> int:
-        """Peak bytes beyond the inputs and the returned gradients, over forward and backward."""
+        """Peak bytes beyond the inputs and the returned gradients, over forward and backward. A backward with
+        ``retain_graph=True`` returns copies of gradients that forward computed, which are not counted."""
         return self._costs.workspace_bytes
-
-    @property
-    def retained_workspace_bytes(self) -> int:
-        """`workspace_bytes` for a backward with ``retain_graph=True``. It returns copies of gradients that forward
-        computed, because the graph keeps these."""
-        return self._costs.retained_workspace_bytes
 
     @property
     def flops(self) -> int:
@@ -102,14 +93,14 @@ def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
     return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)
 
 
-@functools.lru_cache(maxsize=4096)  # Each plan and route is logged once.
-def log_new_shape(plan: ChunkPlan, route: str) -> None:
-    """Log the plan of a new shape. ``route``: one of DIRECT, IN_GRAPH, DISPATCHED."""
+@functools.lru_cache(maxsize=4096)  # Each plan is logged once.
+def log_new_shape(plan: ChunkPlan) -> None:
+    """Log the plan of a new shape."""
     if plan.in_registers:
         location = "products keep logits in registers"
     else:
         location = f"logits in memory: {plan.case.logits_in_memory_reason or 'this schedule makes a pass over them'}"
-    logger.debug("new shape: %s; %s; %s; %s", plan, _describe_options(plan.case), location, route)
+    logger.debug("new shape: %s; %s; %s", plan, _describe_options(plan.case), location)
 
 
 def _describe_options(c: Case) -> str:

@@ -7,7 +7,7 @@ from flce.core.device_record import KNOWN_KINDS
 
 TIME_LIMIT = 1.15
 SLOWER = ("V100", "V100-32GB", "T4", "RTX-3060", "RTX-3080", "RTX-4080", "RTX-A6000")  # PyTorch's operators, or small
-KINDS = [name for name, kind in KNOWN_KINDS.items() if kind.flops_per_byte <= 210 and name not in SLOWER]
+KINDS = [name for name, kind in KNOWN_KINDS.items() if kind.half_flops / kind.bandwidth <= 210 and name not in SLOWER]
 WIDE = [name for name, head in HEADS.items() if head.hidden >= 2048]
 
 

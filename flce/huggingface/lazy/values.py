@@ -9,7 +9,6 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from flce.core import private
 from flce.core.problem import MAX_ENTRIES, Reduction, accumulation_dtype
 from flce.huggingface.lazy import divergences
 from flce.huggingface.lazy.elementwise import to_autocast_dtype, to_dtype
@@ -169,8 +168,7 @@ def cross_entropy(
     ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """Compute ``torch.nn.functional.cross_entropy``. Invalid arguments run stock code, which raises stock's errors."""
-    if size_average is not None or reduce is not None:
-        reduction = private.legacy_reduction(size_average, reduce)
+    require_lazy(size_average is None and reduce is None)
     normal_form = state.normal_form
     if isinstance(target, LazyState):
         require_lazy(normal_form.has_loss and state.ndim <= 2 and weight is None and reduction in get_args(Reduction))
