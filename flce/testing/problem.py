@@ -322,6 +322,3 @@ EXACT_LOGITS = {
 }
 # A model also rounds before and after the head. These roundings change if the gradients change.
 MODELS = {torch.float32: _same(1.05, 1e-5), torch.bfloat16: _same(1.05, 5e-3)}
-
-# Shares of the largest element, for results that are computed with the arithmetic of the oracle.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -9,8 +9,8 @@ import torch
 
 import flce
 from flce.core.gemm import matmul
-from flce.testing.problem import TOLERANCE, make_problem, run_fused
-from tests.helpers import assert_near
+from flce.testing.problem import make_problem, run_fused
+from tests.helpers import TOLERANCE, assert_near
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 

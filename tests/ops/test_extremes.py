@@ -15,7 +15,6 @@ import flce
 from flce.engine.schedules.unnormalized import Unnormalized
 from flce.testing.problem import (
     IGNORED,
-    TOLERANCE,
     Problem,
     make_problem,
     relative_error,
@@ -26,7 +25,7 @@ from flce.testing.problem import (
 from tests import forced, interpreted_bfloat16
 from tests.extremes import every_extreme, extremes, has_softmax, targets
 from tests.forced import blocks_of_16, force
-from tests.helpers import STATS, assert_near, assert_outcome, plan_for
+from tests.helpers import STATS, TOLERANCE, assert_near, assert_outcome, plan_for
 from tests.hopper import plan_as_on_hopper
 from tests.ops import test_cross_entropy
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.engine.borrowing import BLOCK_MULTIPLE, BlockLayout, borrow, borrow_as, dx_sum_start
-from flce.engine.case import Case, ceil_div
+from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.schedule import NO_SIZES, sizes_up_to
@@ -121,9 +121,6 @@ class ChunksOfBlocks(Deferred):
                 dlogits = ctx.compute_gradient(chunk, block, tile)
                 for dx_sum in dx_sums:
                     dx_sum.add(dlogits, chunk, block)
-
-    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)

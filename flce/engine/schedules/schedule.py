@@ -47,10 +47,6 @@ class Schedule:
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
     fallback: Schedule | None = None
 
-    def __init_subclass__(cls) -> None:
-        if cls.strategy == "vocab" and not cls.deferred:
-            raise TypeError(f"{cls.__name__} must be deferred: strategy 'vocab' computes gradients in backward")
-
     @classmethod
     def sizes(cls, c: Case) -> range:
         """Return the possible sizes in increasing order; `NO_SIZES` if the schedule does not support the case."""
@@ -77,7 +73,8 @@ class Schedule:
 
     def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
         """Return the number of tokens of a chunk and the number of classes of each block."""
-        return getattr(self, "rows", c.num_tokens), [c.vocab_size]
+        cols = getattr(self, "cols", c.vocab_size)
+        return getattr(self, "rows", c.num_tokens), [cols] * ceil_div(c.vocab_size, cols)
 
     def describe(self, c: Case) -> str:
         rows, widths = self.tile_sizes(c)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flce.core.problem import LogprobSpec
-from flce.engine.case import Case, ceil_div
+from flce.engine.case import Case
 from flce.engine.pass_context import PassContext
 from flce.engine.schedules.schedule import NO_SIZES, Schedule, sizes_up_to
 
@@ -47,9 +47,6 @@ class Statistics(Schedule):
             ctx.compute_statistics(chunk, logits)
         if self.top_k is not None:
             self.top_k.forward(ctx)
-
-    def tile_sizes(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)

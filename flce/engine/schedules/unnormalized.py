@@ -120,12 +120,10 @@ class Unnormalized(Schedule):
 
 @dataclass(frozen=True)
 class Recomputed(Unnormalized):
-    """Loop over chunks as in `Unnormalized`, and then over blocks of the last classes, whose dW is not summed over
-    chunks: their logits are recomputed for all tokens, when every row's normalizer is known. Three products, and a
-    fourth for the last classes."""
+    """Loop over chunks as in `Unnormalized`, and then over blocks of the second half of the classes, whose dW is not
+    summed over chunks, because its sums do not fit into the memory of dW: their logits are recomputed for all tokens,
+    when every row's normalizer is known. Three products, and a fourth for these classes."""
 
-    num_recomputed: int
-    """Number of the last classes whose logits are recomputed."""
     layout: BlockLayout
     """The blocks of these classes."""
 
@@ -139,23 +137,20 @@ class Recomputed(Unnormalized):
 
     @classmethod
     def from_size(cls, c: Case, size: int) -> Recomputed:
-        """Return the schedule that recomputes the second half of the classes, whose sums do not fit into the memory of
-        dW."""
-        num_recomputed = c.vocab_size - second_half_start(c.vocab_size)
         # The tile of a block, with the sum of its dW, has the size of the tile of a chunk.
         rows, row_entries = block_rows(c, size)
         cols = size * c.vocab_size // row_entries // BLOCK_MULTIPLE * BLOCK_MULTIPLE
-        layout = BlockLayout(rows, max(BLOCK_MULTIPLE, min(num_recomputed, cols)))
-        return Recomputed(size, num_recomputed, layout)
+        cols = max(BLOCK_MULTIPLE, min(c.vocab_size - second_half_start(c.vocab_size), cols))
+        return Recomputed(size, BlockLayout(rows, cols))
 
     def forward(self, ctx: PassContext) -> None:
-        first_recomputed = ctx.vocab_size - self.num_recomputed
+        first_recomputed = second_half_start(ctx.vocab_size)
         self._run_chunks(ctx, first_recomputed)
         ctx.release_inputs()  # Gathered rows were scaled in their memory.
         compute_blocks(ctx, self.layout, first_recomputed, ctx.vocab_size, with_dx=False)
 
     def describe(self, c: Case) -> str:
-        return f"{super().describe(c)}, the last {self.num_recomputed} of them recomputed"
+        return f"{super().describe(c)}, the last {c.vocab_size - second_half_start(c.vocab_size)} of them recomputed"
 
 
 @dataclass(frozen=True)
