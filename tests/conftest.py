@@ -95,10 +95,17 @@ def _no_compiled_code() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _steady_heap() -> None:
-    """Exclude the libraries from garbage collections, because trainers and benchmarks run many collections."""
+def _steady_heap() -> Iterator[None]:
+    """Exclude the libraries from garbage collections, because trainers and benchmarks run many collections.
+
+    After the module, end the processes of its tests: threads of their groups of gloo wake up 100 times a second.
+    """
     gc.collect()
     gc.freeze()
+    yield
+    if processes := sys.modules.get("tests.processes"):
+        for world in list(processes.World.running):
+            world.close()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ test, with the traceback of the process. The processes are started by the first 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import importlib
@@ -20,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,6 +57,8 @@ def run_python(
 class World:
     """Processes with one process group: of NCCL with a GPU for each process, otherwise of gloo."""
 
+    running: ClassVar[set[World]] = set()
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
@@ -85,6 +86,7 @@ class World:
             process.kill()
             process.join()
         self._processes, self._ends = [], []
+        self.running.discard(self)
 
     def _start(self) -> None:
         # With a GPU the imports of the libraries initialize CUDA, which forbids forks after that.
@@ -99,7 +101,7 @@ class World:
             child_end.close()
             self._processes.append(process)
             self._ends.append(parent_end)
-        atexit.register(self.close)
+        self.running.add(self)
 
 
 def _answer(end: Connection) -> tuple[str, Any]:
