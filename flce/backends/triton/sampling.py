@@ -52,6 +52,8 @@ MARK_ROWS, MARK_COLS, WORDS = 16, 256, 1024
 # program. Loads of whole vectors, and of the next steps before they are needed, take half of the time (H200).
 STEP_BYTES, MAX_ENTRIES = 16 << 10, 8
 WEIGHT_COLS, WEIGHT_ENTRIES = 2048, 2
+# Entries of a row that is computed before shorter ones.
+LONG_ROW = 512
 
 
 @triton.jit
@@ -339,11 +341,18 @@ def gradient_kernel(
     ENTRIES: tl.constexpr,
     HIDDEN: tl.constexpr,
     STAGES: tl.constexpr,
+    LONG_ROW: tl.constexpr,
 ):
     scale = tl.full((), scale, ACCUM)
     cap = tl.full((), cap, ACCUM)
     sample_below = tl.full((), sample_below, ACCUM)
-    row = tl.program_id(0).to(tl.int64)
+    # Rows with many entries begin first, so that none of them is left at the end.
+    num_rows = tl.num_programs(0) // 2
+    is_first = tl.program_id(0) < num_rows
+    row = (tl.program_id(0) % num_rows).to(tl.int64)
+    first, stop = tl.load(bounds_ptr + row), tl.load(bounds_ptr + row + 1)
+    if (stop - first >= LONG_ROW) != is_first:
+        return
     column = tl.arange(0, HIDDEN)
     in_bounds = column < hidden
     x = tl.load(x_ptr + row * x_stride + column.to(tl.int64) * x_col_stride, mask=in_bounds, other=0.0).to(ACCUM)
@@ -367,8 +376,7 @@ def gradient_kernel(
     total = tl.zeros((HIDDEN,), ACCUM)
     if HAS_DENSE:
         total = tl.load(dense_ptr + row * hidden + column, mask=in_bounds, other=0.0).to(ACCUM)
-    stop = tl.load(bounds_ptr + row + 1)
-    for start in tl.range(tl.load(bounds_ptr + row), stop, ENTRIES, num_stages=STAGES):
+    for start in tl.range(first, stop, ENTRIES, num_stages=STAGES):
         entry = start + tl.arange(0, ENTRIES)
         exists = entry < stop
         classes = tl.load(classes_ptr + entry, mask=exists, other=0).to(tl.int64)
@@ -541,9 +549,9 @@ def _sampled_gradient(
     gradient_scale: Tensor | None, candidate_ids: Tensor | None, candidate_values: Tensor | None,
 ) -> Iterator[Launch]:  # fmt: skip
     yield build_launch(
-        gradient_kernel, (len(x),), call, _row_options(x), leaves_out=_LEFT_OUT, x=x, weight=weight,
-        bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes, logits=logits, dense=dense, index=index,
-        candidate_ids=candidate_ids, candidate_values=candidate_values,
+        gradient_kernel, (2 * len(x),), call, {"LONG_ROW": LONG_ROW, **_row_options(x)},
+        leaves_out=_LEFT_OUT, x=x, weight=weight, bounds=samples.bounds, seeds=samples.seeds, classes=samples.classes,
+        logits=logits, dense=dense, index=index, candidate_ids=candidate_ids, candidate_values=candidate_values,
         num_candidates=0 if candidate_ids is None else candidate_ids.shape[1], gradient_scale=gradient_scale, grad=grad,
         entry_rows=out.rows, entry_values=out.values, entry_classes=out.classes, first_row=first_row,
         first_class=out.first_class, hidden=x.shape[1], sample_below=out.sample_below,

@@ -67,10 +67,12 @@ class Sampled(Deferred):
         return f"{super().describe(c)}, at most {ENTRIES_PER_TOKEN} entries a token"
 
     def backward(self, ctx: PassContext) -> None:
-        # Marks need no memory here: a chunk has more tokens.
-        row_bytes = SampledGradients.row_bytes(ctx)
+        # Marks need no memory here: a chunk has more tokens. All chunks have about the same number.
+        row_bytes, num_rows = SampledGradients.row_bytes(ctx), ctx.selection.num_rows
         rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
-        rows = min(max(self.rows, rows), ctx.selection.num_rows)
+        rows = min(max(self.rows, rows), num_rows)
+        equal = ceil_div(num_rows, ceil_div(num_rows, rows)) if rows else 0
+        rows = min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
         wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, rows, self.sample_below)
         for chunk in ctx.chunks(rows):
             gradients.add_frequent(chunk)
