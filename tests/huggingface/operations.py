@@ -425,7 +425,7 @@ loss  {loss} = F.cross_entropy(input={g}.view(-1, {g}.shape[-1]), target=labels(
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2).float(), labels({g}).flatten())
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='sum')
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='none')
-loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), None, False)
+real  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), None, False)
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=3)
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=np.int64(3))
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=chosen({g}).flatten()[0])
