@@ -247,7 +247,7 @@ def test_operands_without_descriptors(
     if way == "borrowed":
         options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
     elif way == "recomputed":
-        force(monkeypatch, lambda c: Recomputed(32, 1051, BlockLayout(75, 768)))
+        force(monkeypatch, lambda c: Recomputed(32, BlockLayout(75, 768)))
     weight, x = (misaligned(monkeypatch, t) for t in (problem.linear_weight, problem.input))
     for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
@@ -312,20 +312,20 @@ def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, str
             plan(budget, "vocab")
 
 
-# 1051 classes are recomputed in several blocks.
+# 1051 classes are recomputed, in blocks of `cols` classes.
 @pytest.mark.parametrize(
-    "classes, extras",
-    [(256, "plain"), (1051, "all"), (1051, "num_items"), (256, "one gradient"), (1051, "one gradient")],
+    "cols, extras",
+    [(1280, "plain"), (768, "all"), (768, "num_items"), (1280, "one gradient"), (256, "one gradient")],
 )
 def test_classes_that_are_recomputed(
-    classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+    cols: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
 ) -> None:
     """Targets are among the recomputed and among the other classes; logits are beyond the sample."""
     settings = {**EXTRAS.get(extras, {}), "leading": (75,), "hidden": 64, "vocab": 2099}
     problem = problem_of(device, **settings)
     problem.linear_weight[4::9] *= 10
     grads = "w" if extras == "one gradient" else "xw"
-    force(monkeypatch, lambda c: Recomputed(32, classes, BlockLayout(75, min(classes, 768))))
+    force(monkeypatch, lambda c: Recomputed(32, BlockLayout(75, cols)))
     options = flce.ChunkOptions(skip_ignored=False)
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
     assert [type(plan.schedule) for plan in plans] == [Recomputed]
