@@ -154,7 +154,7 @@ def test_divergences() -> None:
 
 
 @no_gpu
-@in_processes(most_processes())
+@in_processes(2)
 def test_schedules_of_a_gpu() -> None:
     """Check the schedules and dtypes of a GPU with two processes."""
     group, names = groups()["pair"], set[str]()
@@ -206,7 +206,7 @@ def test_schedules_of_a_gpu() -> None:
 
 
 @no_gpu
-@in_processes(most_processes())
+@in_processes(2)
 def test_schedules_that_borrow_memory() -> None:
     """Check schedules that compute logits twice or borrow the memory of dW."""
 
