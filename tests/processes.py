@@ -92,7 +92,7 @@ class World:
         # With a GPU the imports of the libraries initialize CUDA, which forbids forks after that.
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         context.set_forkserver_preload(SLOW_IMPORTS)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         for rank in range(self.size):
             parent_end, child_end = context.Pipe()
             arguments = child_end, rank, self.size, self.backend, self._store.port
@@ -120,7 +120,7 @@ def _serve(end: Connection, rank: int, size: int, backend: str, port: int) -> No
     elif "nccl" in backend:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     linear, environment = F.linear, dict(os.environ)
     while True:
