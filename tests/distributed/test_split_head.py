@@ -206,7 +206,7 @@ def test_schedules_of_a_gpu() -> None:
 
 
 @no_gpu
-@in_processes(2)
+@in_processes(most_processes())
 def test_schedules_that_borrow_memory() -> None:
     """Check schedules that compute logits twice or borrow the memory of dW."""
 
