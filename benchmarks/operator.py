@@ -27,7 +27,7 @@ from flce.planning import device_kinds
 
 # Seconds for which the device is busy while the host launches a timed call. In training the host is ahead of the
 # device, too, so the time of the device is measured.
-HEAD_START = 3e-3
+HEAD_START = 6e-3
 FLOORS = ("floor-aligned", "floor")  # times are multiples of the first that applies
 OURS = "ours"
 

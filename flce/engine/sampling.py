@@ -60,7 +60,7 @@ BIAS = -1
 
 def local_classes(ctx: PassContext, ids: Tensor) -> Tensor:
     """Return the ids; NO_TARGET for ids that are not a class of this process."""
-    return ids.where(is_class(ids, ctx.vocab_size), NO_TARGET)
+    return ids.clamp(min=NO_TARGET).masked_fill_(ids >= ctx.vocab_size, NO_TARGET)
 
 
 def local_targets(ctx: PassContext) -> Tensor:
