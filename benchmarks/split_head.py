@@ -3,8 +3,12 @@
     python -m benchmarks split-head --preset h200                       # on one GPU: a rank's share
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks split-head --preset h200
 
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks split-head --preset last-stage
+
 Without torch.distributed.run the process is the first of 2, 4 and 8 processes, and collectives return at once
 (PyTorch's "fake" backend). With torch.distributed.run the time includes the links, and peers are measured, too.
+"last-stage" is the head of a training step of Megatron: losses of tokens, and a gradient of the weight that is added to
+its float32 `main_grad`. The head is random, with frequencies of Zipf's law; the floor is the four products.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,12 +30,15 @@ from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
+from benchmarks.real_heads import zipf_head
 from benchmarks.runs import BenchResult
 from flce.core import shard
 from flce.core.shard import shard_bounds
 from flce.tools.machine import DTYPES
 
 HEAD_START = 0.03  # seconds; the host launches a call in less
+ZIPF_STD = 6.0  # of noise in logits, see `real_heads.zipf_head`
+INTO_MAIN_GRAD: dict[str, Any] = {"gradient_accumulation_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -41,11 +49,13 @@ class SplitCase(BenchCase):
     processes: int
     sequence_parallel: bool = False  # each process has a share of the tokens
     alone: bool = False  # no other process runs
+    last_stage: bool = False  # of Megatron
     dtype: str = "bfloat16"
 
     @property
     def title(self) -> str:
         more = ", sequence parallel" * self.sequence_parallel + ", one alone" * self.alone
+        more += ", last stage" * self.last_stage
         return f"{self.tokens} x {self.hidden} x {self.vocab}, {self.dtype}, {self.processes} processes{more}"
 
 
@@ -64,6 +74,11 @@ class Operands:
         draw.manual_seed(1)
         self.target = torch.randint(case.vocab, (case.tokens,), device=device, generator=draw)
         self.logits = self.states.new_empty(case.tokens, self.stop - self.start)
+        if case.last_stage:
+            x, weight, self.target = zipf_head((case.tokens, case.hidden, case.vocab), ZIPF_STD, device)
+            self.x.data.copy_(x)
+            self.weight.data.copy_(weight[self.start : self.stop])
+            vars(self.weight)["main_grad"] = torch.zeros_like(self.weight, dtype=torch.float32)
 
     def run_backward(self, loss: Any, sums_input: bool = True) -> StepOutcome:
         """Run backward, and sum the gradient of the input over the processes if the loss does not sum it."""
@@ -137,16 +152,69 @@ def cce_fused(operands: Operands) -> StepOutcome:
     return operands.run_backward(library.linear_cross_entropy(*arguments, vocab_parallel_options=options))
 
 
+MEGATRON = "megatron.core"
+
+
+def of_megatron(operands: Operands) -> StepOutcome:
+    """Compute the loss of Megatron's logits, and add the gradient of the weight to its `main_grad`."""
+    state = importlib.import_module(f"{MEGATRON}.parallel_state")
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel(operands.case.processes)
+    losses = importlib.import_module(f"{MEGATRON}.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
+    logits = F.linear(operands.x, operands.weight)[:, None]
+    return add_to_main_grad(operands, losses(logits, operands.target[:, None]).mean(), sums_input=False)
+
+
+def last_stage(operands: Operands, **options: Any) -> StepOutcome:
+    """Compute losses of tokens, whose mean has gradients, as in a training step of `flce.megatron`."""
+    losses = flce.fused_linear_cross_entropy(
+        operands.x, operands.weight, operands.target, reduction="none", vocab_size=operands.case.vocab,
+        process_group=operands.group, options=flce.ChunkOptions(**options),
+    )  # fmt: skip
+    assert isinstance(losses, Tensor)
+    return add_to_main_grad(operands, losses.mean())
+
+
+def add_to_main_grad(operands: Operands, loss: Tensor, sums_input: bool = True) -> StepOutcome:
+    """Run backward. Without `gradient_accumulation_fusion`, add the gradient of the weight to `main_grad`."""
+    main_grad = vars(operands.weight)["main_grad"]
+    vars(operands.weight)["grad_added_to_main_grad"] = False
+    outcome = operands.run_backward(loss, sums_input)
+    if not vars(operands.weight)["grad_added_to_main_grad"]:
+        main_grad.add_(outcome.weight_grad)
+    return StepOutcome(outcome.loss, outcome.input_grad, None)  # So the workspace has the gradient of the weight.
+
+
+def four_products(operands: Operands) -> object:
+    torch.mm(operands.states, operands.weight.detach().t(), out=operands.logits)
+    return products(operands)
+
+
 C = SplitContender
 alone: dict[str, Any] = {"applies": lambda case, device: case.alone}
-linked: dict[str, Any] = {"applies": lambda case, device: not case.alone}
+linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.last_stage}
+staged: dict[str, Any] = {"applies": lambda case, device: case.last_stage}
 # The others do not support sequence parallelism.
-all_tokens: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.sequence_parallel}
+all_tokens: dict[str, Any] = {
+    "applies": lambda case, device: not (case.alone or case.sequence_parallel or case.last_stage)
+}
 needs_liger = needs_package(LIGER_LOGITS, "liger-kernel")
 needs_fused = needs_package("liger_kernel.ops.fused_linear_scaled_cross_entropy", "liger-kernel")
+needs_megatron = needs_package(f"{MEGATRON}.tensor_parallel.cross_entropy", "megatron-core")
 needs_cce = needs_package("cut_cross_entropy.vocab_parallel", "its repository's cut-cross-entropy")  # 25.1.1 has none
 CONTENDERS = [
-    C("floor", "three bare products", "floor", products),
+    C("floor", "three bare products", "floor", products, applies=lambda case, device: not case.last_stage),
+    C("floor-of-tokens", "four bare products", "floor", four_products, **staged),
+    C("megatron", "Megatron's loss of logits", "stock", of_megatron, unavailable=needs_megatron, **staged),
+    C("ours-of-tokens", "flce, then a sum", "ours", last_stage, **staged),
+    C("ours-main-grad", "flce, into main_grad", "ours", partial(last_stage, **INTO_MAIN_GRAD), **staged),
+    C(
+        "ours-sampled",
+        "flce, sampled below 2^-12, into main_grad",
+        "ours",
+        partial(last_stage, sample_below=2.0**-12, **INTO_MAIN_GRAD),
+        **staged,
+    ),
     C("ours-inside", "flce, all targets in the slice", "ours", in_slice, **alone),
     C("ours-outside", "flce, no target in the slice", "ours", lambda operands: in_slice(operands, 1), **alone),
     C("floor-one-by-one", "products, gather and sum one after the other", "floor", one_after_the_other, **linked),
@@ -192,6 +260,8 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
 SHAPES = [(8192, 8192, 128256), (16384, 4096, 128256), (8192, 4096, 128256)]
 SEQUENCE_PARALLEL = SplitCase(65536, 8192, 128256, 0, True)
 TINY = [SplitCase(64, 32, 1000, 0, several, dtype="float32") for several in (False, True)]
+LAST_STAGE = SplitCase(8192, 4096, 128256, 0, last_stage=True)
+LAST_STAGE_TINY = replace(LAST_STAGE, tokens=64, hidden=32, vocab=1000)
 
 
 def cases(large: bool) -> list[SplitCase]:
@@ -205,6 +275,8 @@ def cases(large: bool) -> list[SplitCase]:
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases(cases(large=False), rounds=2, seconds=1.0),
     "h200": lambda: plan_cases(cases(large=True), rounds=9, seconds=10.0),
+    "last-stage": lambda: plan_cases([replace(LAST_STAGE, processes=dist.get_world_size())], rounds=9, seconds=10.0),
+    "last-stage-tiny": lambda: plan_cases([replace(LAST_STAGE_TINY, processes=dist.get_world_size())], 2, 1.0),
 }
 
 SPLIT_HEAD = replace(
