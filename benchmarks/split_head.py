@@ -191,7 +191,7 @@ def four_products(operands: Operands) -> object:
 
 
 C = SplitContender
-alone: dict[str, Any] = {"applies": lambda case, device: case.alone}
+alone: dict[str, Any] = {"applies": lambda case, device: case.alone and not case.last_stage}
 linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.last_stage}
 staged: dict[str, Any] = {"applies": lambda case, device: case.last_stage}
 # The others do not support sequence parallelism.
@@ -272,11 +272,17 @@ def cases(large: bool) -> list[SplitCase]:
     return [replace(case, processes=count, alone=not here) for count in counts for case in found]
 
 
+def last_stages(case: SplitCase) -> list[SplitCase]:
+    """Return the case for the process group, or for one of 2 processes."""
+    here = dist.is_initialized()
+    return [replace(case, processes=dist.get_world_size() if here else 2, alone=not here)]
+
+
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases(cases(large=False), rounds=2, seconds=1.0),
     "h200": lambda: plan_cases(cases(large=True), rounds=9, seconds=10.0),
-    "last-stage": lambda: plan_cases([replace(LAST_STAGE, processes=dist.get_world_size())], rounds=9, seconds=10.0),
-    "last-stage-tiny": lambda: plan_cases([replace(LAST_STAGE_TINY, processes=dist.get_world_size())], 2, 1.0),
+    "last-stage": lambda: plan_cases(last_stages(LAST_STAGE), rounds=9, seconds=10.0),
+    "last-stage-tiny": lambda: plan_cases(last_stages(LAST_STAGE_TINY), rounds=2, seconds=1.0),
 }
 
 SPLIT_HEAD = replace(
