@@ -76,6 +76,8 @@ class Operands:
         self.logits = self.states.new_empty(case.tokens, self.stop - self.start)
         if case.last_stage:
             x, weight, self.target = zipf_head((case.tokens, case.hidden, case.vocab), ZIPF_STD, device)
+            if case.alone:  # No other process has the other targets.
+                self.target = self.target % (self.stop - self.start) + self.start
             self.x.data.copy_(x)
             self.weight.data.copy_(weight[self.start : self.stop])
             vars(self.weight)["main_grad"] = torch.zeros_like(self.weight, dtype=torch.float32)
@@ -194,6 +196,7 @@ C = SplitContender
 alone: dict[str, Any] = {"applies": lambda case, device: case.alone and not case.last_stage}
 linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.last_stage}
 staged: dict[str, Any] = {"applies": lambda case, device: case.last_stage}
+staged_linked: dict[str, Any] = {"applies": lambda case, device: case.last_stage and not case.alone}
 # The others do not support sequence parallelism.
 all_tokens: dict[str, Any] = {
     "applies": lambda case, device: not (case.alone or case.sequence_parallel or case.last_stage)
@@ -205,7 +208,7 @@ needs_cce = needs_package("cut_cross_entropy.vocab_parallel", "its repository's 
 CONTENDERS = [
     C("floor", "three bare products", "floor", products, applies=lambda case, device: not case.last_stage),
     C("floor-of-tokens", "four bare products", "floor", four_products, **staged),
-    C("megatron", "Megatron's loss of logits", "stock", of_megatron, unavailable=needs_megatron, **staged),
+    C("megatron", "Megatron's loss of logits", "stock", of_megatron, unavailable=needs_megatron, **staged_linked),
     C("ours-of-tokens", "flce, then a sum", "ours", last_stage, **staged),
     C("ours-main-grad", "flce, into main_grad", "ours", partial(last_stage, **INTO_MAIN_GRAD), **staged),
     C(

@@ -22,12 +22,14 @@ def parse_bytes(text: str, name: str = "") -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return N, H and V from "4096,2048,32000" or "4096x2048x32000". Raise ValueError for another text."""
+def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
+    """Return one number for each of the names, from "4096,2048,32000" or "4096x2048x32000". Raise ValueError for
+    another text."""
     parts = text.replace("x", ",").split(",")
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
-    if len(sizes) != 3 or not all(0 < size <= MAX_SIZE for size in sizes):
-        raise ValueError(f"expected N,H,V as 3 positive numbers, at most {MAX_SIZE}, got {text!r}")
+    count = len(names.split(","))
+    if len(sizes) != count or not all(0 < size <= MAX_SIZE for size in sizes):
+        raise ValueError(f"expected {names} as {count} positive numbers, at most {MAX_SIZE}, got {text!r}")
     return sizes
 
 
