@@ -36,6 +36,7 @@ def test_sizes(text: str) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="expected N,H,V as 3 positive numbers, at most 1073741824, got"):
         parse_sizes(text)
+    assert parse_sizes("8,4", "rows,columns") == (8, 4)
 
 
 @pytest.mark.parametrize(
