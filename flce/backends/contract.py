@@ -440,8 +440,8 @@ class Backend(Protocol):
         """
 
     def choose_frequent(self, z: Tensor, target: Tensor, out: Tensor) -> None:
-        """Write the frequent classes to `out`, (K,): targets, and the classes with the largest `z`. If there
-        are more than K targets, those with the largest `z`.
+        """Write the frequent classes to `out`, (K,): targets, and the classes with the largest `z`. If there are more
+        than K targets, those with the largest `z`.
 
         Args:
             z: (V + 2,), overwritten. The last two are not read.

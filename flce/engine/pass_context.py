@@ -446,7 +446,7 @@ class PassContext:
         on_host = count.masked_fill(failures > 0, -1).to("cpu", non_blocking=True)
         copied = torch.cuda.Event() if count.is_cuda else None
         if copied is not None:
-            copied.record()
+            copied.record(torch.cuda.current_stream(count.device))
 
         def wait() -> int | None:
             if copied is not None:
