@@ -122,6 +122,9 @@ HEAD_METHODS = {
 }  # fmt: skip
 
 
+TOKENS_OF_HEADS = 8192
+
+
 def real_heads(run: Run, show: Callable[[Entry, BenchResult], str]) -> Table:
     """Return a row for each head, text and size, with a column for each method that was measured."""
     entries = [entry for entry in run.cases if entry.case.head]
@@ -131,13 +134,20 @@ def real_heads(run: Run, show: Callable[[Entry, BenchResult], str]) -> Table:
 
 
 def head_title(entry: Entry) -> str:
-    model, text = entry.case.head.split()
-    return f"{HEAD_TITLES[model]}, {text}, {' x '.join(map(str, entry.case.shape[1:]))}"
+    (model, text), case = entry.case.head.split(), entry.case
+    more = f", {case.tokens} tokens" * (case.tokens != TOKENS_OF_HEADS) + ", frozen" * (case.mode == "frozen-head")
+    more += ", without own products" * (not case.own_products)
+    return f"{HEAD_TITLES[model]}, {text}, {' x '.join(map(str, case.shape[1:]))}{more}"
 
 
 def gradient_errors(_: Entry, result: BenchResult) -> str:
     errors = (result.errors or {}).get
     return " / ".join(tables.relative(errors(name)) for name in ("input_grad", "weight_grad"))
+
+
+def time_and_errors(entry: Entry, result: BenchResult) -> str:
+    time = tables.ratio(result.median_ms, products_ms(entry))
+    return f"{time} ({gradient_errors(entry, result)})" if result.errors else time
 
 
 def distributions(run: Run) -> Table:
@@ -274,6 +284,7 @@ KINDS: dict[str, Callable[..., str]] = {
         OPERATOR, lambda run: real_heads(run, lambda e, r: tables.ratio(r.median_ms, products_ms(e)))
     ),
     "real-head-errors": from_run(OPERATOR, lambda run: real_heads(run, gradient_errors)),
+    "sampled-heads": from_run(OPERATOR, lambda run: real_heads(run, time_and_errors)),
     "distributions": from_run(OPERATOR, distributions),
     "errors": from_run(OPERATOR, errors),
     "calls": from_run(OPERATOR, calls),
