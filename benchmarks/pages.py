@@ -137,7 +137,7 @@ def head_title(entry: Entry) -> str:
     (model, text), case = entry.case.head.split(), entry.case
     more = f", {case.tokens} tokens" * (case.tokens != TOKENS_OF_HEADS) + ", frozen" * (case.mode == "frozen-head")
     more += ", without own products" * (not case.own_products)
-    return f"{HEAD_TITLES[model]}, {text}, {' x '.join(map(str, case.shape[1:]))}{more}"
+    return f"{HEAD_TITLES[model]}, {text.replace('english', 'English')}, {' x '.join(map(str, case.shape[1:]))}{more}"
 
 
 def gradient_errors(_: Entry, result: BenchResult) -> str:
