@@ -177,6 +177,7 @@ def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-
     distributed = {"use_distributed_optimizer": True}
     ddp_config = DistributedDataParallelConfig(**distributed, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
     ddp = DistributedDataParallel(model.config, ddp_config, model)  # main_grad
+    model.config.no_sync_func = ddp.no_sync if overlap else None  # Megatron's training loop sets it too
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=rate, clip_grad=0.0, **distributed), [ddp])
     mask = torch.ones(BATCH, LENGTH).index_fill(1, torch.tensor([LENGTH - 1]), 0.0)
 
