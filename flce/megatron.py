@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_model
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather_tokens
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
@@ -105,13 +106,14 @@ class _ShardState(LazyState):
         tokens = super().with_hidden(lambda x: x.reshape(-1, x.shape[-1]))
         return replace(tokens, division=replace(self.division, group=group, is_merged=True))
 
-    def loss(self, labels: Tensor) -> Tensor:
-        """Return the loss of each token, of the shape of the labels."""
-        state = self._merged(self.division.group)
+    def loss(self, labels: Tensor, *stats: str) -> list[Tensor]:
+        """Return the loss and the `stats` of each token, of the shape of the labels."""
+        state, target = self._merged(self.division.group), _without_negative(labels).reshape(-1)
         with state.gathered_weights():
-            loss: Tensor = state.fused_loss(_without_negative(labels).reshape(-1), reduction="none", ignore_index=-100)
-        register_results(state, (loss,))
-        return loss.view(labels.shape)
+            out = state.fused_loss(target, reduction="none", ignore_index=-100, stats=stats)
+        results = [out.loss, *(getattr(out, name) for name in stats)] if stats else [out]
+        register_results(state, results[:1])
+        return [result.view(labels.shape) for result in results]
 
     def results(
         self, group: Any, labels: Tensor | None, outputs: Sequence[str], temperature: float = 1.0
@@ -145,22 +147,22 @@ class _Depths:
     def set_hidden(self, mtp: Any, arguments: Any, hidden: Tensor) -> None:
         self.hidden = hidden
 
-    def next_loss(self, state: _ShardState, labels: Tensor) -> Tensor:
-        """Return the losses (S, B) of the next MTP layer or, at last, of the model."""
+    def next_loss(self, state: _ShardState, labels: Tensor, *stats: str) -> list[Tensor]:
+        """Return the losses (S, B) and the `stats` of the next MTP layer or, at last, of the model."""
         if not self.remaining:
             division = state.division
             # Each process has its share of the tokens of every depth.
             processes = division.group.size() if division.has_token_shares else 1
             shares = self.labels.unflatten(1, (processes, -1)).transpose(0, 1)
             all_depths: Any = LazyState.with_hidden(state, lambda _: self.hidden)
-            loss = all_depths.loss(shares.flatten(0, 2))
-            losses = loss.view(shares.shape).transpose(0, 1).flatten(1, 2)
-            main, *others = zip(losses, self.labels, strict=True)
+            results = all_depths.loss(shares.flatten(0, 2), *stats)
+            results = [result.view(shares.shape).transpose(0, 1).flatten(1, 2) for result in results]
+            main, *others = zip(self.labels, *results, strict=True)
             self.remaining = [*others, main]
-        loss, own_labels = self.remaining.pop(0)
+        own_labels, loss, *others = self.remaining.pop(0)
         loss = loss.where(labels == own_labels, torch.nan)  # Megatron has to roll labels as here
         # The sum of no numbers connects the model's loss with the nodes of its hidden states.
-        return loss if self.remaining else loss + state.hidden[:0].sum()
+        return [loss if self.remaining else loss + state.hidden[:0].sum(), *others]
 
 
 def _shard_state(logits: Any) -> _ShardState | None:
@@ -191,11 +193,15 @@ def _lazy_output_layer(
     """
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError("flce needs defer_embedding_wgrad_compute=False in the TransformerConfig, got True")
+    if "_forward_impl" in vars(layer):  # `output_processor` of a model with `install`, whose options apply
+        yield
+        return
     stock_product = layer._forward_impl
 
     def product(**kwargs: Any) -> Any:
         hidden, weight, bias, group = (kwargs[name] for name in ("input", "weight", "bias", "tp_group"))
-        if reason_not_lazy(hidden, weight, bias) is not None:
+        # "gtp" divides this process's classes over other processes.
+        if reason_not_lazy(hidden, weight, bias) is not None or kwargs.get("gtp_remat_size", 1) > 1:
             return stock_product(**kwargs)
         has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
         if kwargs["sequence_parallel"] and gathers_tokens:
@@ -204,13 +210,33 @@ def _lazy_output_layer(
         optimizer_steps.register()
         division = _ShardDivision(None, len(weight), group=group, has_token_shares=has_token_shares, depths=depths)
         state = _ShardState(**vars(head_state(hidden, weight, bias, Settings(options), division=division)))
-        return make_lazy(state.with_calls((HeadCall(weight, bias, _usage, layer, None),)))
+        logits = make_lazy(state.with_calls((HeadCall(weight, bias, _usage, layer, None),)))
+        return logits if kwargs.get("output_dtype") is None else logits.to(kwargs["output_dtype"])
 
-    layer._forward_impl = product
+    stock_counts = getattr(multi_token_prediction, _COUNTS, None)
+    counts = stock_counts and functools.partial(_count_correct_labels, stock_counts)
+    with _replaced(layer, "_forward_impl", product), _replaced(multi_token_prediction, _COUNTS, counts):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    stock = vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del layer._forward_impl
+        delattr(owner, name) if stock is None else setattr(owner, name, stock)
+
+
+# The function of Megatron-Core since 0.19 that counts correct labels of MTP layers, which Megatron logs.
+_COUNTS = "_compute_mtp_acceptance_counts"
+
+
+def _count_correct_labels(stock: Any, logits: Any, labels: Tensor, loss_mask: Tensor, *others: Any) -> Any:
+    if not hasattr(logits, "is_correct"):  # real logits
+        return stock(logits, labels, loss_mask, *others)
+    return (logits.is_correct & loss_mask.t().bool()).sum().float(), loss_mask.bool().sum().float()
 
 
 _STOCK = {name: getattr(GPTModel, name) for name in ("_postprocess", "compute_language_model_loss")}
@@ -254,10 +280,10 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
 
     @functools.wraps(stock)
     def _postprocess(self: Any, **kwargs: Any) -> Any:
-        is_inference = kwargs.get("inference_context") is not None and not self.training
-        if not self.post_process or is_inference:
+        layer = getattr(self, "output_layer", None)  # of the last pipeline stage
+        if not isinstance(layer, ColumnParallelLinear) or kwargs.get("inference_context") is not None:
             return stock(self, **kwargs)
-        layer, has_labels, run, depths = self.output_layer, kwargs.get("labels") is not None, stock, None
+        has_labels, run, depths = kwargs.get("labels") is not None, stock, None
         if not has_labels and self.config.mtp_num_layers and not hasattr(gpt_model, "process_mtp_loss"):
             run = _main_logits
         gathers_classes = kwargs.get("runtime_gather_output")
@@ -272,7 +298,8 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
                 # Megatron sets it without pipeline stages only.
                 self.shared_embedding_or_output_weight().zero_out_wgrad = True
             # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
-            if has_labels and self.config.mtp_num_layers and not getattr(self.config, "mtp_detach_heads", False):
+            is_separate = getattr(self.config, "mtp_detach_heads", False) or kwargs.get("output_processor")
+            if has_labels and self.config.mtp_num_layers and not is_separate:
                 depths = _Depths(self, **kwargs)
                 if kwargs.get("mtp_in_postprocess"):
                     contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
@@ -301,8 +328,11 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    depths = state.division.depths
-    loss = state.loss(labels.t()) if depths is None else depths.next_loss(state, labels.t())
+    compute = state.loss if state.division.depths is None else functools.partial(state.division.depths.next_loss, state)
+    has_counts = self.config.mtp_num_layers and getattr(multi_token_prediction, _COUNTS, None)
+    loss, *is_correct = compute(labels.t(), *(["correct"] if has_counts else []))
+    if is_correct:
+        (logits.is_correct,) = is_correct
     return loss.t().contiguous()
 
 
@@ -346,7 +376,7 @@ def output_processor(
     if state is None:
         raise TypeError(f"output_processor needs a linear output layer, whose logits can be lazy, got {output_layer}")
     if context is None:
-        return state.loss(labels.t()).t().contiguous()
+        return state.loss(labels.t())[0].t().contiguous()
     results = state.results(state.division.group, labels.t(), **context)
     return LinearLogprobsOutput(**{name: value.t().contiguous() for name, value in results.items()})
 

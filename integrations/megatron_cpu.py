@@ -40,6 +40,7 @@ def replace_cuda() -> Iterator[None]:
     patches: list[Any] = [
         mock.patch("torch.cuda.current_device", return_value="cpu"),
         mock.patch("torch.cuda.synchronize"),
+        mock.patch("torch.cuda.current_stream"),  # of a newer DDP
         mock.patch("megatron.core.tensor_parallel.random._get_all_rng_states", return_value=()),  # of a recomputation
         mock.patch("megatron.core.tensor_parallel.random._set_all_rng_states"),
         mock.patch("torch.Tensor.cuda", lambda tensor, *_, **__: tensor),

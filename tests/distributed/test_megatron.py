@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +116,8 @@ def run(model: Any, ids: Tensor, labels: Tensor, mask: Tensor) -> Any:
     MTPLossLoggingHelper.tracker = {}
     losses = call(model, ids, labels=labels, loss_mask=mask.clone())
     (losses * mask).mean().backward()
-    return losses.detach(), gradients(model), MTPLossLoggingHelper.tracker.get("values"), is_fused(losses)
+    logged = [value for name, value in MTPLossLoggingHelper.tracker.items() if name.endswith("values")]
+    return losses.detach(), gradients(model), logged, is_fused(losses)
 
 
 def assert_equal_runs(expected: Any, found: Any) -> None:
@@ -164,7 +166,48 @@ def test_labels_that_megatron_rolls_in_another_way() -> None:
 
     with megatron(2), mock.patch("flce.megatron.roll_tensor", lambda labels, **how: (labels, None)):
         _, _, logged, _ = run(build(FlceGPTModel, mtp_num_layers=1), draw_ids(1), draw_ids(2), torch.ones(1, LENGTH))
-    assert logged.isnan().all()
+    assert logged[0].isnan().all()
+
+
+def count_correct_labels(logits: Tensor, labels: Tensor, loss_mask: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Simulation of the function of Megatron-Core since 0.19."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+
+    mask = loss_mask.bool()
+    return ((gather(logits).argmax(-1).t() == labels) & mask).sum().float(), mask.sum().float()
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@in_processes(2)
+def test_counts_of_correct_labels(detached: bool) -> None:
+    """Megatron-Core since 0.19 counts correct labels of MTP layers: without logits, also if each layer has a call."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import multi_token_prediction
+
+    from flce.megatron import FlceGPTModel
+
+    name, ids = "_compute_mtp_acceptance_counts", draw_ids(*range(24))
+    mask = torch.ones(ids.shape)
+    mask[0, :3] = 0.0
+
+    class Counts:
+        def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
+            loss = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+            counts.append(getattr(multi_token_prediction, name)(logits, labels, mask, None, None))
+            return loss
+
+    found = []
+    with megatron(2), pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        patch.setattr(multi_token_prediction, name, count_correct_labels, raising=False)
+        for base in (GPTModel, FlceGPTModel):
+            counts: list[Any] = []
+            model = build(type("Model", (Counts, base), {}), mtp_num_layers=2)
+            model.config.mtp_detach_heads = detached
+            call(model, ids, labels=ids, loss_mask=mask.clone())
+            found.append(counts)
+    assert found[1] == found[0]
+    assert sum(correct for correct, _ in found[0]) > 3
 
 
 def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-2, **settings: Any) -> Tensor:
@@ -416,32 +459,44 @@ def test_install_and_a_softcap() -> None:
 
 @in_processes(2)
 def test_output_processor() -> None:
-    """Simulate a `GPTModel` of Megatron-Core 0.18, which calls the function after its decoder."""
+    """Simulate a `GPTModel` of Megatron-Core 0.18, which calls the function after its decoder; with `install` too."""
     from megatron.core.models.gpt import GPTModel
 
-    from flce.megatron import output_processor
+    import flce.megatron
 
-    class NewModel(GPTModel):
-        def _postprocess(self, hidden_states: Tensor, labels: Tensor, **others: Any) -> Any:
-            return output_processor(
-                hidden_states=hidden_states, output_layer=self.output_layer,
-                output_weight=self.shared_embedding_or_output_weight(), labels=labels, config=self.config,
-                context=self.context, scale_logits=lambda logits: logits * 1.5, loss_mask=None, packed_seq_params=None,
-                compute_language_model_loss=self.compute_language_model_loss, input_ids=None, position_ids=None,
-            )  # fmt: skip
+    def postprocess(self: Any, hidden_states: Tensor, labels: Tensor, **others: Any) -> Any:
+        return flce.megatron.output_processor(
+            hidden_states=hidden_states, output_layer=self.output_layer,
+            output_weight=self.shared_embedding_or_output_weight(), labels=labels, config=self.config, context=context,
+            scale_logits=lambda logits: logits * 1.5, compute_language_model_loss=self.compute_language_model_loss,
+            loss_mask=None, input_ids=None, position_ids=None, attention_mask=None, decoder_input=None,
+            inference_context=None, packed_seq_params=None, runtime_gather_output=None,
+        )  # fmt: skip
 
     ids, labels = draw_ids(1, 2, 3), draw_ids(4, 5, 6)
     with megatron(2):
-        stock, model = (build(model_class, tied=True, sequence_parallel=True) for model_class in (GPTModel, NewModel))
-        model.context = {"outputs": ("logprob", "entropy"), "temperature": 0.7}
-        logits = 1.5 * full_logits(stock, ids)
-        (logprobs, entropy), found = expected_results(logits / 0.7, labels), call(model, ids, labels=labels)
-        assert relative_error(found.logprob, logprobs) < 1e-5
-        assert relative_error(found.entropy, entropy) < 1e-5
-        model.context, expected = None, -expected_results(logits, labels)[0]
-        losses = call(model, ids, labels=labels)
-        assert relative_error(losses, expected) < 1e-5
+        model = build(GPTModel, tied=True, sequence_parallel=True)
+        weight, logits = model.shared_embedding_or_output_weight(), 1.5 * full_logits(model, ids)
+        losses = -expected_results(logits, labels)[0]
         losses.mean().backward()
-        expected.mean().backward()
-        for value, correct in zip(gradients(model), gradients(stock), strict=True):
-            assert relative_error(value, correct) < 1e-5
+        expected = gradients(model)
+        with mock.patch.object(GPTModel, "_postprocess", postprocess):
+            context: Any = {"outputs": ("logprob", "entropy"), "temperature": 0.7}
+            found = call(model, ids, labels=labels)
+            for value, correct in zip(vars(found).values(), expected_results(logits / 0.7, labels), strict=False):
+                assert relative_error(value, correct) < 1e-5
+            context = None
+            plain = call(model, ids, labels=labels)
+        with mock.patch.dict(flce.megatron._STOCK, _postprocess=postprocess):
+            flce.megatron.install(gradient_accumulation_fusion=True)
+            weight.main_grad = torch.zeros_like(weight, requires_grad=False)
+            with_options = call(model, ids, labels=labels)
+        flce.megatron.uninstall()
+        for value in (plain, with_options):
+            assert relative_error(value, losses) < 1e-5
+            value.mean().backward()
+            if value is with_options:  # main_grad has the gradient of the head, and .grad of the embedding
+                assert relative_error(weight.grad, expected[0]) > 0.1
+                weight.grad += weight.main_grad
+            for gradient, correct in zip(gradients(model), expected, strict=True):
+                assert relative_error(gradient, correct) < 1e-5
