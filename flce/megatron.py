@@ -283,43 +283,34 @@ def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[...,
         layer = getattr(self, "output_layer", None)  # of the last pipeline stage
         if not isinstance(layer, ColumnParallelLinear) or kwargs.get("inference_context") is not None:
             return stock(self, **kwargs)
-        has_labels, run, depths = kwargs.get("labels") is not None, stock, None
-        if not has_labels and self.config.mtp_num_layers and not hasattr(gpt_model, "process_mtp_loss"):
-            run = _main_logits
+        has_labels, num_mtp_layers, depths = kwargs.get("labels") is not None, self.config.mtp_num_layers, None
         gathers_classes = kwargs.get("runtime_gather_output")
         gathers_classes = layer.gather_output if gathers_classes is None else gathers_classes
-        if layer.tp_group.size() == 1:
-            kwargs["runtime_gather_output"] = gathers_classes = False
-        if gathers_classes or not (has_labels or lazy):
-            return run(self, **kwargs)
         with contextlib.ExitStack() as contexts:
+            if num_mtp_layers and not has_labels and not hasattr(gpt_model, "process_mtp_loss"):
+                # Megatron-Core before 0.17 needs labels for the losses of MTP layers.
+                if not kwargs.get("mtp_in_postprocess"):  # an earlier stage has run the MTP layers
+                    kwargs["hidden_states"] = kwargs["hidden_states"].chunk(1 + num_mtp_layers)[0]
+                kwargs["mtp_in_postprocess"] = False
+                contexts.enter_context(_replaced(self.config, "mtp_num_layers", None))
+                contexts.enter_context(_replaced(self, "mtp_process", False))
+            if (gathers_classes and layer.tp_group.size() > 1) or not (has_labels or lazy):
+                return stock(self, **kwargs)
+            kwargs["runtime_gather_output"] = False
             if kwargs.get("mtp_in_postprocess") and self.share_embeddings_and_output_weights:
                 # `grad_added_to_main_grad` discards the gradient of the MTP layers' embedding, unless this is set.
                 # Megatron sets it without pipeline stages only.
                 self.shared_embedding_or_output_weight().zero_out_wgrad = True
             # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
             is_separate = getattr(self.config, "mtp_detach_heads", False) or kwargs.get("output_processor")
-            if has_labels and self.config.mtp_num_layers and not is_separate:
+            if has_labels and num_mtp_layers and not is_separate:
                 depths = _Depths(self, **kwargs)
                 if kwargs.get("mtp_in_postprocess"):
                     contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
             contexts.enter_context(_lazy_output_layer(layer, options, not has_labels, depths))
-            return run(self, **kwargs)
+            return stock(self, **kwargs)
 
     return _postprocess
-
-
-def _main_logits(
-    model: Any, hidden_states: Tensor, mtp_in_postprocess: bool | None = None,
-    runtime_gather_output: bool | None = None, **others: Any,
-) -> Tensor:  # fmt: skip
-    """Return the logits of a model with MTP layers, for which Megatron-Core before 0.17 needs labels."""
-    if not mtp_in_postprocess:  # an earlier stage has run the MTP layers
-        hidden_states = hidden_states.chunk(1 + model.config.mtp_num_layers)[0]
-    tied = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if tied else None
-    logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
-    return logits.transpose(0, 1).contiguous()
 
 
 @functools.wraps(_STOCK["compute_language_model_loss"])
@@ -328,8 +319,8 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    compute = state.loss if state.division.depths is None else functools.partial(state.division.depths.next_loss, state)
-    has_counts = self.config.mtp_num_layers and getattr(multi_token_prediction, _COUNTS, None)
+    depths, has_counts = state.division.depths, self.config.mtp_num_layers and vars(multi_token_prediction)[_COUNTS]
+    compute = state.loss if depths is None else functools.partial(depths.next_loss, state)
     loss, *is_correct = compute(labels.t(), *(["correct"] if has_counts else []))
     if is_correct:
         (logits.is_correct,) = is_correct
@@ -418,7 +409,7 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor, group: Any = None) -> 
     logits = vocab_parallel_logits if vocab_parallel_logits.dtype == torch.float64 else vocab_parallel_logits.float()
     largest = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    shifted = logits - largest
+    shifted = (logits - largest).clamp(min=-1e4)  # exp(-1e4) is 0; 0 times -inf would be NaN
     exponentials = shifted.exp()
     total = sum_over_group(exponentials.sum(-1))
     entropy: Tensor = total.log() - sum_over_group((exponentials * shifted).sum(-1)) / total

@@ -22,6 +22,11 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
     return logprobs
 
 
+def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Return the entropy of each token, like verl's function (0.9.1). `chunk_size` has no effect."""
+    return vocab_parallel_entropy(vocab_parallel_logits)
+
+
 def from_parallel_logits_to_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,

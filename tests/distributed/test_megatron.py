@@ -204,6 +204,7 @@ def test_counts_of_correct_labels(detached: bool) -> None:
             counts: list[Any] = []
             model = build(type("Model", (Counts, base), {}), mtp_num_layers=2)
             model.config.mtp_detach_heads = detached
+            multi_token_prediction.MTPLossLoggingHelper.tracker = {}
             call(model, ids, labels=ids, loss_mask=mask.clone())
             found.append(counts)
     assert found[1] == found[0]
@@ -378,6 +379,23 @@ def test_logprobs_of_lazy_logits(settings: dict[str, Any]) -> None:
 
 
 @in_processes(2)
+def test_entropy_of_masked_classes() -> None:
+    """Classes with a logit of -inf have no share in the entropy of real logits, and a gradient of 0."""
+    from flce.megatron import vocab_parallel_entropy
+
+    full = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    expected = torch.distributions.Categorical(logits=full[:, 2:]).entropy()
+    (gradient,) = torch.autograd.grad(expected.sum(), full)
+    with megatron(2):
+        masked = full.detach().index_fill(1, torch.tensor([0, 1]), -torch.inf)
+        local = masked.chunk(2, 1)[dist.get_rank()].requires_grad_()
+        entropy = vocab_parallel_entropy(local)
+        entropy.sum().backward()
+    torch.testing.assert_close(entropy, expected)
+    torch.testing.assert_close(local.grad, gradient.chunk(2, 1)[dist.get_rank()])
+
+
+@in_processes(2)
 def test_casts_of_a_model_in_half_precision() -> None:
     """Megatron's wrapper casts the logits to float32, or not (NeMo-RL's `defer_fp32_logits`). Both are lazy."""
     from megatron.core.transformer.module import Float16Module
@@ -459,7 +477,7 @@ def test_install_and_a_softcap() -> None:
 
 @in_processes(2)
 def test_output_processor() -> None:
-    """Simulate a `GPTModel` of Megatron-Core 0.18, which calls the function after its decoder; with `install` too."""
+    """Simulate a `GPTModel` of Megatron-Core 0.18, which calls the function after its decoder, also after `install`."""
     from megatron.core.models.gpt import GPTModel
 
     import flce.megatron

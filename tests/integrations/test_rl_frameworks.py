@@ -57,7 +57,9 @@ def test_functions_of_verl_and_slime() -> None:
             if lazy:
                 install(lazy=True)
             logits = call(model, ids)
-            entropy = adapters.vocab_parallel_entropy(vocab_parallel_logits=logits)
+            names = ["vocab_parallel_entropy", "vocab_parallel_entropy_with_chunking"]
+            entropy, chunked = (getattr(adapters, name)(vocab_parallel_logits=logits) for name in names)
+            assert chunked.equal(entropy)
             check(adapters.vocab_parallel_log_probs_from_logits(logits.clone(), labels), entropy)
             rows, tokens = call(model, ids).float().flatten(0, 1), labels.flatten()
             found = adapters.calculate_log_probs_and_entropy(rows, tokens, group, with_entropy=True, chunk_size=4)
