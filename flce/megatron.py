@@ -3,8 +3,6 @@
 Megatron's own code of the model runs. Only the matrix product of the output layer is replaced: it returns lazy logits
 of this process's classes, as Megatron's logits have. `compute_language_model_loss`, `vocab_parallel_logprobs` and
 `vocab_parallel_entropy` compute results over the classes of all processes from them.
-
-The losses of MTP layers and of the model are one call: see `_Depths`.
 """
 
 from __future__ import annotations
@@ -200,7 +198,7 @@ def _lazy_output_layer(
 
     def product(**kwargs: Any) -> Any:
         hidden, weight, bias, group = (kwargs[name] for name in ("input", "weight", "bias", "tp_group"))
-        # "gtp" divides this process's classes over other processes.
+        # `gtp_remat_size`: the number of processes that have parts of this process's classes.
         if reason_not_lazy(hidden, weight, bias) is not None or kwargs.get("gtp_remat_size", 1) > 1:
             return stock_product(**kwargs)
         has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
@@ -319,8 +317,8 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    depths, has_counts = state.division.depths, self.config.mtp_num_layers and vars(multi_token_prediction)[_COUNTS]
-    compute = state.loss if depths is None else functools.partial(depths.next_loss, state)
+    has_counts = self.config.mtp_num_layers and getattr(multi_token_prediction, _COUNTS, None)
+    compute = functools.partial(state.division.depths.next_loss, state) if state.division.depths else state.loss
     loss, *is_correct = compute(labels.t(), *(["correct"] if has_counts else []))
     if is_correct:
         (logits.is_correct,) = is_correct
