@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def speed_up_interpreter() -> None:
     if scope is not None and not hasattr(call, "is_sped_up"):
         _check_no_overflow(interpreter)
         _patch_once(interpreter)
+        _launch_at_once(interpreter)
         _keep_dtypes(interpreter)
         _keep_shapes()
         _check_what_differs(interpreter)
@@ -40,10 +42,10 @@ def _check_no_overflow(interpreter: Any) -> None:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """Patch the language once for each launch instead of once for each call of a function."""
+    """Patch the language at the first launch, for the rest of this process, instead of at each call of a function."""
     import triton.language as tl
 
-    patch_lang, builtins = interpreter._patch_lang, {}
+    patch_lang = interpreter._patch_lang
 
     class Everything:
         __globals__ = {"tl": tl, "core": tl.core}  # noqa: RUF012 - the attribute of a function, which this replaces
@@ -57,11 +59,9 @@ def _patch_once(interpreter: Any) -> None:
         return call
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in builtins:
-            members = [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
-            builtins[package] = [(name, with_semantic(member)) for name, member in members]
-        for name, member in builtins[package]:
-            scope.set_attr(package, name, member)
+        for name, member in inspect.getmembers(package):
+            if tl.core.is_builtin(member):
+                setattr(package, name, with_semantic(member))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = self.rewrite()
@@ -71,12 +71,38 @@ def _patch_once(interpreter: Any) -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     call.is_sped_up = True  # type: ignore[attr-defined]
+
+    @functools.cache
+    def patch() -> Any:
+        patch_lang(Everything)
+        return SimpleNamespace(restore=lambda: None)
+
     interpreter._patch_builtin = patch_builtin
-    interpreter._patch_lang = lambda function: patch_lang(Everything)
+    interpreter._patch_lang = lambda function: patch()
     interpreter.InterpretedFunction.__call__ = call
 
 
+def _launch_at_once(interpreter: Any) -> None:
+    """Inspect each kernel once. Copy no arguments, because all tensors are on the CPU."""
+    import triton.language as tl
+    from triton.runtime import jit
+
+    argspec, signature = functools.cache(inspect.getfullargspec), functools.cache(inspect.signature)
+
+    def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getfullargspec": argspec, "getcallargs": arguments})
+    interpreter.GridExecutor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None
+    jit._normalize_ty, tl.str_to_ty = functools.cache(jit._normalize_ty), functools.cache(tl.str_to_ty)
+
+
 def _keep_dtypes(interpreter: Any) -> None:
+    import triton.language as tl
+
     look_up, cache = interpreter._get_np_dtype, {}
 
     def cached(dtype: Any) -> Any:
@@ -85,6 +111,9 @@ def _keep_dtypes(interpreter: Any) -> None:
         return cache[dtype.name]
 
     interpreter._get_np_dtype = cached
+    equal = tl.dtype.__eq__
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    interpreter.TensorHandle.__post_init__ = lambda self: None  # instead of a check of the dtype
 
 
 def _keep_shapes() -> None:
