@@ -65,7 +65,7 @@ DENSE = """
     helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
     starcoder2
 """.split()  # noqa: SIM905
-COMPILED = [f"causal-{name}" for name in ("cohere", "gpt_neox", "phi3")]
+COMPILED = [f"causal-{name}" for name in ("cohere", "gpt_neox")]
 
 
 def select_architectures(sample: list[str], all_names: set[str] | None = None) -> list[Any]:

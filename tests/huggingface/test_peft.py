@@ -210,8 +210,7 @@ SURROUNDED = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("name", SURROUNDED)
+@pytest.mark.parametrize("name, when", zip(SURROUNDED, itertools.cycle(WHEN)))
 @pytest.mark.usefixtures("fail_on_materialize")
 def test_around_one_model(name: str, when: str, compare: Compare) -> None:
     compare(SURROUNDED[name], when=when)

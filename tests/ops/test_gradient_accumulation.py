@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunks": {"strategy": "tokens", "chunk_rows": 7},
     "blocks": {"strategy": "vocab"},
     "blocks of chunks": {"strategy": "vocab", "chunk_rows": 16, "skip_ignored": True},
-    "budget": {"max_workspace_bytes": 8600},
+    "budget": {"max_workspace_bytes": 9500},
     "sampled": {"sample_below": 2.0**-20},
 }
 
