@@ -282,10 +282,6 @@ def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Vocabulary parallelism in a world of one (of several: test_vocab_parallel.py)
-
-
-# ---------------------------------------------------------------------------------------------------------
 # CUDA
 
 

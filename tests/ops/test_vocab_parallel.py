@@ -54,7 +54,7 @@ INPLACE = (False, True)
 # Merged states of shards, without processes
 
 
-@pytest.mark.parametrize("edges", [(0, 37), (0, 13, 26, 37), (0, 1, 2, 36, 37, 37)], ids=str)
+@pytest.mark.parametrize("edges", [(0, 37), (0, 1, 2, 36, 37, 37)], ids=str)
 def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.device) -> None:
     """Usual rows and extreme rows. If a row has no softmax, only its loss is compared."""
     spec = LogprobSpec("none", label_smoothing=0.1, z_loss=0.1, stats=OUTPUTS)
