@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -116,4 +117,5 @@ def run_in_child(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     stock = {compiled: results(build(), compiled) for compiled in (False, True)}
+    gc.freeze()  # collections in the children do not copy its memory
     print(json.dumps({name: {**run_in_child(name), "stock": stock[name in COMPILER_NAMES]} for name in sys.argv[1:]}))
