@@ -131,7 +131,7 @@ def test_compiled_evaluation_before_training(tmp_path):
     results = []
     for patched in (False, True):
         torch.compiler.reset()
-        compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+        compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"} if patched else {}
         trainer = make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
         before, predicted = trainer.evaluate()["eval_loss"], trainer.predict(trainer.eval_dataset)
         trainer.train()
