@@ -202,7 +202,8 @@ SURROUNDED = {
         f"a compiled evaluation of a copied head, {fullgraph=}": f"""
         model = adapted(patch, build("Llama", num_hidden_layers=1), when, CONFIGS["modules_to_save"]()).eval()
         torch.compiler.reset()
-        outputs = torch.compile(model, backend="eager", fullgraph={fullgraph})(**batch())
+        compiled = torch.compile(model, backend="eager", fullgraph={fullgraph}) if patched else model
+        outputs = compiled(**batch())
         backward(outputs.loss)
         lazy(outputs.logits)"""
         for fullgraph in (True, False)
@@ -236,7 +237,7 @@ OF_EACH_CONFIG = {
     "compiled": """
         model = adapted(patch, build("Gemma2", num_hidden_layers=1), when, CONFIGS[config]())
         torch.compiler.reset()
-        outputs = torch.compile(model, backend="eager")(**batch())
+        outputs = (torch.compile(model, backend="eager") if patched else model)(**batch())
         assert when == "before" or isinstance(outputs.logits, LazyLogits) == patched
         backward(outputs.loss)
         if when == "after":
