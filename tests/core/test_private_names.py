@@ -41,6 +41,7 @@ DOCUMENTED: dict[str, str] = {
     "_old_forward": "of modules that Accelerate changed; may be missing",
     "_grouped_mm": "an operator of newer versions; may be missing",
     "_getframe": "Python's own",
+    "_forward_impl": "of Megatron's linear layers, whose subclasses override it",
     "_fields": "of named tuples, Python's own",
     "_make": "of named tuples, Python's own",
     "_asdict": "of named tuples, Python's own",
