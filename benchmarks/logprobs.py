@@ -277,9 +277,9 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases([TINY, FLOAT32_HEAD], rounds=2, seconds=1.0),
     # Two to three minutes of one large GPU, most of them for the compilation of kernels.
     "h200": lambda: plan_cases([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
-    # Logits of a real head. A minute.
     # A head in bfloat16, in float32 and in TF32, and flce, with errors. A minute.
     "float32-head": lambda: plan_cases([replace(FLOAT32_HEAD, tokens=MAIN[0], hidden=MAIN[1], vocab=MAIN[2])], 9, 1.0),
+    # Logits of a real head. A minute.
     "sampled": lambda: plan_cases([replace(SAMPLED, head=f"gemma3 {text}") for text in TEXTS], rounds=9, seconds=1.0),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flce.backends.contract import ENTRIES_PER_TOKEN, WORD_CLASSES
-from flce.engine.case import ROW_MULTIPLE, Case, ceil_div
+from flce.engine.case import ROW_MULTIPLE, Case, ceil_div, equal_rows
 from flce.engine.pass_context import PassContext
 from flce.engine.sampling import SampledGradients, Sampler
 from flce.engine.schedules.blocks import Blocks
@@ -68,11 +68,9 @@ class Sampled(Deferred):
 
     def backward(self, ctx: PassContext) -> None:
         # Marks need no memory here: a chunk has more tokens. All chunks have about the same number.
-        row_bytes, num_rows = SampledGradients.row_bytes(ctx), ctx.selection.num_rows
+        row_bytes = SampledGradients.row_bytes(ctx)
         rows = self.rows * row_mark_bytes(ctx.vocab_size) // (row_bytes * ROW_MULTIPLE) * ROW_MULTIPLE
-        rows = min(max(self.rows, rows), num_rows)
-        equal = ceil_div(num_rows, ceil_div(num_rows, rows)) if rows else 0
-        rows = min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
+        rows = equal_rows(ctx.selection.num_rows, max(self.rows, rows))
         wait_for_number, gradients = ctx.count_entries(), SampledGradients(ctx, rows, self.sample_below)
         for chunk in ctx.chunks(rows):
             gradients.add_frequent(chunk)
