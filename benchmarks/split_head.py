@@ -8,7 +8,8 @@
 Without torch.distributed.run the process is the first of 2, 4 and 8 processes, and collectives return at once
 (PyTorch's "fake" backend). With torch.distributed.run the time includes the links, and peers are measured, too.
 "last-stage" is the head of a training step of Megatron: losses of tokens, and a gradient of the weight that is added to
-its float32 `main_grad`. The head is random, with frequencies of Zipf's law; the floor is the four products.
+its float32 `main_grad`. The heads are one of Zipf's law and that of Gemma 3 270M (see `benchmarks/real_heads.py`); the
+floor is the four products.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from benchmarks import operator
 from benchmarks.benchmark import Plan, plan_cases
 from benchmarks.cases import BenchCase, Contender, StepOutcome, needs_package
 from benchmarks.measure import BenchMeter, Prepared, ReadyContender, do_nothing
-from benchmarks.real_heads import zipf_head
+from benchmarks.real_heads import TEXTS, real_head
 from benchmarks.runs import BenchResult
 from flce.core import shard
 from flce.core.shard import shard_bounds
 from flce.tools.machine import DTYPES
 
 HEAD_START = 0.03  # seconds; the host launches a call in less
-ZIPF_STD = 6.0  # of noise in logits, see `real_heads.zipf_head`
 INTO_MAIN_GRAD: dict[str, Any] = {"gradient_accumulation_fusion": True}
 
 
@@ -49,13 +49,13 @@ class SplitCase(BenchCase):
     processes: int
     sequence_parallel: bool = False  # each process has a share of the tokens
     alone: bool = False  # no other process runs
-    last_stage: bool = False  # of Megatron
+    head: str = ""  # of `real_head`, for a training step of Megatron
     dtype: str = "bfloat16"
 
     @property
     def title(self) -> str:
         more = ", sequence parallel" * self.sequence_parallel + ", one alone" * self.alone
-        more += ", last stage" * self.last_stage
+        more += f", last stage, {self.head}" if self.head else ""
         return f"{self.tokens} x {self.hidden} x {self.vocab}, {self.dtype}, {self.processes} processes{more}"
 
 
@@ -74,8 +74,8 @@ class Operands:
         draw.manual_seed(1)
         self.target = torch.randint(case.vocab, (case.tokens,), device=device, generator=draw)
         self.logits = self.states.new_empty(case.tokens, self.stop - self.start)
-        if case.last_stage:
-            x, weight, self.target = zipf_head((case.tokens, case.hidden, case.vocab), ZIPF_STD, device)
+        if case.head:
+            x, weight, self.target = real_head(case.head, (case.tokens, case.hidden, case.vocab), device)
             if case.alone:  # No other process has the other targets.
                 self.target = self.target % (self.stop - self.start) + self.start
             self.x.data.copy_(x)
@@ -193,20 +193,18 @@ def four_products(operands: Operands) -> object:
 
 
 C = SplitContender
-alone: dict[str, Any] = {"applies": lambda case, device: case.alone and not case.last_stage}
-linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.last_stage}
-staged: dict[str, Any] = {"applies": lambda case, device: case.last_stage}
-staged_linked: dict[str, Any] = {"applies": lambda case, device: case.last_stage and not case.alone}
+alone: dict[str, Any] = {"applies": lambda case, device: case.alone and not case.head}
+linked: dict[str, Any] = {"applies": lambda case, device: not case.alone and not case.head}
+staged: dict[str, Any] = {"applies": lambda case, device: bool(case.head)}
+staged_linked: dict[str, Any] = {"applies": lambda case, device: bool(case.head) and not case.alone}
 # The others do not support sequence parallelism.
-all_tokens: dict[str, Any] = {
-    "applies": lambda case, device: not (case.alone or case.sequence_parallel or case.last_stage)
-}
+all_tokens: dict[str, Any] = {"applies": lambda case, device: not (case.alone or case.sequence_parallel or case.head)}
 needs_liger = needs_package(LIGER_LOGITS, "liger-kernel")
 needs_fused = needs_package("liger_kernel.ops.fused_linear_scaled_cross_entropy", "liger-kernel")
 needs_megatron = needs_package(f"{MEGATRON}.tensor_parallel.cross_entropy", "megatron-core")
 needs_cce = needs_package("cut_cross_entropy.vocab_parallel", "its repository's cut-cross-entropy")  # 25.1.1 has none
 CONTENDERS = [
-    C("floor", "three bare products", "floor", products, applies=lambda case, device: not case.last_stage),
+    C("floor", "three bare products", "floor", products, applies=lambda case, device: not case.head),
     C("floor-of-tokens", "four bare products", "floor", four_products, **staged),
     C("megatron", "Megatron's loss of logits", "stock", of_megatron, unavailable=needs_megatron, **staged_linked),
     C("ours-of-tokens", "flce, then a sum", "ours", last_stage, **staged),
@@ -263,8 +261,9 @@ def prepare(case: SplitCase, device: torch.device) -> Prepared:
 SHAPES = [(8192, 8192, 128256), (16384, 4096, 128256), (8192, 4096, 128256)]
 SEQUENCE_PARALLEL = SplitCase(65536, 8192, 128256, 0, True)
 TINY = [SplitCase(64, 32, 1000, 0, several, dtype="float32") for several in (False, True)]
-LAST_STAGE = SplitCase(8192, 4096, 128256, 0, last_stage=True)
-LAST_STAGE_TINY = replace(LAST_STAGE, tokens=64, hidden=32, vocab=1000)
+LAST_STAGE = SplitCase(8192, 4096, 128256, 0, head="zipf 6")
+LAST_STAGES = [LAST_STAGE, *(replace(LAST_STAGE, vocab=262144, head=f"gemma3 {text}") for text in TEXTS)]
+LAST_STAGES_TINY = [replace(LAST_STAGE, tokens=64, hidden=32, vocab=1000)]
 
 
 def cases(large: bool) -> list[SplitCase]:
@@ -275,17 +274,17 @@ def cases(large: bool) -> list[SplitCase]:
     return [replace(case, processes=count, alone=not here) for count in counts for case in found]
 
 
-def last_stages(case: SplitCase) -> list[SplitCase]:
-    """Return the case for the process group, or for one of 2 processes."""
+def last_stages(stages: list[SplitCase]) -> list[SplitCase]:
+    """Return the cases for the process group, or for one of 2 processes."""
     here = dist.is_initialized()
-    return [replace(case, processes=dist.get_world_size() if here else 2, alone=not here)]
+    return [replace(case, processes=dist.get_world_size() if here else 2, alone=not here) for case in stages]
 
 
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: plan_cases(cases(large=False), rounds=2, seconds=1.0),
     "h200": lambda: plan_cases(cases(large=True), rounds=9, seconds=10.0),
-    "last-stage": lambda: plan_cases(last_stages(LAST_STAGE), rounds=9, seconds=10.0),
-    "last-stage-tiny": lambda: plan_cases(last_stages(LAST_STAGE_TINY), rounds=2, seconds=1.0),
+    "last-stage": lambda: plan_cases(last_stages(LAST_STAGES), rounds=9, seconds=10.0),
+    "last-stage-tiny": lambda: plan_cases(last_stages(LAST_STAGES_TINY), rounds=2, seconds=1.0),
 }
 
 SPLIT_HEAD = replace(
