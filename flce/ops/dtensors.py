@@ -76,8 +76,7 @@ def _compare_calls(function: Callable[..., Any], arguments: dict[str, Any], grou
 
     Called before all checks, so that no process raises an error while the others wait for its results. `groups`: the
     group of the processes, or the groups of dimensions of a mesh, the last dimension first."""
-    x = next(iter(arguments.values()))
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), torch.device("cpu"))
     if not groups or torch.compiler.is_compiling() or not vocabulary_parallel.can_read_values(device):
         return
     check_group(groups[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from typing import Any
 
@@ -262,6 +263,7 @@ def test_divergences() -> None:
 @in_processes(most_processes())
 def test_different_settings() -> None:
     """Check that all processes of a mesh compare the arguments of calls with DTensors, before they redistribute."""
+    os.environ["FLCE_DEBUG"] = "1"  # so that they do on a GPU, too
     p, is_last = problem((4, 8), 16, 41), dist.get_rank() == dist.get_world_size() - 1
     for mesh, tokens, classes in _meshes():
         x, weight = distribute_tensor(p.input, mesh, tokens), distribute_tensor(p.linear_weight, mesh, classes)
@@ -293,6 +295,7 @@ def test_a_new_argument() -> None:
         got.append((type(input), tuple(linear_weight.shape[1:]), gamma))
         return flce.LinearLogprobsOutput()
 
+    os.environ["FLCE_DEBUG"] = "1"
     p, is_last = problem((3, 4), 16, 41), dist.get_rank() == dist.get_world_size() - 1
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     x, weight = distribute_tensor(p.input, mesh, [Replicate()]), distribute_tensor(p.linear_weight, mesh, [Shard(0)])

@@ -391,6 +391,16 @@ def test_a_hook_after_a_function_is_an_error(given: str, hook: str) -> None:
         run.step("(lg.sum() + x.sum()).backward()")
 
 
+@pytest.mark.parametrize("view", ["view(-1)[3:]", "transpose(1, 2)[:, 2:]", "diagonal(0, 1, 2)"])
+def test_a_function_after_a_write_to_a_real_view_is_an_error(view: str) -> None:
+    """Such a view is an ordinary tensor. The gradient of the Function would leave the write out."""
+    run = fuzz.Run(fuzz.Setup(), True)
+    for step in ("lg = a(ids)", f"t = lg.{view}", "t.detach().mul_(2)", "Doubled.apply(lg)", "t.mul_(2)"):
+        run.step(step)
+    with pytest.raises(RuntimeError, match=r"Scaled.apply\(\) of logits that were written to through a view"):
+        run.step("Doubled.apply(lg)")
+
+
 def test_the_node_after_the_loss_is_a_warning() -> None:
     with pytest.warns(MaterializedLogitsWarning, match="grad_fn after the loss"):
         after_the_loss().step("assert lg.grad_fn is not None")

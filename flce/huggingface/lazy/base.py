@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +60,7 @@ class Family:
         is_bypassed: whether a copy was read or changed: its gradient does not pass through these logits.
         has_views: whether views exist within a graph of ``torch.compile``, where `views` is not used.
         seen: the version of the real logits after the last operation.
+        graph: the node of their memory in the autograd graph, at this version.
         is_written: whether the real logits were written to, or an autograd.Function has returned a member.
     """
 
@@ -69,6 +72,7 @@ class Family:
     is_bypassed: bool = False
     has_views: bool = False
     seen: Any = None
+    graph: Any = None
     is_written: bool = False
 
     def forget_copies(self) -> None:
@@ -177,7 +181,7 @@ class LazyBase:
     def _set_real(self, real: Tensor) -> None:
         self._real = real
         if self._view is None:
-            self._family.seen = version_of(real)
+            self._family.seen, self._family.graph = version_of(real), _graph_of_memory(real)
             self._leave_origin()
 
     def _leave_origin(self) -> None:
@@ -231,7 +235,7 @@ class LazyBase:
         is_written, family.seen = version != family.seen, version
         if is_written:
             family.forget_copies()
-            family.is_written = True
+            family.is_written, family.graph = True, _graph_of_memory(root._real)
         if is_written or always:
             writers = [lazy for lazy in writers if lazy._family is family]
             views: Iterable[weakref.ref[Any]] = family.views
@@ -242,9 +246,22 @@ class LazyBase:
                 lazy._take_over_node(is_written)
 
     def _update_before_operation(self, real: Tensor) -> None:
+        self._refuse_stale_node()
         self._update_nodes()
         if self._node is None and real.requires_grad:
             self._take_over_node(is_written=True)
+
+    def _refuse_stale_node(self) -> None:
+        """Raise RuntimeError within an ``autograd.Function`` that got these logits after a write through a real view of
+        them. Nothing has noticed the write, so the gradient of the Function's input would leave it out."""
+        family, real = self._family, self._root()._real
+        if torch.is_grad_enabled() or self._node is None or real is None or version_of(real) == family.seen:
+            return
+        if _graph_of_memory(real) is not family.graph and (function := running_function(self)) is not None:
+            raise RuntimeError(
+                f"{function.__name__}.apply() of logits that were written to through a view, after they were computed: "
+                "its gradient would leave out the write. Call logits.materialize() before the write, and use its result"
+            )
 
     def _take_over_node(self, is_written: bool) -> None:
         """Move to the place of the real logits in the autograd graph."""
@@ -288,6 +305,42 @@ class LazyBase:
         if real is not None:
             return repr(real)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
+
+
+def _graph_of_memory(real: Tensor | None) -> Any:
+    """Return the node of a tensor, or of the tensor whose view it is. A write through a view changes it."""
+    if real is None or torch.compiler.is_compiling():
+        return None
+    return (real if real._base is None else real._base).grad_fn
+
+
+def running_function(argument: Any) -> type | None:
+    """Return the ``autograd.Function`` whose forward pass is running with this object as argument, or None."""
+    # From PyTorch 2.14 on `apply` has no Python frame.
+    functions = _functions_by_forward_code()
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        function = functions.get(frame.f_code)
+        if function is not None and _contains(argument, frame.f_locals.values()):
+            return function
+        frame = frame.f_back
+    return None
+
+
+def _functions_by_forward_code() -> dict[Any, type]:
+    """Return the class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
+    functions: dict[Any, type] = {}
+    classes: list[Any] = [torch.autograd.Function]
+    while classes:
+        function = classes.pop()
+        classes += function.__subclasses__()
+        functions[getattr(inspect.unwrap(function.forward), "__code__", None)] = function
+    return functions
+
+
+def _contains(value: Any, values: Iterable[Any]) -> bool:
+    """Return True if this object is one of the values, or an item of a tuple among the values."""
+    return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
 def is_lazy(value: Any) -> bool:

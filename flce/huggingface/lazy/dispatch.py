@@ -310,6 +310,8 @@ def materialize_arguments(value: Any, func: Any, detach: bool = False, allow_sma
 
     def real(lazy: Any) -> Tensor:
         is_unread = lazy._get_real() is None
+        if detach:
+            lazy._refuse_stale_node()
         reads_view_alone = allow_small_views and is_unread and lazy._is_small_view()
         compute = lazy._compute if reads_view_alone else lazy._materialize
         logits = materialize_and_report(lazy._state, func, compute) if is_unread else compute()

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase
+from flce.huggingface.lazy.base import CLASS_BY_COMPILING, LazyBase, running_function
 from flce.huggingface.lazy.dispatch import dispatch, materialize_arguments
 from flce.huggingface.lazy.state import LazyState
-
-
-def _functions_by_forward_code() -> dict[Any, type]:
-    """Return the class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
-    functions: dict[Any, type] = {}
-    classes: list[Any] = [torch.autograd.Function]
-    while classes:
-        function = classes.pop()
-        classes += function.__subclasses__()
-        functions[getattr(inspect.unwrap(function.forward), "__code__", None)] = function
-    return functions
-
-
-def _contains(value: Any, values: Iterable[Any]) -> bool:
-    """Return True if this object is one of the values, or an item of a tuple among the values."""
-    return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
 class TracedLazyLogits(LazyBase):
@@ -50,18 +32,13 @@ class TracedLazyLogits(LazyBase):
 
     def _check_caller(self) -> None:
         """Raise TypeError within an ``autograd.Function`` with this object as argument: autograd would not see it."""
-        # From PyTorch 2.14 on `apply` has no Python frame.
-        functions = _functions_by_forward_code()
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            function = functions.get(frame.f_code)
-            if function is not None and _contains(self, frame.f_locals.values()):
-                raise TypeError(
-                    f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as "
-                    "a plain object would lose their gradient. Pass logits.materialize(), or patch the compiled "
-                    "module: flce.patch_model(module)"
-                )
-            frame = frame.f_back
+        function = running_function(self)
+        if function is not None:
+            raise TypeError(
+                f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as a plain object "
+                "would lose their gradient. Pass logits.materialize(), or patch the compiled module: "
+                "flce.patch_model(module)"
+            )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
