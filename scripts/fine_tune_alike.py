@@ -94,8 +94,10 @@ def by_frequency(values: Tensor, counts: Tensor) -> dict[str, float]:
     return {name: values[group].mean().item() for name, group in groups.items()}
 
 
-def fine_tune(name: str, steps: int, tokens: int, lora: bool, device: str) -> dict[str, dict[str, Any]]:
-    """Return figures of each run."""
+def fine_tune(
+    name: str, runs: list[str], steps: int, tokens: int, lora: bool, device: str
+) -> dict[str, dict[str, Any]]:
+    """Return figures of each run. Changes of rows are compared with the first run's."""
     stock, tokenizer = real_models.load(name)
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -108,8 +110,9 @@ def fine_tune(name: str, steps: int, tokens: int, lora: bool, device: str) -> di
     counts, code = texts["training"].flatten().bincount(minlength=len(weight)), texts["code"]
     order = torch.randperm(steps * BATCH, generator=torch.Generator().manual_seed(0)).to(device)
     found: dict[str, dict[str, Any]] = {}
-    change_of_stock = None
-    for run, options in RUNS.items():
+    first_change = None
+    for run in runs:
+        options = RUNS[run]
         model, start = copy.deepcopy(stock), time.monotonic()
         rows = texts["training"][order if run == OTHER_ORDER else slice(None)]
         losses, dense = train(model, rows.view(steps, BATCH, -1), 5e-4 if lora else 5e-5, options)
@@ -124,9 +127,9 @@ def fine_tune(name: str, steps: int, tokens: int, lora: bool, device: str) -> di
         }
         if not lora:
             change = model.get_output_embeddings().weight.detach() - weight
-            change_of_stock = change if change_of_stock is None else change_of_stock
+            first_change = change if first_change is None else first_change
             found[run]["change of rows"] = by_frequency(change.norm(dim=1) / weight.norm(dim=1), counts)
-            cosines = F.cosine_similarity(change, change_of_stock, dim=1)
+            cosines = F.cosine_similarity(change, first_change, dim=1)
             found[run]["cosine with the change by stock"] = by_frequency(cosines, counts)
         found[run] |= {"dense steps": dense, "seconds": seconds, "losses": losses}
         print(run, {key: value for key, value in found[run].items() if key != "losses"}, flush=True)
@@ -135,17 +138,20 @@ def fine_tune(name: str, steps: int, tokens: int, lora: bool, device: str) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=list(real_models.MODELS))
+    parser.add_argument("name", choices=list(real_models.MODELS))
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=1024, help="of each of the 4 sequences of a step")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    runs = fine_tune(arguments.model, arguments.steps, arguments.tokens, arguments.lora, arguments.device)
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
-    facts = {"device": device, "torch": torch.__version__, "steps": arguments.steps, "lora": arguments.lora}
-    arguments.out.write_text(json.dumps({"model": arguments.model, **facts, "runs": runs}, indent=1) + "\n")
+    settings = vars(arguments)
+    out = settings.pop("out")
+    runs = fine_tune(**settings)
+    if arguments.device == "cuda":
+        settings["device"] = torch.cuda.get_device_name()
+    out.write_text(json.dumps({**settings, "torch": torch.__version__, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
