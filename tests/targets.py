@@ -183,7 +183,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "results": {"logprobs": True, "softcap": 5.0, "stats": ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")},
 }
 ROWS = 8
-# In one block and in several, with edges and without.
+# In one block and in several, of whole vectors and of single elements.
 COLUMNS = (1000, 4096, 50257, 128256)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 _SLICE_SHAPES = (ROWS, 512), (8000, 512), (ROWS, 8000)  # tokens, classes and exponentials of a divided head

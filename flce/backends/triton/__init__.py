@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import GradientCall, RowInputs, RowOutputs, StatisticsCall, TileCall
+from flce.backends.eager import TorchBackend
 from flce.backends.sampling import choose_frequent
 from flce.backends.triton import (
     divergence,
@@ -165,6 +166,9 @@ def _row_gradient(call: GradientCall) -> Iterator[Launch]:
     yield build_launch(row_gradient_kernel, grid, call, options, LOGIT_OPTIONS)
 
 
+_TORCH = TorchBackend()  # for softmaxes of rows that are not whole vectors
+
+
 class TritonBackend:
     name = "triton"
 
@@ -215,10 +219,14 @@ class TritonBackend:
         return out
 
     def softmax(self, x: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
+        if not softmax.has_vectors(x, dtype):
+            return _TORCH.softmax(x, dtype, log)
         with _device_guard(x):
             return softmax.forward(x, dtype, log)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool) -> Tensor:
+        if not softmax.has_vectors(y, dtype):
+            return _TORCH.softmax_backward(grad, y, dtype, log)
         with _device_guard(y):
             return softmax.backward(grad, y, dtype, log)
 

@@ -39,13 +39,6 @@ def block_in_groups(block, row_blocks, group_blocks, group):
 
 
 @triton.jit
-def row_head(start, VECTOR: tl.constexpr):
-    """Return the number of elements of a row before its first multiple of VECTOR (a power of two) elements. The row
-    begins `start` elements behind such a multiple."""
-    return ((-start) & (VECTOR - 1)).to(tl.int32)
-
-
-@triton.jit
 def tanh_and_derivative(x):
     """Return tanh(x) and 1 - tanh(x)^2, computed from t = exp(-2|x|), which cannot overflow.
 

@@ -17,9 +17,7 @@ The result of a row is NaN if all its elements are -inf, or if it has +inf or Na
 check: NaN results from (-inf) - (-inf), because the row's maximum is not replaced by 0.
 
 The number of columns is in units of ALIGN elements, so that the compiler knows its divisors, and whole vectors lie
-within a row. Rows that begin at any address (with an odd number of columns) have *edges*: up to EDGES - 1 elements
-before the first boundary of a vector and behind the last one. The kernel processes the whole vectors between the edges
-like an aligned row, and the edges as a second small tile of single elements.
+within a row. Longer rows of another length (`has_vectors`) are left to PyTorch: single elements would be slower.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.triton.launch import (
-    LINE_BYTES,
     MAX_REGISTERS,
     MIN_FILLED_SHARE,
     VECTOR_BYTES,
@@ -50,7 +47,6 @@ from flce.backends.triton.math import (
     LOG2_E,
     lane_sum,
     load_columns,
-    row_head,
     softmax_merge,
     softmax_update,
 )
@@ -69,8 +65,8 @@ RESIDENT_SHARE = 0.5
 # enough loads in flight.
 VALUES_PER_THREAD = 32
 # Rows shorter than SHORT_TILE columns share a program with SHORT_WARPS, because with programs of one warp a
-# multiprocessor runs half of its possible warps. The rows of a program together have SHORT_TILE columns. Unaligned rows
-# differ (see EDGES_FROM). In backward a program has half of these rows if they are very short and of float32. In
+# multiprocessor runs half of its possible warps. The rows of a program together have SHORT_TILE columns. Rows of
+# single elements differ. In backward a program has half of these rows if they are very short and of float32. In
 # forward, rows of up to 2 * VERY_SHORT columns have twice the warps, and a program has 8 rows of 128 or 256 columns, or
 # the rows that are two vectors for a thread.
 #   backward, columns          512              256              256 float32       128 float32
@@ -95,18 +91,12 @@ NARROW_COLUMNS = 8192
 #   online       82%      88%      90%      142%
 #   resident     71%      82%      76%      122%
 RESIDENT_COLUMNS = 16384
-# Up to this number of columns edges are not separate from the vectors (`softmax`), except for 16-bit values just above
-# a power of two. In backward the difference is 3% in either direction. The edges of online rows end at the first cache
-# line, so that the vectors of two rows never write to the same line. A resident row is slower with such long edges.
-# Microseconds of log-softmax:
+# Up to this number of columns single elements are as fast as PyTorch's kernel. Microseconds of log-softmax:
 #   columns             67              129     201                          257     385
 #   rows in warps       4 in 1                  2 in 1 (4 in 2)                      2 in 4
-#   not separate        2.05            3.05    3.15 (3.30)                  3.87    4.30
-#   separate, at best   2.36            2.70    3.29                         3.41    5.00
+#   this kernel         2.05            3.05    3.15 (3.30)                  3.87    4.30
 #   eager PyTorch       2.64                    3.10                                 4.69
-#   float32: 201 columns 3.58 (4.21), 3.79 and 3.63; 385 columns 4.79, 5.42 and 5.07
-#   edges up to the first cache line, and up to 16 bytes: 50257 online 82%, 80%; 10007 resident, backward, 80%, 90%
-EDGES_FROM = 512
+MAX_SINGLE_COLUMNS = 512
 # For `fewest_warps` of the online kernels. Columns of 16-bit values, unless another dtype is named:
 #   forward, 65536        16 warps 142%    32 warps 126%, which is best for twice the bytes
 #   forward, 32768        8 warps 87%      16 warps 90%
@@ -133,12 +123,10 @@ def softmax_kernel(
     LOG: tl.constexpr,
     BACKWARD: tl.constexpr,
     ALIGN: tl.constexpr,
-    EDGES: tl.constexpr,  # elements of a vector if rows have edges; otherwise 0
-    SLOTS: tl.constexpr,  # size of the tile for the edges of a row
     LONG: tl.constexpr,  # 2^30 columns or more
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     ROWS: tl.constexpr,  # of a program
-    COLS: tl.constexpr,  # resident: at least cols, or the columns in whole vectors; 0: online
+    COLS: tl.constexpr,  # resident: at least cols; 0: online
     NARROW: tl.constexpr,  # resident: the row stays in the dtype of x
     PARTS: tl.constexpr,  # online: a block has PARTS x LANES x VECTOR columns, each thread is a lane
     LANES: tl.constexpr,
@@ -159,24 +147,9 @@ def softmax_kernel(
     if LONG:
         cols = cols.to(tl.int64)
     vector_cols = cols * ALIGN
-    if EDGES:
-        head = row_head(start, EDGES)
-        # Add the head as a product: then the compiler knows that pointers to vectors are aligned like the tensors.
-        start = (start + (EDGES - 1)) // EDGES * EDGES
-        rest = cols - head
-        # A product: then the compiler knows that no vector is masked in part.
-        vector_cols = tl.maximum(rest, 0) // EDGES * EDGES
-        slots = tl.arange(0, SLOTS) if FLAT else tl.arange(0, SLOTS)[None, :]
-        edges = slots - head + tl.where(slots < head, 0, vector_cols)
-        edge_mask = edges < rest
-        if ROWS > 1:
-            edge_mask = edge_mask & present
     x_ptr += start
     grad_ptr += start
     out_ptr += start
-    if EDGES:
-        edge_x, edge_grad = _load(x_ptr, grad_ptr, edges, edge_mask, "", BACKWARD)
-        edge_x, edge_grad = edge_x.to(ACCUM), edge_grad.to(ACCUM)
 
     if COLS > 0:
         columns = tl.arange(0, COLS) if FLAT else tl.arange(0, COLS)[None, :]
@@ -187,21 +160,14 @@ def softmax_kernel(
         largest, wide_x = 0.0, x.to(ACCUM)
         if not BACKWARD:
             largest = tl.max(wide_x, AXIS, keep_dims=not FLAT)
-            if EDGES:
-                largest = tl.maximum(largest, tl.max(edge_x, AXIS, keep_dims=not FLAT))
             if NARROW:
                 wide_x = _reload_after(x, largest).to(ACCUM)
         total = tl.sum(_term(wide_x, grad.to(ACCUM), largest, LOG, BACKWARD), AXIS, keep_dims=not FLAT)
-        if EDGES:
-            total += tl.sum(_term(edge_x, edge_grad, largest, LOG, BACKWARD), AXIS, keep_dims=not FLAT)
         if NARROW:
             x, grad = _reload_after(x, total), _reload_after(grad, total)
         normalizer = _normalizer(total, LOG, BACKWARD)
         out = _result(x.to(ACCUM), grad.to(ACCUM), largest, normalizer, LOG, BACKWARD)
         tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
-        if EDGES:
-            out = _result(edge_x, edge_grad, largest, normalizer, LOG, BACKWARD)
-            tl.store(out_ptr + edges, out.to(out_ptr.dtype.element_ty), mask=edge_mask)
     else:
         # Keep the row in the cache for the second pass: this saves 1 to 3% for rows of 32,000 elements or more, and
         # nothing in backward. Evict written lines first, before lines that the second pass still has to read.
@@ -210,9 +176,6 @@ def softmax_kernel(
         offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
         largest = tl.full((LANES,), float("-inf"), ACCUM)
         total = tl.full((LANES,), 0.0, ACCUM)
-        if EDGES:
-            # Each lane has at most one element of the edges.
-            largest, total = _update(largest, total, edge_x, edge_grad, LOG, BACKWARD, LANES, 1)
         # All blocks but the last are full.
         last = tl.maximum(vector_cols - 1, 0) // BLOCK * BLOCK
         last_columns = last + offsets
@@ -235,9 +198,6 @@ def softmax_kernel(
         x, grad = _load(x_ptr, grad_ptr, last_columns, mask, "evict_first", BACKWARD)
         out = _result(x.to(ACCUM), grad.to(ACCUM), row_largest, normalizer, LOG, BACKWARD)
         tl.store(out_ptr + last_columns, out.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        if EDGES:
-            out = _result(edge_x, edge_grad, row_largest, normalizer, LOG, BACKWARD)
-            tl.store(out_ptr + edges, out.to(out_ptr.dtype.element_ty), mask=edge_mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -327,6 +287,12 @@ def backward(grad: Tensor, y: Tensor, dtype: torch.dtype, log: bool, launch: Row
     return _launch(y, grad, torch.empty_like(y, dtype=dtype), log, True, launch)
 
 
+def has_vectors(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if rows of `x`, and of results of `dtype`, are whole vectors, or so short that it does not matter."""
+    cols = x.shape[-1]
+    return cols <= MAX_SINGLE_COLUMNS or cols * min(x.dtype.itemsize, dtype.itemsize) % VECTOR_BYTES == 0
+
+
 @functools.lru_cache(maxsize=1024)
 def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device) -> RowLaunch:
     """Return the launch for rows of this length. It does not depend on the number of rows, so a row's result does not
@@ -334,16 +300,10 @@ def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: boo
     tensors = 2 if backward else 1
     padded_cols = triton.next_power_of_2(cols)
     smallest = min(read.itemsize, written.itemsize)
-    vector_cols = _vector_cols(cols, smallest)
-    edges = vector_cols < cols and _has_edges(cols, smallest)
-    # With separate edges, only the columns in vectors count. Backward, 129 columns as 128: 83% instead of 66%; forward,
-    # 257 as 256: 72% instead of 67%, but 515 of float32 as 512: 87% instead of 103%.
-    if edges and vector_cols <= (SHORT_TILE if backward else 2 * VERY_SHORT):
-        padded_cols = triton.next_power_of_2(vector_cols)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # bytes of an element in registers
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
-    if vector_cols < cols and not edges:
+    if cols * smallest % VECTOR_BYTES:
         tile, short_warps = max(SHORT_TILE // 2, 2 * padded_cols), 1 if padded_cols <= 2 * VERY_SHORT else 4
     elif not backward and padded_cols <= 2 * VERY_SHORT:
         tile, short_warps = min(8 * max(padded_cols, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
@@ -380,11 +340,7 @@ def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, lau
     num_rows = x.numel() // cols
     launch = launch or row_launch(cols, x.dtype, out.dtype, backward, x.device)
     rows, lanes, resident = launch.rows, 32 * launch.warps, launch.parts == 0
-    edges = _edges((x, grad, out), cols, 0 if resident else lanes)
-    align = 1 if edges else math.gcd(VECTOR_BYTES, cols)  # an element has at least one byte
-    block = triton.next_power_of_2(max(edges, cols // edges * edges) if edges else cols)
-    # With fewer slots than threads, the compiler would use the layout of the vectors: one load for each vector.
-    slots = max(2 * edges, lanes // rows if rows > 1 else 1)
+    align = math.gcd(VECTOR_BYTES, cols)  # an element has at least one byte
     softmax_kernel[(triton.cdiv(num_rows, rows),)](
         x,
         grad,
@@ -395,11 +351,9 @@ def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, lau
         LOG=log,
         BACKWARD=backward,
         ALIGN=align,
-        EDGES=edges,
-        SLOTS=slots if resident else lanes,
         LONG=cols >= 1 << 30,
         ROWS=rows,
-        COLS=block if resident else 0,
+        COLS=triton.next_power_of_2(cols) if resident else 0,
         NARROW=launch.narrow,
         PARTS=launch.parts,
         LANES=lanes,
@@ -408,27 +362,3 @@ def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, lau
         **overlap_options(x.device),
     )
     return out
-
-
-def _vector_cols(cols: int, size: int) -> int:
-    """Return the number of columns in whole vectors, for elements of `size` bytes."""
-    return cols - cols % (VECTOR_BYTES // size)
-
-
-def _has_edges(cols: int, size: int) -> bool:
-    """Return True if the edges of unaligned rows are separate from their vectors, see `EDGES_FROM`."""
-    above_power_of_2 = size == 2 and cols > VERY_SHORT and 2 * _vector_cols(cols, size) <= triton.next_power_of_2(cols)
-    return cols > EDGES_FROM or above_power_of_2
-
-
-def _edges(tensors: tuple[Tensor, ...], cols: int, slots: int) -> int:
-    """Return the alignment, in elements, of the whole vectors of rows: a cache line if the edges then fit in `slots`,
-    otherwise a vector. Return 0 if rows have no edges, or if the edges of the tensors differ."""
-    smallest = min(t.element_size() for t in tensors)
-    if _vector_cols(cols, smallest) == cols or not _has_edges(cols, smallest):
-        return 0
-    for size in (LINE_BYTES, VECTOR_BYTES):
-        fits = size == VECTOR_BYTES or 2 * size // smallest <= min(slots, cols)
-        if fits and not any(t.data_ptr() % size for t in tensors):
-            return size // smallest
-    return 0
