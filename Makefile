@@ -1,4 +1,4 @@
-# make demo | recipes | peers | quick-start | test | test-real | test-models | test-newest | test-oldest | fuzz | mutants |
+# make demo | recipes | quick-start | test | test-real | test-models | test-newest | test-oldest | fuzz | mutants |
 # make lint | docs | dist | setup | clean
 #
 # Most of these create a virtual environment in $(VENV), with the versions of constraints.txt. It is built once, and
@@ -36,7 +36,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recipes peers quick-start test test-real test-models test-newest test-oldest fuzz mutants lint docs dist clean
+.PHONY: help setup demo recipes quick-start test test-real test-models test-newest test-oldest fuzz mutants lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -84,10 +84,6 @@ TORCH := import sys, importlib.metadata as m; sys.exit(tuple(map(int, m.version(
 recipes: $(READY)
 	RECIPE_STEPS=50 OMP_NUM_THREADS=1 $(RUN) -m pytest -rPs -k "test_the_script or test_trains_alike" \
 	    tests/integrations/test_scripts.py tests/integrations/test_trl.py $(ARGS)
-
-# The newest released versions of the libraries that the benchmarks compare with, beside the measured versions.
-peers: $(READY)
-	$(RUN) -m benchmarks peers
 
 # The quick start of README.md, unchanged, in a copy of this repository.
 quick-start: $(READY)

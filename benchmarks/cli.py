@@ -26,7 +26,6 @@ from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import fill_page
-from benchmarks.peers import version_table
 from benchmarks.quick import quick
 from benchmarks.rows import ROWS
 from benchmarks.runs import Run, describe_run
@@ -196,12 +195,6 @@ def table(
         out.write_text(text)
     if any(table.failure for tables in shown for table in tables):
         raise typer.Exit(1)
-
-
-@app.command()
-def peers() -> None:
-    """Print the newest released versions of the compared libraries beside those of the result files."""
-    typer.echo(version_table().grid(aligned=True))
 
 
 @app.command()
