@@ -78,14 +78,8 @@ VALUES_PER_THREAD = 32
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
 VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
-# Rows of 16-bit values with more than half of this number of columns have half the warps and twice the values, which
-# fit because they stay 16 bits wide. Then more rows are in flight.
-#   columns            16384    16384 backward    5003 backward    8192 backward
-#   half the warps     96%      102%              99%              103%
-#   all of them        91%      96%               81%              104%
-NARROW_COLUMNS = 8192
 # In forward, rows of 16-bit values use the online kernel if they are longer than RESIDENT_COLUMNS, or if they are
-# longer than NARROW_COLUMNS and fill less than MIN_FILLED_SHARE of a resident row. (In backward 32768 columns reach
+# longer than half of that and fill less than MIN_FILLED_SHARE of a resident row. (In backward 32768 columns reach
 # 101% with either kernel.)
 #   columns      10007    12001    32768    65536
 #   online       82%      88%      90%      142%
@@ -127,7 +121,6 @@ def softmax_kernel(
     OVERLAP: tl.constexpr,  # this kernel may start before the previous one ends, and the next before this one ends
     ROWS: tl.constexpr,  # of a program
     COLS: tl.constexpr,  # resident: at least cols; 0: online
-    NARROW: tl.constexpr,  # resident: the row stays in the dtype of x
     PARTS: tl.constexpr,  # online: a block has PARTS x LANES x VECTOR columns, each thread is a lane
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -160,11 +153,7 @@ def softmax_kernel(
         largest, wide_x = 0.0, x.to(ACCUM)
         if not BACKWARD:
             largest = tl.max(wide_x, AXIS, keep_dims=not FLAT)
-            if NARROW:
-                wide_x = _reload_after(x, largest).to(ACCUM)
         total = tl.sum(_term(wide_x, grad.to(ACCUM), largest, LOG, BACKWARD), AXIS, keep_dims=not FLAT)
-        if NARROW:
-            x, grad = _reload_after(x, total), _reload_after(grad, total)
         normalizer = _normalizer(total, LOG, BACKWARD)
         out = _result(x.to(ACCUM), grad.to(ACCUM), largest, normalizer, LOG, BACKWARD)
         tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -207,17 +196,6 @@ def _load(x_ptr, grad_ptr, columns, mask, EVICTION: tl.constexpr, BACKWARD: tl.c
     else:
         x = load_columns(x_ptr + columns, mask, EVICTION, float("-inf"))
         return x, x
-
-
-@triton.jit
-def _reload_after(x, after):
-    """Return 16-bit `x` for a second use that the compiler cannot move before the computation of `after`.
-
-    Otherwise the compiler converts a row to float32 once, which needs twice the registers, and may spill the row to
-    memory. If `after` is NaN, the return value differs from `x`, but the results of the row are NaN anyway.
-    """
-    zero = (after != after).to(tl.int16)
-    return (x.to(tl.int16, bitcast=True) ^ zero).to(x.dtype, bitcast=True)
 
 
 @triton.jit
@@ -271,7 +249,6 @@ class RowLaunch(NamedTuple):
 
     warps: int
     rows: int = 1  # resident: a power of two
-    narrow: bool = False  # resident: 16-bit values stay 16 bits wide between their uses
     parts: int = 0  # online: parts of a block; 0: resident
     vector: int = 1  # online: elements of a vector
     registers: int | None = None  # maximum of a thread
@@ -311,16 +288,13 @@ def row_launch(cols: int, read: torch.dtype, written: torch.dtype, backward: boo
         tile = SHORT_TILE // 2
     rows = max(1, tile // padded_cols)
     max_bytes = RESIDENT_SHARE * min(device_record(device).registers, MAX_WARPS * WARP * MAX_REGISTERS) * 4
-    is_underfilled = padded_cols > NARROW_COLUMNS and filled_share(cols, padded_cols) < MIN_FILLED_SHARE
+    is_underfilled = 2 * padded_cols > RESIDENT_COLUMNS and filled_share(cols, padded_cols) < MIN_FILLED_SHARE
     online = size == 2 and not backward and (padded_cols > RESIDENT_COLUMNS or is_underfilled)
     if rows * padded_cols * size * tensors <= max_bytes and not online:
-        values = rows * padded_cols * tensors * (2 if float64 else 1)  # 32 bits each, except with `narrow`
-        needed = triton.cdiv(values, 32 * VALUES_PER_THREAD)
-        if rows > 1:
-            needed = short_warps * (2 if float64 else 1)
-        # At most 2 * MAX_WARPS are needed, and more than MAX_WARPS only for 16-bit values.
-        narrow = (size == 2 and padded_cols >= NARROW_COLUMNS) or needed > MAX_WARPS
-        return RowLaunch(triton.cdiv(needed, 2) if narrow else needed, rows, narrow)
+        values = rows * padded_cols * tensors * (2 if float64 else 1)  # 32 bits each
+        needed = short_warps * (2 if float64 else 1) if rows > 1 else triton.cdiv(values, 32 * VALUES_PER_THREAD)
+        if needed <= MAX_WARPS:
+            return RowLaunch(needed, rows)
 
     vector = VECTOR_BYTES // (size if float64 else smallest)
     row_bytes = cols * read.itemsize * tensors
@@ -354,7 +328,6 @@ def _launch(x: Tensor, grad: Tensor, out: Tensor, log: bool, backward: bool, lau
         LONG=cols >= 1 << 30,
         ROWS=rows,
         COLS=triton.next_power_of_2(cols) if resident else 0,
-        NARROW=launch.narrow,
         PARTS=launch.parts,
         LANES=lanes,
         VECTOR=launch.vector,
