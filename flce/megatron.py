@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,13 +52,11 @@ class _ShardDivision(HeadDivision):
     Attributes:
         group: the processes, which have equal numbers of classes.
         has_token_shares: whether the hidden states are this process's share of the tokens (sequence parallelism).
-        is_merged: whether results are computed over the classes of all processes.
         depths: the losses of a call of a model with MTP layers.
     """
 
     group: Any = None
     has_token_shares: bool = False
-    is_merged: bool = False
     depths: _Depths | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -95,33 +93,26 @@ class _ShardState(LazyState):
         return super().with_hidden(function)
 
     def _call_operator(self, *args: Any, **kwargs: Any) -> Any:
-        require_lazy(self.division.is_merged)
-        return super()._call_operator(*args, **kwargs)
-
-    def _merged(self, group: Any) -> LazyState:
-        """Return the state of the same tokens in one dimension, with results over the classes of all processes."""
-        # With token shares, flce gathers the first dimension of (S / processes * B, H).
-        tokens = super().with_hidden(lambda x: x.reshape(-1, x.shape[-1]))
-        return replace(tokens, division=replace(self.division, group=group, is_merged=True))
-
-    def loss(self, labels: Tensor, *stats: str) -> list[Tensor]:
-        """Return the loss and the `stats` of each token, of the shape of the labels."""
-        state, target = self._merged(self.division.group), _without_negative(labels).reshape(-1)
-        with state.gathered_weights():
-            out = state.fused_loss(target, reduction="none", ignore_index=-100, stats=stats)
-        results = [out.loss, *(getattr(out, name) for name in stats)] if stats else [out]
-        register_results(state, results[:1])
-        return [result.view(labels.shape) for result in results]
+        raise NoLazyFormError
 
     def results(
-        self, group: Any, labels: Tensor | None, outputs: Sequence[str], temperature: float = 1.0
-    ) -> dict[str, Tensor]:
-        """Return the named results of `flce.linear_logprobs` for each token."""
-        state = self._merged(group)
-        target = None if labels is None else _without_negative(labels).reshape(-1)
-        results = state.token_results(*outputs, target=target, temperature=temperature)
-        register_results(state, [getattr(results, name) for name in outputs])
-        return {name: getattr(results, name).view(self.shape[:-1]) for name in outputs}
+        self, labels: Tensor | None, outputs: Sequence[str], group: Any = None, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """Return results of each token, over the classes of all processes: "loss" and its `stats`, or `outputs` of
+        `flce.linear_logprobs`."""
+        # With token shares, flce gathers the first dimension of (S / processes * B, H).
+        tokens = LazyState.with_hidden(self, lambda x: x.reshape(-1, x.shape[-1]))
+        division = replace(self.division, group=group or self.division.group)
+        state = LazyState(**{**vars(tokens), "division": division})
+        target: Any = None if labels is None else _without_negative(labels).reshape(-1)
+        with state.gathered_weights():
+            if outputs[0] == "loss":
+                out = state.fused_loss(target, reduction="none", stats=tuple(outputs[1:]))
+            else:
+                out = state.token_results(*outputs, target=target, temperature=temperature)
+        results = [out] if isinstance(out, Tensor) else [getattr(out, name) for name in outputs]
+        register_results(state, results)
+        return [result.view(self.shape[:-1]) for result in results]
 
 
 class _Depths:
@@ -145,15 +136,15 @@ class _Depths:
     def set_hidden(self, mtp: Any, arguments: Any, hidden: Tensor) -> None:
         self.hidden = hidden
 
-    def next_loss(self, state: _ShardState, labels: Tensor, *stats: str) -> list[Tensor]:
-        """Return the losses (S, B) and the `stats` of the next MTP layer or, at last, of the model."""
+    def next_results(self, state: _ShardState, labels: Tensor, outputs: Sequence[str]) -> list[Tensor]:
+        """Return the losses (S, B) and their `stats` of the next MTP layer or, at last, of the model."""
         if not self.remaining:
             division = state.division
             # Each process has its share of the tokens of every depth.
             processes = division.group.size() if division.has_token_shares else 1
             shares = self.labels.unflatten(1, (processes, -1)).transpose(0, 1)
             all_depths: Any = LazyState.with_hidden(state, lambda _: self.hidden)
-            results = all_depths.loss(shares.flatten(0, 2), *stats)
+            results = all_depths.results(shares.flatten(0, 2), outputs)
             results = [result.view(shares.shape).transpose(0, 1).flatten(1, 2) for result in results]
             main, *others = zip(self.labels, *results, strict=True)
             self.remaining = [*others, main]
@@ -180,11 +171,10 @@ def _without_negative(labels: Tensor) -> Tensor:
 _usage = Usage()
 
 
-@contextlib.contextmanager
-def _lazy_output_layer(
-    layer: Any, options: ChunkOptions | None, gathers_tokens: bool, depths: _Depths | None = None
-) -> Iterator[None]:
-    """Return a context in which a `ColumnParallelLinear` returns lazy logits.
+def _make_output_layer_lazy(
+    contexts: contextlib.ExitStack, layer: Any, options: ChunkOptions | None, gathers_tokens: bool, depths: Any = None
+) -> None:
+    """Let a `ColumnParallelLinear` return lazy logits until `contexts` end.
 
     ``gathers_tokens``: gather the tokens of sequence parallelism at the call of the layer, so that other code can
     select tokens from the lazy logits. Otherwise the loss gathers the tokens, and reduce-scatters their gradient.
@@ -192,7 +182,6 @@ def _lazy_output_layer(
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError("flce needs defer_embedding_wgrad_compute=False in the TransformerConfig, got True")
     if "_forward_impl" in vars(layer):  # `output_processor` of a model with `install`, whose options apply
-        yield
         return
     stock_product = layer._forward_impl
 
@@ -201,30 +190,23 @@ def _lazy_output_layer(
         # `gtp_remat_size`: the number of processes that have parts of this process's classes.
         if reason_not_lazy(hidden, weight, bias) is not None or kwargs.get("gtp_remat_size", 1) > 1:
             return stock_product(**kwargs)
-        has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
         if kwargs["sequence_parallel"] and gathers_tokens:
             # flce sums the gradient over the processes, so that each process keeps its share.
             hidden = gather_tokens(hidden, tensor_parallel_output_grad=False, group=group)
         optimizer_steps.register()
-        division = _ShardDivision(None, len(weight), group=group, has_token_shares=has_token_shares, depths=depths)
-        state = _ShardState(**vars(head_state(hidden, weight, bias, Settings(options), division=division)))
-        logits = make_lazy(state.with_calls((HeadCall(weight, bias, _usage, layer, None),)))
+        has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
+        division = _ShardDivision(None, len(weight), None, group, has_token_shares, depths)
+        head_call = HeadCall(weight, bias, _usage, layer, None)
+        state = head_state(hidden, weight, bias, Settings(options), head_call, division)
+        logits = make_lazy(_ShardState(**vars(state)))
         return logits if kwargs.get("output_dtype") is None else logits.to(kwargs["output_dtype"])
 
+    contexts.callback(delattr, layer, "_forward_impl")
+    layer._forward_impl = product
     stock_counts = getattr(multi_token_prediction, _COUNTS, None)
-    counts = stock_counts and functools.partial(_count_correct_labels, stock_counts)
-    with _replaced(layer, "_forward_impl", product), _replaced(multi_token_prediction, _COUNTS, counts):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    stock = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if stock is None else setattr(owner, name, stock)
+    if stock_counts is not None:
+        contexts.callback(setattr, multi_token_prediction, _COUNTS, stock_counts)
+        setattr(multi_token_prediction, _COUNTS, functools.partial(_count_correct_labels, stock_counts))
 
 
 # The function of Megatron-Core since 0.19 that counts correct labels of MTP layers, which Megatron logs.
@@ -262,7 +244,8 @@ def install(
     check_options(options)
     if gradient_accumulation_fusion:
         options = replace(options or DEFAULT_OPTIONS, gradient_accumulation_fusion=True)
-    GPTModel._postprocess = _make_postprocess(lazy, options)
+    GPTModel._flce_arguments = lazy, options
+    GPTModel._postprocess = _postprocess
     GPTModel.compute_language_model_loss = _compute_language_model_loss
 
 
@@ -272,43 +255,39 @@ def uninstall() -> None:
         setattr(GPTModel, name, method)
 
 
-def _make_postprocess(lazy: bool, options: ChunkOptions | None) -> Callable[..., Any]:
-    check_options(options)
-    stock = _STOCK["_postprocess"]
-
-    @functools.wraps(stock)
-    def _postprocess(self: Any, **kwargs: Any) -> Any:
-        layer = getattr(self, "output_layer", None)  # of the last pipeline stage
-        if not isinstance(layer, ColumnParallelLinear) or kwargs.get("inference_context") is not None:
+@functools.wraps(_STOCK["_postprocess"])
+def _postprocess(self: Any, **kwargs: Any) -> Any:
+    stock, (lazy, options) = _STOCK["_postprocess"], self._flce_arguments
+    layer = getattr(self, "output_layer", None)  # of the last pipeline stage
+    if not isinstance(layer, ColumnParallelLinear) or kwargs.get("inference_context") is not None:
+        return stock(self, **kwargs)
+    has_labels, num_mtp_layers, depths = kwargs.get("labels") is not None, self.config.mtp_num_layers, None
+    gathers_classes = kwargs.get("runtime_gather_output")
+    gathers_classes = layer.gather_output if gathers_classes is None else gathers_classes
+    with contextlib.ExitStack() as contexts:
+        if num_mtp_layers and not has_labels and not hasattr(gpt_model, "process_mtp_loss"):
+            # Megatron-Core before 0.17 needs labels for the losses of MTP layers.
+            if not kwargs.get("mtp_in_postprocess"):  # an earlier stage has run the MTP layers
+                kwargs["hidden_states"] = kwargs["hidden_states"].chunk(1 + num_mtp_layers)[0]
+            kwargs["mtp_in_postprocess"] = False
+            for owner, name in ((self.config, "mtp_num_layers"), (self, "mtp_process")):
+                contexts.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, None)
+        if (gathers_classes and layer.tp_group.size() > 1) or not (has_labels or lazy):
             return stock(self, **kwargs)
-        has_labels, num_mtp_layers, depths = kwargs.get("labels") is not None, self.config.mtp_num_layers, None
-        gathers_classes = kwargs.get("runtime_gather_output")
-        gathers_classes = layer.gather_output if gathers_classes is None else gathers_classes
-        with contextlib.ExitStack() as contexts:
-            if num_mtp_layers and not has_labels and not hasattr(gpt_model, "process_mtp_loss"):
-                # Megatron-Core before 0.17 needs labels for the losses of MTP layers.
-                if not kwargs.get("mtp_in_postprocess"):  # an earlier stage has run the MTP layers
-                    kwargs["hidden_states"] = kwargs["hidden_states"].chunk(1 + num_mtp_layers)[0]
-                kwargs["mtp_in_postprocess"] = False
-                contexts.enter_context(_replaced(self.config, "mtp_num_layers", None))
-                contexts.enter_context(_replaced(self, "mtp_process", False))
-            if (gathers_classes and layer.tp_group.size() > 1) or not (has_labels or lazy):
-                return stock(self, **kwargs)
-            kwargs["runtime_gather_output"] = False
-            if kwargs.get("mtp_in_postprocess") and self.share_embeddings_and_output_weights:
-                # `grad_added_to_main_grad` discards the gradient of the MTP layers' embedding, unless this is set.
-                # Megatron sets it without pipeline stages only.
-                self.shared_embedding_or_output_weight().zero_out_wgrad = True
-            # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
-            is_separate = getattr(self.config, "mtp_detach_heads", False) or kwargs.get("output_processor")
-            if has_labels and num_mtp_layers and not is_separate:
-                depths = _Depths(self, **kwargs)
-                if kwargs.get("mtp_in_postprocess"):
-                    contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
-            contexts.enter_context(_lazy_output_layer(layer, options, not has_labels, depths))
-            return stock(self, **kwargs)
-
-    return _postprocess
+        kwargs["runtime_gather_output"] = False
+        if kwargs.get("mtp_in_postprocess") and self.share_embeddings_and_output_weights:
+            # `grad_added_to_main_grad` discards the gradient of the MTP layers' embedding, unless this is set.
+            # Megatron sets it without pipeline stages only.
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True
+        # With `mtp_detach_heads` the losses of MTP layers have no gradient of the head.
+        is_separate = getattr(self.config, "mtp_detach_heads", False) or kwargs.get("output_processor")
+        if has_labels and num_mtp_layers and not is_separate:
+            depths = _Depths(self, **kwargs)
+            if kwargs.get("mtp_in_postprocess"):
+                contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
+        _make_output_layer_lazy(contexts, layer, options, not has_labels, depths)
+        return stock(self, **kwargs)
 
 
 @functools.wraps(_STOCK["compute_language_model_loss"])
@@ -317,9 +296,9 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
     if state is None:
         real = logits.materialize() if is_lazy(logits) else logits
         return _STOCK["compute_language_model_loss"](self, labels, real)
-    has_counts = self.config.mtp_num_layers and getattr(multi_token_prediction, _COUNTS, None)
-    compute = functools.partial(state.division.depths.next_loss, state) if state.division.depths else state.loss
-    loss, *is_correct = compute(labels.t(), *(["correct"] if has_counts else []))
+    has_counts = self.config.mtp_num_layers and hasattr(multi_token_prediction, _COUNTS)
+    arguments, depths = (labels.t(), ["loss", "correct"] if has_counts else ["loss"]), state.division.depths
+    loss, *is_correct = depths.next_results(state, *arguments) if depths else state.results(*arguments)
     if is_correct:
         (logits.is_correct,) = is_correct
     return loss.t().contiguous()
@@ -332,13 +311,15 @@ class FlceGPTModel(GPTModel):
     ``class LazyGPTModel(FlceGPTModel, lazy=True)``.
     """
 
-    _postprocess = _make_postprocess(False, None)
+    _flce_arguments: tuple[bool, ChunkOptions | None] = (False, None)
+    _postprocess = _postprocess
     compute_language_model_loss = _compute_language_model_loss
 
     def __init_subclass__(cls, lazy: bool = False, options: ChunkOptions | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
+        check_options(options)
         if lazy or options is not None:
-            cls._postprocess = _make_postprocess(lazy, options)
+            cls._flce_arguments = lazy, options
 
 
 def output_processor(
@@ -359,15 +340,16 @@ def output_processor(
     Returns:
         The losses (B, S), or with `context` a `flce.LinearLogprobsOutput` with results (B, S).
     """
-    with _lazy_output_layer(output_layer, None, gathers_tokens=False):
+    with contextlib.ExitStack() as contexts:
+        _make_output_layer_lazy(contexts, output_layer, None, gathers_tokens=False)
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-        state = _shard_state(scale_logits(logits))
+    state = _shard_state(scale_logits(logits))
     if state is None:
         raise TypeError(f"output_processor needs a linear output layer, whose logits can be lazy, got {output_layer}")
     if context is None:
-        return state.loss(labels.t())[0].t().contiguous()
-    results = state.results(state.division.group, labels.t(), **context)
-    return LinearLogprobsOutput(**{name: value.t().contiguous() for name, value in results.items()})
+        return state.results(labels.t(), ["loss"])[0].t().contiguous()
+    results = state.results(labels.t(), **context)
+    return LinearLogprobsOutput(**{k: x.t().contiguous() for k, x in zip(context["outputs"], results, strict=True)})
 
 
 def vocab_parallel_logprobs(
@@ -388,21 +370,18 @@ def vocab_parallel_logprobs(
     """
     group, state = group or parallel_state.get_tensor_model_parallel_group(), _shard_state(vocab_parallel_logits)
     if state is not None:
-        results = state.results(group, labels, ["logprob", "entropy"] if with_entropy else ["logprob"])
-    else:
-        division = {"process_group": group, "vocab_size": vocab_parallel_logits.shape[-1] * group.size()}
-        loss = cross_entropy(vocab_parallel_logits, _without_negative(labels), reduction="none", **division)
-        results = {"logprob": -loss}
-        if with_entropy:
-            results["entropy"] = vocab_parallel_entropy(vocab_parallel_logits, group) * (labels >= 0)
-    return (results["logprob"], results["entropy"]) if with_entropy else results["logprob"]
+        results = state.results(labels, ["logprob", "entropy"] if with_entropy else ["logprob"], group)
+        return tuple(results) if with_entropy else results[0]
+    division = {"process_group": group, "vocab_size": vocab_parallel_logits.shape[-1] * group.size()}
+    loss = cross_entropy(vocab_parallel_logits, _without_negative(labels), reduction="none", **division)
+    return (-loss, vocab_parallel_entropy(vocab_parallel_logits, group) * (labels >= 0)) if with_entropy else -loss
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor, group: Any = None) -> Tensor:
     """Return the entropy (...) of each token, with gradients. Arguments are as in `vocab_parallel_logprobs`."""
     group, state = group or parallel_state.get_tensor_model_parallel_group(), _shard_state(vocab_parallel_logits)
     if state is not None:
-        return state.results(group, None, ["entropy"])["entropy"]
+        return state.results(None, ["entropy"], group)[0]
     sum_over_group = functools.partial(mappings.reduce_from_tensor_model_parallel_region, group=group)
     logits = vocab_parallel_logits if vocab_parallel_logits.dtype == torch.float64 else vocab_parallel_logits.float()
     largest = logits.detach().amax(-1, keepdim=True)
