@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import nn
@@ -48,9 +49,14 @@ class FlceCallback(TrainerCallback):
         self.settings = Settings(options, on_materialize, empty_loss)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
-        if model is not None:
-            patch_model(model, **vars(self.settings))
-            if self.settings.options is None and _can_add_to_gradients(args, model):
+        if model is None:
+            return
+        patch_model(model, **vars(self.settings))
+        accumulates = args.gradient_accumulation_steps > 1 and args.parallel_mode is ParallelMode.NOT_PARALLEL
+        if accumulates and self.settings.options is None and not args.torch_compile:
+            heads = [module for module in model.modules() if isinstance(module, nn.Linear) and is_patched(module)]
+            with contextlib.suppress(ValueError):  # heads to whose gradients dW cannot be added
+                check_parameters([("a head", head.weight) for head in heads])
                 options = ChunkOptions(gradient_accumulation_fusion=True)
                 patch_model(model, **{**vars(self.settings), "options": options})
 
@@ -60,16 +66,3 @@ class FlceCallback(TrainerCallback):
         """Warn if flce does not compute the trainer's loss. The first step shows this."""
         for usage in [] if model is None else usages_of(model):
             usage.warn_if_not_fused()
-
-
-def _can_add_to_gradients(args: Any, model: nn.Module) -> bool:
-    """Return True if a trainer accumulates gradients to which backward of its patched model can add."""
-    is_parallel = args.parallel_mode is not ParallelMode.NOT_PARALLEL
-    if args.gradient_accumulation_steps == 1 or is_parallel or args.torch_compile:
-        return False
-    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and is_patched(module)]
-    try:
-        check_parameters([("a head", head.weight) for head in heads])
-    except ValueError:
-        return False
-    return True
