@@ -104,7 +104,8 @@ class _ShardState(LazyState):
         tokens = LazyState.with_hidden(self, lambda x: x.reshape(-1, x.shape[-1]))
         division = replace(self.division, group=group or self.division.group)
         state = LazyState(**{**vars(tokens), "division": division})
-        target: Any = None if labels is None else _without_negative(labels).reshape(-1)
+        # Megatron's training loops mask the losses of negative labels.
+        target: Any = None if labels is None else labels.where(labels >= 0, -100).reshape(-1)
         with state.gathered_weights():
             if outputs[0] == "loss":
                 out = state.fused_loss(target, reduction="none", stats=tuple(outputs[1:]))
@@ -163,11 +164,6 @@ def _shard_state(logits: Any) -> _ShardState | None:
     return state if form == NormalForm(*form[:2], has_divisor=form.has_divisor) else None
 
 
-def _without_negative(labels: Tensor) -> Tensor:
-    """Return the labels with -100 for all negative labels, whose loss Megatron's training loops mask."""
-    return labels.where(labels >= 0, -100)
-
-
 _usage = Usage()
 
 
@@ -190,11 +186,11 @@ def _make_output_layer_lazy(
         # `gtp_remat_size`: the number of processes that have parts of this process's classes.
         if reason_not_lazy(hidden, weight, bias) is not None or kwargs.get("gtp_remat_size", 1) > 1:
             return stock_product(**kwargs)
-        if kwargs["sequence_parallel"] and gathers_tokens:
+        has_token_shares = kwargs["sequence_parallel"]
+        if has_token_shares and gathers_tokens:
             # flce sums the gradient over the processes, so that each process keeps its share.
-            hidden = gather_tokens(hidden, tensor_parallel_output_grad=False, group=group)
+            hidden, has_token_shares = gather_tokens(hidden, tensor_parallel_output_grad=False, group=group), False
         optimizer_steps.register()
-        has_token_shares = kwargs["sequence_parallel"] and not gathers_tokens
         division = _ShardDivision(None, len(weight), None, group, has_token_shares, depths)
         head_call = HeadCall(weight, bias, _usage, layer, None)
         state = head_state(hidden, weight, bias, Settings(options), head_call, division)
@@ -244,7 +240,7 @@ def install(
     check_options(options)
     if gradient_accumulation_fusion:
         options = replace(options or DEFAULT_OPTIONS, gradient_accumulation_fusion=True)
-    GPTModel._flce_arguments = lazy, options
+    GPTModel.flce_lazy, GPTModel.flce_options = lazy, options
     GPTModel._postprocess = _postprocess
     GPTModel.compute_language_model_loss = _compute_language_model_loss
 
@@ -257,7 +253,7 @@ def uninstall() -> None:
 
 @functools.wraps(_STOCK["_postprocess"])
 def _postprocess(self: Any, **kwargs: Any) -> Any:
-    stock, (lazy, options) = _STOCK["_postprocess"], self._flce_arguments
+    stock = _STOCK["_postprocess"]
     layer = getattr(self, "output_layer", None)  # of the last pipeline stage
     if not isinstance(layer, ColumnParallelLinear) or kwargs.get("inference_context") is not None:
         return stock(self, **kwargs)
@@ -273,7 +269,7 @@ def _postprocess(self: Any, **kwargs: Any) -> Any:
             for owner, name in ((self.config, "mtp_num_layers"), (self, "mtp_process")):
                 contexts.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, None)
-        if (gathers_classes and layer.tp_group.size() > 1) or not (has_labels or lazy):
+        if (gathers_classes and layer.tp_group.size() > 1) or not (has_labels or self.flce_lazy):
             return stock(self, **kwargs)
         kwargs["runtime_gather_output"] = False
         if kwargs.get("mtp_in_postprocess") and self.share_embeddings_and_output_weights:
@@ -286,7 +282,7 @@ def _postprocess(self: Any, **kwargs: Any) -> Any:
             depths = _Depths(self, **kwargs)
             if kwargs.get("mtp_in_postprocess"):
                 contexts.enter_context(self.mtp.register_forward_hook(depths.set_hidden))
-        _make_output_layer_lazy(contexts, layer, options, not has_labels, depths)
+        _make_output_layer_lazy(contexts, layer, self.flce_options, not has_labels, depths)
         return stock(self, **kwargs)
 
 
@@ -307,19 +303,16 @@ def _compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Any:
 class FlceGPTModel(GPTModel):
     """Megatron-Core's `GPTModel` whose loss flce computes, without `install` for other models.
 
-    The arguments are the arguments of `GPTModel`. A subclass may set the arguments of `install`:
-    ``class LazyGPTModel(FlceGPTModel, lazy=True)``.
+    The arguments are the arguments of `GPTModel`.
+
+    Attributes:
+        flce_lazy, flce_options: `lazy` and `options` of `install`. A subclass may have other values.
     """
 
-    _flce_arguments: tuple[bool, ChunkOptions | None] = (False, None)
+    flce_lazy = False
+    flce_options: ChunkOptions | None = None
     _postprocess = _postprocess
     compute_language_model_loss = _compute_language_model_loss
-
-    def __init_subclass__(cls, lazy: bool = False, options: ChunkOptions | None = None, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        check_options(options)
-        if lazy or options is not None:
-            cls._flce_arguments = lazy, options
 
 
 def output_processor(
@@ -373,7 +366,7 @@ def vocab_parallel_logprobs(
         results = state.results(labels, ["logprob", "entropy"] if with_entropy else ["logprob"], group)
         return tuple(results) if with_entropy else results[0]
     division = {"process_group": group, "vocab_size": vocab_parallel_logits.shape[-1] * group.size()}
-    loss = cross_entropy(vocab_parallel_logits, _without_negative(labels), reduction="none", **division)
+    loss = cross_entropy(vocab_parallel_logits, labels.where(labels >= 0, -100), reduction="none", **division)
     return (-loss, vocab_parallel_entropy(vocab_parallel_logits, group) * (labels >= 0)) if with_entropy else -loss
 
 

@@ -253,8 +253,8 @@ def compare_training(tensor: int, pipeline: int, context: int, adds: bool, **set
     from flce.megatron import FlceGPTModel
     from flce.ops import gradient_accumulation, linear_cross_entropy
 
-    class Model(FlceGPTModel, options=ChunkOptions(gradient_accumulation_fusion=adds)):
-        pass
+    class Model(FlceGPTModel):
+        flce_options = ChunkOptions(gradient_accumulation_fusion=adds)
 
     replace_added = mock.patch.object(linear_cross_entropy, "replace_added", wraps=gradient_accumulation.replace_added)
     steps = int(os.environ.get("MEGATRON_STEPS", 6))
@@ -341,8 +341,8 @@ def test_logprobs_of_lazy_logits(settings: dict[str, Any]) -> None:
 
     from flce.megatron import FlceGPTModel, vocab_parallel_entropy, vocab_parallel_logprobs
 
-    class LazyModel(FlceGPTModel, lazy=True, options=ChunkOptions(chunk_rows=8)):
-        pass
+    class LazyModel(FlceGPTModel):
+        flce_lazy, flce_options = True, ChunkOptions(chunk_rows=8)
 
     def results(logits: Tensor, labels: Tensor) -> Any:
         return vocab_parallel_logprobs(logits, labels), vocab_parallel_entropy(logits)
@@ -403,8 +403,8 @@ def test_casts_of_a_model_in_half_precision() -> None:
     from flce.huggingface.lazy import is_lazy
     from flce.megatron import FlceGPTModel, vocab_parallel_logprobs
 
-    class LazyModel(FlceGPTModel, lazy=True):
-        pass
+    class LazyModel(FlceGPTModel):
+        flce_lazy = True
 
     ids, labels = draw_ids(1, 2, 3), draw_ids(4, 5, 6)
     with megatron(2):
