@@ -246,20 +246,25 @@ def train(model_class: Any, steps: int, overlap: bool = False, rate: float = 1e-
     return torch.tensor(curve)
 
 
+def watch_added() -> Any:
+    """Return a context with the calls in which backward gets the problem with the gradients to add to."""
+    from flce.ops import gradient_accumulation, linear_cross_entropy
+
+    return mock.patch.object(linear_cross_entropy, "replace_added", wraps=gradient_accumulation.replace_added)
+
+
 def compare_training(tensor: int, pipeline: int, context: int, adds: bool, **settings: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     from flce.megatron import FlceGPTModel
-    from flce.ops import gradient_accumulation, linear_cross_entropy
 
     class Model(FlceGPTModel):
         flce_options = ChunkOptions(gradient_accumulation_fusion=adds)
 
-    replace_added = mock.patch.object(linear_cross_entropy, "replace_added", wraps=gradient_accumulation.replace_added)
     steps = int(os.environ.get("MEGATRON_STEPS", 6))
     settings |= {"calculate_per_token_loss": True, "sequence_parallel": tensor > 1, "any_attention": context > 1}
-    with megatron(tensor, pipeline, context), replace_added as calls:
+    with megatron(tensor, pipeline, context), watch_added() as calls:
         expected, found = (
             train(model_class, steps=steps, rate=0.18 / steps, **settings) for model_class in (GPTModel, Model)
         )
@@ -288,29 +293,18 @@ def compare_training_into_main_grad(tied: bool, overlap: bool) -> None:
     from megatron.core.models.gpt import GPTModel
 
     import flce.megatron
-    from flce.ops import gradient_accumulation
 
-    added, replace_added = [], gradient_accumulation.replace_added
-
-    def spy(gradients: Any, problem: Any) -> Any:
-        added.append((problem.dw_targets or {})[0].dtype)
-        return replace_added(gradients, problem)
-
-    settings: dict[str, Any] = {
-        "calculate_per_token_loss": True,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "tied": tied,
-    }
-    with megatron(2), pytest.MonkeyPatch.context() as patch:
+    settings: dict[str, Any] = {"calculate_per_token_loss": True, "bf16": True, "params_dtype": torch.bfloat16}
+    settings["tied"] = tied
+    with megatron(2):
         expected = train(GPTModel, 4, overlap, **settings)
         flce.megatron.install()
         fused = train(GPTModel, 4, overlap, **settings)
         flce.megatron.install(gradient_accumulation_fusion=True)
-        patch.setattr("flce.ops.linear_cross_entropy.replace_added", spy)
-        found = train(GPTModel, 4, overlap, **settings)
+        with watch_added() as calls:
+            found = train(GPTModel, 4, overlap, **settings)
         flce.megatron.uninstall()
-    assert added == [torch.float32] * 8
+    assert [call.args[1].dw_targets[0].dtype for call in calls.call_args_list] == [torch.float32] * 8
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
     torch.testing.assert_close(found, fused, rtol=2e-3, atol=0)
 
