@@ -84,7 +84,7 @@ OTHERS: tuple[tuple[str | None, str, str, str], ...] = (
     ("ours-256MiB", "flce, 256 MiB budget", "speed: computes logits twice", "memory is short"),
     ("liger", "Liger's loss", "LoRA on the head, a limit in bytes", "your GPU is AMD, Intel or Ascend"),
     ("liger-float32-8x", "Liger's loss, float32 sums, 8x chunk", "the same", "the same"),
-    ("trl", "TRL's kernel", "a public function", "you use only TRL's trainers"),
+    ("trl", "TRL's kernel", "unrounded logits", "you use only TRL's trainers"),
     (None, "Unsloth's loss", "use outside of Unsloth", "you train with Unsloth"),
     ("cce", "Cut Cross-Entropy", "gradients below a threshold", "few MiB are free"),
     (None, "PyTorch's `linear_cross_entropy`", "adapters, patched models", "you want no other package"),
