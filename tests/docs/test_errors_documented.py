@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROWS = re.findall(
 )
 
 
+@functools.cache
 def texts() -> list[str]:
     found = []
     for file in PACKAGE.rglob("*.py"):
@@ -27,11 +29,8 @@ def texts() -> list[str]:
     return found
 
 
-TEXTS = texts()
-
-
 @pytest.mark.parametrize("quotes, remedy", ROWS, ids=lambda value: value[:40])
 def test_a_row_quotes_a_message(quotes: str, remedy: str) -> None:
     assert len(remedy.split()) >= 3
     for quote in re.findall(r"`([^`]+)`", quotes):
-        assert any(quote in text for text in TEXTS), quote
+        assert any(quote in text for text in texts()), quote
