@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -24,9 +23,6 @@ from tests.tiles import Rows, assert_close, assert_same, random_rows
 pytest.importorskip("triton")
 
 STATS = ("logprob", "entropy", "argmax")
-# (PARTS, LANES, VECTOR, num_warps): a block has PARTS * LANES * VECTOR columns
-BLOCKS = [(1, 2, 2, 1), (2, 4, 2, 1), (4, 1, 4, 1)]
-WIDE_BLOCKS = [(2, 64, 2, 2), (4, 128, 8, 4), (4, 256, 4, 8)]
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 3.0, "logit_scale": 1.5, "temperature": 0.7},
@@ -59,40 +55,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, block: tu
     monkeypatch.setattr(kernels, "_launch_size", lambda *args: sizes)
 
 
-def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12) -> None:
-    """Compare all results of the contract, with one tile and with three."""
-    mine, theirs = kernels.TritonBackend(), TorchBackend()
-
-    outcomes = []
-    for backend in (theirs, mine):
-        logits, tile = rows.tile(0, rows.vocab)
-        out = rows.outputs()
-        rows.loss_and_gradient(backend, logits, logits, tile, out)
-        outcomes.append((out, logits))
-    (expected, expected_grad), (out, grad) = outcomes
-    assert_same(out, expected, tolerance)
-    assert_close(grad, expected_grad, tolerance)
-
-    edges = [0, rows.vocab // 3, rows.vocab - 1, rows.vocab]  # the last class is a target
-    state, out = rows.state(), rows.outputs()
-    for start, stop in itertools.pairwise(edges):
-        rows.statistics(mine, *rows.tile(start, stop), state, out)
-    assert_same(out, expected, tolerance)
-    normalizer, full = expected.normalizer, rows.tile(0, rows.vocab)[1]
-    for start, stop in itertools.pairwise(edges):
-        results, row_gradients = [], []
-        for backend in (mine, theirs):
-            logits, tile = rows.tile(start, stop)
-            row_gradients.append(rows.row_gradient(backend, tile, normalizer, rows.upstream))
-            for row_gradient in (row_gradients[-1], rows.row_gradient(backend, full, normalizer, rows.upstream)):
-                logits, tile = rows.tile(start, stop)
-                results.append(logits)
-                rows.gradient(backend, logits, logits, tile, normalizer, row_gradient)
-        assert_close(row_gradients[0], row_gradients[1], tolerance)
-        for other in results[1:]:
-            assert_close(results[0], other, tolerance)
-
-
 @pytest.mark.parametrize("cols", [40, 100, 333])
 def test_a_gradient_over_wider_logits(
     cols: int, monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, device: torch.device
@@ -114,26 +76,6 @@ def test_a_gradient_over_wider_logits(
             grads.append(grad)
         assert same_bits(grads[-1], grads[-2])
     assert_close(grads[0], grads[2], 1e-3)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_many_blocks(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
-) -> None:
-    small_blocks(monkeypatch, kernels, block)
-    for vocab in (16, 37):  # 16 classes fill their blocks
-        compare(kernels, random_rows(6, vocab, torch.float64, device, **FEATURES[feature]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block", WIDE_BLOCKS, ids=str)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_many_blocks_on_cuda(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
-) -> None:
-    small_blocks(monkeypatch, kernels, block)
-    compare(kernels, random_rows(40, 20011, torch.float64, device, **FEATURES[feature]), 1e-10)
 
 
 @pytest.mark.parametrize("programs", [2, 2048])
