@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 KEPT = driver.regressions()
 # Random calls of `make test`.
-COUNTS = {"operator": 200, "logits": 120, "softmax": 80, "logprobs": 60, "divergence": 60}
+COUNTS = {"operator": 120, "logits": 80, "softmax": 50, "logprobs": 40, "divergence": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_random_calls(name: str, device: torch.device, regressions_file: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors of these programs are in CPU memory")
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed: int, device: torch.device, regressions_file: Path) -> None:
     check_random("lazy", device, seed, 100)
 
