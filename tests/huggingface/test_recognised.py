@@ -16,6 +16,7 @@ import flce
 from flce.core import private
 from flce.huggingface import NotFusedWarning, patch_model
 from tests.helpers import parametrize_pairs
+from tests.huggingface.fuzz import Doubled
 from tests.huggingface.scripts import IDS, Around, Build, Compare, V
 from tests.huggingface.test_entropies import Logits
 
@@ -164,16 +165,6 @@ def test_head_and_loss_in_a_checkpoint(reentrant: bool, labels: Any, training: b
             backward(model(reentrant, labels=labels))
         fused(4 if training or labels is not None else 0)"""
     compare(script, reentrant=reentrant, labels=labels, training=training)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
 
 
 CHECKPOINTED = {
