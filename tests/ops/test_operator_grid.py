@@ -9,7 +9,7 @@ import torch
 
 import flce
 from flce.engine.schedules import SCHEDULES
-from flce.testing.problem import make_problem, run_fused
+from flce.testing.problem import make_problem
 from tests.forced import force
 from tests.helpers import check, plan_for
 
@@ -33,14 +33,3 @@ def test_every_schedule_makes_every_gradient(
                 schedule = kind.from_size(c, sizes[len(sizes) // 3])
                 force(monkeypatch, lambda c, made=schedule: made)  # type: ignore[misc]
                 check(p, options=options, grads=grads_of_all, tolerance=2e-2 if arguments is hard else None)
-
-
-def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> None:
-    p = make_problem((12,), 8, 40, device=device)
-    w = p.linear_weight.clone().requires_grad_()
-    for part in (slice(0, 5), slice(5, 12)):
-        flce.fused_linear_cross_entropy(p.input[part], w, p.target[part], reduction="sum", num_items=12).backward()
-    whole = run_fused(p.with_(reduction="mean"))
-    assert w.grad is not None
-    assert whole.grad_weight is not None
-    torch.testing.assert_close(w.grad, whole.grad_weight, rtol=1e-10, atol=1e-12)
